@@ -1,0 +1,346 @@
+"""The vocabulary of the trainer contract: what a trainer class, an orchestrator and genlight say to each other.
+
+Types and protocols only. The module imports nothing of genlight and neither torch nor Lightning, so that everybody
+may import it and a trainer class can be written, and its tests run, without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from .exceptions import StartupContractError, TrainingCanceled
+
+if TYPE_CHECKING:
+    from .run_state import RunState
+
+__all__ = [
+    # the trainer's side
+    "TRAINER_API_VERSION",
+    "REQUIRED_HOOKS",
+    "TrainerPlugin",
+    "TrainingJobSpec",
+    "StepContext",
+    "StepResult",
+    "StepControlHints",
+    # the caller's side
+    "TrainingReporter",
+    "ArtifactWriter",
+    "ArtifactUploader",
+    # the orchestrator's side
+    "TrainerAuthContext",
+    "JobLifecycleClient",
+    "LifecycleLease",
+    "ResolveClient",
+    "ResolvedRef",
+    "InputDownloader",
+    "DownloadedInputs",
+    "ModelRuntimeConfig",
+    "ModelRuntimeLoader",
+    "ArrowFeedConfig",
+    "BatchSource",
+    # raised to either
+    "StartupContractError",
+    "TrainingCanceled",
+]
+
+TRAINER_API_VERSION = "v1"
+"""The only version of the trainer contract that exists."""
+
+REQUIRED_HOOKS = ("setup", "configure", "prepare_batch", "train_step", "state_dict", "load_state_dict")
+"""The hooks without which a class is no trainer."""
+
+
+@dataclass(frozen=True)
+class TrainingJobSpec:
+    """Identity and cadences of one training run; a cadence of 0 is off.
+
+    Raises:
+        ValueError: `run_id` or `trainer_api_version` is empty, the version is not ``v1``, or a number is negative.
+        TypeError: A number is not an integer, or `hyperparams` is not a mapping.
+    """
+
+    run_id: str
+    max_steps: int
+    trainer_api_version: str = TRAINER_API_VERSION
+    metric_every: int = 10
+    checkpoint_every: int = 0
+    sample_every: int = 0
+    owner: str = ""
+    release_ref: str = ""
+    hyperparams: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("run_id", "trainer_api_version"):
+            if not str(getattr(self, name) or "").strip():
+                raise ValueError(
+                    f"Invalid `{name}`. Expected a text that is not empty, but received {getattr(self, name)!r}."
+                )
+        if self.trainer_api_version != TRAINER_API_VERSION:
+            raise ValueError(
+                f"Invalid `trainer_api_version`. Expected {TRAINER_API_VERSION!r}, "
+                f"but received {self.trainer_api_version!r}."
+            )
+        for name in ("max_steps", "metric_every", "checkpoint_every", "sample_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Invalid `{name}`. Expected an integer >= 0, but received {value!r}.")
+            if value < 0:
+                raise ValueError(f"Invalid `{name}`. Expected an integer >= 0, but received {value}.")
+        if not isinstance(self.hyperparams, Mapping):
+            raise TypeError(f"Invalid `hyperparams`. Expected a mapping, but received {self.hyperparams!r}.")
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the runtime gives to every hook of a trainer."""
+
+    job: TrainingJobSpec
+    model_handles: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs that were materialised: ``base_model_dir``, ``base_model_ref`` and what else the caller put there."""
+    dataset: Any = None
+    """The source of batches of this run, as the caller gave it."""
+    optimizer: Any = None
+    scheduler: Any = None
+    device: str = "cuda:0"
+    """Root device of this rank, as the strategy sees it."""
+    dtype: str = "bf16"
+    """Precision of the forward pass: ``fp32``, ``bf16`` or ``fp16``."""
+    is_canceled: Callable[[], bool] | None = None
+    """Whether a stop was asked for; cheap enough for an inner loop."""
+    rank: int = 0
+    world_size: int = 1
+    run_state: RunState | None = None
+    job_context: Any = None
+    """Where the scheduler placed this process (a ``JobContext``), or None outside of one."""
+
+
+@dataclass(frozen=True)
+class StepControlHints:
+    """What a step asks of the runtime."""
+
+    skip_cadence_emit: bool = False
+    """Suppress metrics, checkpoint and samples of this one step."""
+    backoff_seconds: float | None = None
+    """Pause after this step; ends at once on a stop request."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What ``train_step`` returns: scalars by name, as numbers or 0-d tensors on any device."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    debug: Mapping[str, Any] = field(default_factory=dict)
+    control: StepControlHints | None = None
+
+
+@runtime_checkable
+class TrainerPlugin(Protocol):
+    """A trainer class; ``docs`` of each hook in the README.
+
+    The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``evaluate``) are looked up by name and
+    are not part of the protocol, because a class that lacks them conforms.
+    """
+
+    def setup(self, ctx: StepContext) -> None:
+        """Prepare what needs the context; called once, first."""
+
+    def configure(self, ctx: StepContext) -> Any:
+        """Build modules, optimizers and schedulers; the result is handed back to every other hook."""
+
+    def prepare_batch(self, raw_batch: Any, state: Any, ctx: StepContext) -> Any:
+        """Turn a raw batch of the feed into what ``train_step`` takes."""
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        """One forward, backward and update."""
+        ...
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        """What a checkpoint must hold beyond modules and optimizers that genlight finds itself."""
+        ...
+
+    def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
+        """Take over what ``state_dict`` returned; called on resume, after ``configure``."""
+
+
+class TrainingReporter(Protocol):
+    """Receives the events of a run, each as it happens, from the training thread.
+
+    An optional attribute ``cancel_reason`` names the reason once ``is_canceled()`` is true.
+    """
+
+    def started(self, *, run_id: str) -> None:
+        """Training begins."""
+
+    def metric(self, *, name: str, value: float, step: int) -> None:
+        """One scalar at a metric cadence."""
+
+    def checkpoint(self, *, path: str, step: int) -> None:
+        """A checkpoint was written."""
+
+    def sample(self, *, path: str, step: int) -> None:
+        """A sample was written."""
+
+    def completed(self, *, step: int, final_checkpoint: str | None) -> None:
+        """Training ended as planned."""
+
+    def failed(self, *, step: int, error: str) -> None:
+        """Training ended by an exception or a stop."""
+
+    def is_canceled(self) -> bool:
+        """Whether the run should stop."""
+        ...
+
+
+class ArtifactWriter(Protocol):
+    """Writes checkpoints and samples where the caller wants them."""
+
+    def write_checkpoint(
+        self, *, step: int, state_payload: Mapping[str, object], trainer: Any, state: Any, ctx: StepContext
+    ) -> str:
+        """Write a checkpoint and return its path."""
+        ...
+
+    def write_samples(self, *, step: int, state: Any, ctx: StepContext) -> Sequence[str]:
+        """Write samples and return their paths."""
+        ...
+
+    def finalize(
+        self, *, state_payload: Mapping[str, object], trainer: Any, state: Any, ctx: StepContext
+    ) -> str | None:
+        """Write the final artifact and return its path."""
+        ...
+
+
+class ArtifactUploader(Protocol):
+    """Sends what was written elsewhere; called in the step, so a slow one slows training."""
+
+    def upload_metrics(self, *, metrics: Mapping[str, float], step: int) -> None:
+        """Send the metrics of one step."""
+
+    def upload_checkpoint(self, *, local_path: str, step: int) -> None:
+        """Send a checkpoint."""
+
+    def upload_sample(self, *, local_path: str, step: int) -> None:
+        """Send a sample."""
+
+
+@dataclass(frozen=True)
+class TrainerAuthContext:
+    """Who a run acts for. The token is left out of ``repr``."""
+
+    owner: str
+    token: str = field(default="", repr=False)
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class LifecycleLease:
+    """The claim of one worker on one run."""
+
+    run_id: str
+    lease_id: str
+
+
+class JobLifecycleClient(Protocol):
+    """The control plane of an orchestrator, as a run sees it."""
+
+    def claim(self, *, run_id: str) -> LifecycleLease:
+        """Take the run; raises when another worker holds it."""
+        ...
+
+    def heartbeat(self, *, lease: LifecycleLease) -> bool:
+        """Renew the lease; False when it is lost, which stops the run as ``canceled``."""
+        ...
+
+    def request_cancel(self, *, lease: LifecycleLease) -> bool:
+        """Whether the orchestrator wants the run to stop."""
+        ...
+
+    def mark_completed(self, *, lease: LifecycleLease, step: int, final_checkpoint: str | None) -> None:
+        """Report the end as planned."""
+
+    def mark_failed(self, *, lease: LifecycleLease, step: int, error: str) -> None:
+        """Report the end by an error or a stop."""
+
+
+@dataclass(frozen=True)
+class ResolvedRef:
+    """A repository reference with its digest."""
+
+    owner: str
+    repo: str
+    digest: str
+
+
+class ResolveClient(Protocol):
+    """Resolves ``owner/repo[:tag]`` to a digest."""
+
+    def resolve(self, *, ref: str) -> ResolvedRef:
+        """The digest behind a reference; raises `InputError` when there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class DownloadedInputs:
+    """Where the inputs of a run lie on this node; None for what the job does not name."""
+
+    model_dir: Path | None = None
+    dataset_dir: Path | None = None
+    resume_checkpoint: Path | None = None
+
+
+class InputDownloader(Protocol):
+    """Brings the inputs of a job to this node."""
+
+    def download(self, *, inputs: Mapping[str, Any], directory: Path) -> DownloadedInputs:
+        """Materialise `inputs` (the block of the job spec) under `directory`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelRuntimeConfig:
+    """Where model components go and in which precision."""
+
+    device: str = "cuda:0"
+    dtype: str = "bf16"
+
+
+class ModelRuntimeLoader(Protocol):
+    """Loads the components of a model directory."""
+
+    def load_components(self, *, model_dir: Path, config: ModelRuntimeConfig) -> Mapping[str, Any]:
+        """Component name to its tensors, on `config.device` in `config.dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ArrowFeedConfig:
+    """How Parquet becomes batches.
+
+    Raises:
+        ValueError: `batch_size` is below 1 or `readahead` below 0.
+    """
+
+    batch_size: int = 32
+    """Rows a batch, per rank."""
+    readahead: int = 2
+    """Large decoded batches kept ready; 0 reads in the training thread."""
+    columns: Sequence[str] | None = None
+    """Columns to read; None means all."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"Invalid `batch_size`. Expected an integer >= 1, but received {self.batch_size}.")
+        if self.readahead < 0:
+            raise ValueError(f"Invalid `readahead`. Expected an integer >= 0, but received {self.readahead}.")
+
+
+class BatchSource(Protocol):
+    """Anything that hands out raw batches by ``iter_batches()``; a plain iterable does as well."""
+
+    def iter_batches(self) -> Iterator[Any] | Iterable[Any]:
+        """A new pass over the raw batches."""
+        ...

@@ -1,0 +1,153 @@
+"""Every exception that genlight raises on purpose.
+
+    GenlightError
+    ├── StartupContractError      a setting, spec or environment fault; exit code 2
+    ├── ContractError (TypeError) a trainer class or its hook broke the contract
+    ├── InputError                a column, file or reference that cannot be read
+    │   └── AuthError             a server refused our credentials (401, 403)
+    ├── CheckpointError           a checkpoint could not be written or used
+    │   ├── BrokenCheckpointError     its content contradicts its record
+    │   └── UnstorableStateError (TypeError)  a value that the format cannot hold
+    ├── EventLogError             the event log is locked, or breaks its own rules
+    ├── UploadError               a required artifact could not be delivered
+    ├── ReplicaDriftError         replicas that must be equal are not
+    └── TrainingCanceled          the run was told to stop; exit code 75
+
+Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
+genlight: everybody may import it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "AuthError",
+    "BrokenCheckpointError",
+    "CheckpointError",
+    "ContractError",
+    "EventLogError",
+    "FailureCategory",
+    "GenlightError",
+    "InputError",
+    "ReplicaDriftError",
+    "StartupContractError",
+    "StopReason",
+    "TrainingCanceled",
+    "UnstorableStateError",
+    "UploadError",
+]
+
+FailureCategory = Literal["startup", "input", "auth", "model-load", "train-step", "upload"]
+"""Where a failure came from, for the operator. Decided by what was raised and where, never by its text."""
+
+StopReason = Literal["canceled", "timeout", "preempted"]
+"""Why a run was told to stop."""
+
+
+class GenlightError(Exception):
+    """Base of all exceptions that genlight raises on purpose."""
+
+
+class StartupContractError(GenlightError):
+    """The run cannot start as it was described.
+
+    Args:
+        code: A documented code such as ``startup.invalid_job_spec``.
+        message: Every fault found, and the way out.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+class ContractError(GenlightError, TypeError):
+    """A trainer class, or what one of its hooks returned, does not follow the trainer contract."""
+
+
+class InputError(GenlightError):
+    """An input of the run is missing, malformed or cannot be read."""
+
+
+class AuthError(InputError):
+    """A server refused the credentials of the run."""
+
+
+class CheckpointError(GenlightError):
+    """A checkpoint could not be written or used."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """The files of a checkpoint contradict its record.
+
+    Args:
+        checkpoint: Name of the checkpoint, such as ``step-00000200``.
+        reason: Which file, what was expected, what was found.
+    """
+
+    def __init__(self, checkpoint: str, reason: str) -> None:
+        super().__init__(checkpoint, reason)
+        self.checkpoint = checkpoint
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.checkpoint} is broken: {self.reason}"
+
+
+class UnstorableStateError(CheckpointError, TypeError):
+    """A value in the state has no representation in the checkpoint format.
+
+    Args:
+        path: Where the value sits, such as ``state["cache"][3]``.
+        type_name: The qualified name of the value's type.
+        hint: What to do about it; may be empty.
+    """
+
+    def __init__(self, path: str, type_name: str, hint: str = "") -> None:
+        super().__init__(path, type_name, hint)
+        self.path = path
+        self.type_name = type_name
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.type_name} cannot be stored in a checkpoint" + (
+            f"; {self.hint}" if self.hint else ""
+        )
+
+
+class EventLogError(GenlightError):
+    """The event log cannot be opened, or its content breaks the rules of ``trainer_event.v1``."""
+
+
+class UploadError(GenlightError):
+    """An artifact that must reach its destination did not.
+
+    Args:
+        message: What could not be delivered where, and what remains.
+        auth: Whether the server refused our credentials.
+    """
+
+    def __init__(self, message: str, *, auth: bool = False) -> None:
+        super().__init__(message)
+        self.auth = auth
+
+
+class ReplicaDriftError(GenlightError):
+    """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class TrainingCanceled(GenlightError):
+    """The run was told to stop and did.
+
+    Args:
+        reason: ``canceled``, ``timeout`` or ``preempted``; or whatever reason a caller's own reporter gave.
+    """
+
+    def __init__(self, reason: str = "canceled") -> None:
+        super().__init__(reason)
+        self.reason = reason

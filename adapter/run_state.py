@@ -1,0 +1,58 @@
+"""The facts of a run that hooks share.
+
+The run state is plain data and travels inside checkpoints. Live objects (model, optimizers, loggers) are not here:
+hooks reach them through the Lightning trainer and module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+__all__ = ["RunState"]
+
+
+@dataclass(slots=True)
+class RunState:
+    """Serialisable facts that hooks read and write; one object per run, saved in every checkpoint.
+
+    A hook names the fields it ``reads`` and ``writes`` and their order follows from that. Facts without a field of
+    their own go to `extra`, under a name that the hook declares the same way.
+    """
+
+    run_id: str = ""
+    attempt: int = 1
+    agent_step: int = 0
+    """Environment steps seen, over all ranks; a trainer with a ``rollout`` counts it."""
+    epoch: int = 0
+    """Completed passes over the data, or completed rollout and training phases."""
+    update_epoch: int = 0
+    """Pass over the current rollout."""
+    minibatch_index: int = 0
+    """Minibatch within the current epoch."""
+    rollout_stats: dict[str, Any] | None = None
+    loss_stats: dict[str, float] | None = None
+    """The last metrics that a cadence read from the device."""
+    eval_scores: dict[str, float] | None = None
+    latest_checkpoint_uri: str | None = None
+    """The newest checkpoint that is durable: a path, or the address it was uploaded to."""
+    latest_sample_uris: list[str] | None = None
+    stop_reason: str | None = None
+    """Why the run is ending early, once that is decided."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The facts as a plain dictionary."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over facts that were saved before.
+
+        Fields of an older or newer version that this one does not know are kept in `extra`.
+        """
+        known = {f.name for f in fields(self)}
+        for name, value in state.items():
+            if name in known:
+                setattr(self, name, value)
+            else:
+                self.extra[name] = value

@@ -1,0 +1,1 @@
+"""Runtime concerns of a training job as Lightning callbacks."""

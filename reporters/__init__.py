@@ -1,0 +1,1 @@
+"""Writers of what happened: event log, Lightning logger, uploads."""

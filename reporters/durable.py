@@ -1,0 +1,60 @@
+"""Files that are whole or absent, also after a power cut.
+
+The protocol is the one that databases use: write under a temporary name in the destination directory, ``fsync`` the
+file, rename it, ``fsync`` the directory. A rename within a directory is atomic on POSIX file systems; without the two
+syncs it may become durable before the bytes it names.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+__all__ = ["TEMPORARY_PREFIX", "fsync_directory", "temporary_name", "write_all", "write_bytes_durably"]
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Start of every temporary name, so that debris of a killed process can be told from data and swept."""
+
+
+def temporary_name(name: str) -> str:
+    """A name beside `name` that no other process uses."""
+    return f"{TEMPORARY_PREFIX}{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def fsync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make renames and new names within `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write every byte; ``os.write`` alone may stop short."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_bytes_durably(path: str | os.PathLike[str], data: bytes, *, mode: int = 0o644) -> None:
+    """Replace the file at `path` by `data`, whole or not at all, and durable when this returns.
+
+    Raises:
+        OSError: The bytes could not be written; the old file, if any, is untouched and no temporary file remains.
+    """
+    target = Path(path)
+    temporary = target.with_name(temporary_name(target.name))
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
