@@ -8,6 +8,7 @@
     ├── CheckpointError           a checkpoint could not be written or used
     │   ├── BrokenCheckpointError     its content contradicts its record
     │   └── UnstorableStateError (TypeError)  a value that the format cannot hold
+    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field nobody writes
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplicaDriftError         replicas that must be equal are not
@@ -29,6 +30,7 @@ __all__ = [
     "EventLogError",
     "FailureCategory",
     "GenlightError",
+    "HookOrderError",
     "InputError",
     "ReplicaDriftError",
     "StartupContractError",
@@ -118,6 +120,10 @@ class UnstorableStateError(CheckpointError, TypeError):
         return f"{self.path}: {self.type_name} cannot be stored in a checkpoint" + (
             f"; {self.hint}" if self.hint else ""
         )
+
+
+class HookOrderError(GenlightError, ValueError):
+    """The reads and writes of the hooks admit no order."""
 
 
 class EventLogError(GenlightError):

@@ -1,0 +1,282 @@
+"""The base of genlight's callbacks: a Lightning callback with a failure, rank and order policy.
+
+A subclass states its policy as class (or instance) attributes and overrides the events it wants. The policy holds
+under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because it is bound to the methods
+themselves:
+
+- **failure**: an exception of a hook that is not `critical` is logged once per event with its traceback, counted, and
+  summed up at the end; training goes on. A critical hook's exception ends the run.
+- **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
+- **order**: a hook that `reads` a field of the run state runs after the hooks that `writes` it, whatever the order of
+  registration. Other callbacks keep their places.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ..adapter.exceptions import HookOrderError, TrainingCanceled
+from ..adapter.run_state import RunState
+
+__all__ = ["HOOK_EVENTS", "Hook", "callbacks_of", "fire", "order_callbacks", "run_state_of"]
+
+log = logging.getLogger(__name__)
+
+HOOK_EVENTS = (
+    "on_new_training_run",
+    "on_rollout_start",
+    "on_rollout_end",
+    "on_mb_end",
+    "on_train_phase_end",
+    "on_epoch_end",
+    "on_training_end",
+    "on_training_failed",
+)
+"""Events that Lightning's callbacks do not have."""
+
+RUN_STATE_KEY = "genlight_run_state"
+"""Where a checkpoint holds the run state."""
+
+FIELDS_OF_THE_LOOP = frozenset(
+    {
+        "run_id",
+        "attempt",
+        "agent_step",
+        "epoch",
+        "update_epoch",
+        "minibatch_index",
+        "rollout_stats",
+        "loss_stats",
+        "stop_reason",
+    }
+)
+"""Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
+
+_RUN_STATE_ATTRIBUTE = "_genlight_run_state"
+_ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
+
+
+class Hook(pl.Callback):
+    """A Lightning callback that keeps a failure, rank and order policy.
+
+    Beside Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module)``, and
+    ``on_training_failed(trainer, pl_module, exception)``.
+    """
+
+    critical: bool = False
+    """Whether an exception of this hook ends the run."""
+    ranks: Literal["zero", "all"] = "zero"
+    """Which ranks receive events."""
+    reads: Sequence[str] = ()
+    """Fields of the run state that must be written before this hook runs."""
+    writes: Sequence[str] = ()
+    """Fields of the run state that this hook writes."""
+
+    _inside_event: bool = False
+    _failures: Counter[str] | None = None
+
+    _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
+    """Not policed: what they add belongs to every rank, and a failure must reach whoever saves or loads."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, method in list(vars(cls).items()):
+            is_event = name.startswith("on_") or name in ("setup", "teardown")
+            if is_event and name not in cls._not_events and inspect.isfunction(method):
+                setattr(cls, name, _policed(name, method))
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often each event of this hook failed; empty for a critical hook, whose first failure ends the run."""
+        return dict(self._failures or {})
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        order_callbacks(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        report_failures(self)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint.setdefault(RUN_STATE_KEY, run_state_of(trainer).state_dict())
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        run_state_of(trainer).load_state_dict(checkpoint.get(RUN_STATE_KEY, {}))
+
+    def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training is about to take its first step, of a new run or of a resumed one."""
+
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The trainer is about to collect experience."""
+
+    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Experience was collected; ``rollout_stats`` is set."""
+
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A minibatch was trained."""
+
+    def on_train_phase_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All minibatches of the current experience were trained."""
+
+    def on_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A pass over the data, or a rollout with its training phase, has ended."""
+
+    def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training ended as planned."""
+
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Training ended by an exception or a stop."""
+
+
+def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` under the failure and rank policy of its hook."""
+
+    @functools.wraps(method)
+    def event(self: Hook, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        if self._inside_event:  # a call of super(): the outer event keeps the policy
+            return method(self, trainer, *args, **kwargs)
+        if name == "setup":
+            order_callbacks(trainer)
+        if self.ranks == "zero" and not trainer.is_global_zero:
+            return None
+        self._inside_event = True
+        try:
+            return method(self, trainer, *args, **kwargs)
+        except TrainingCanceled:
+            raise
+        except Exception as error:
+            if self.critical:
+                raise
+            _note_failure(self, name, error)
+            return None
+        finally:
+            self._inside_event = False
+            if name == "teardown":
+                report_failures(self)
+
+    return event
+
+
+def _note_failure(hook: Hook, event: str, error: Exception) -> None:
+    if hook._failures is None:
+        hook._failures = Counter()
+    hook._failures[event] += 1
+    if hook._failures[event] == 1:
+        log.error(
+            "%s failed in %s; training goes on, further failures of this event are only counted",
+            type(hook).__name__,
+            event,
+            exc_info=error,
+        )
+
+
+def report_failures(hook: Hook) -> None:
+    """Log once what was only counted while training."""
+    if hook._failures:
+        counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
+        log.warning("%s failed: %s", type(hook).__name__, counts)
+        hook._failures.clear()
+
+
+def run_state_of(trainer: pl.Trainer) -> RunState:
+    """The run state that all hooks of `trainer` share; made at the first call."""
+    state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
+    if state is None:
+        state = RunState()
+        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
+    return state
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of `trainer`; Lightning sets the attribute without declaring it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
+    """Deliver one of `HOOK_EVENTS` to every callback that has it."""
+    for callback in callbacks_of(trainer):
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(trainer, trainer.lightning_module, *args)
+
+
+def order_callbacks(trainer: pl.Trainer) -> None:
+    """Put the hooks of `trainer` into the order that their reads and writes ask for; once per trainer.
+
+    Raises:
+        HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
+    """
+    registered = callbacks_of(trainer)
+    if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
+        return
+    hooks = [callback for callback in registered if isinstance(callback, Hook)]
+    in_order = iter(_sorted_hooks(hooks))
+    # A new list, because Lightning is iterating over the old one while it calls `setup`.
+    callbacks = [next(in_order) if isinstance(callback, Hook) else callback for callback in registered]
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+    setattr(trainer, _ORDERED_ATTRIBUTE, callbacks)
+
+
+def _sorted_hooks(hooks: Sequence[Hook]) -> list[Hook]:
+    """The hooks, writers first, otherwise as they were registered."""
+    waits_for = {hook: _predecessors(hook, hooks) for hook in hooks}
+    ordered: list[Hook] = []
+    remaining = list(hooks)
+    while remaining:
+        ready = next((hook for hook in remaining if not waits_for[hook].intersection(remaining)), None)
+        if ready is None:
+            raise HookOrderError(_describe_cycle(remaining, waits_for))
+        ordered.append(ready)
+        remaining.remove(ready)
+    return ordered
+
+
+def _predecessors(hook: Hook, hooks: Sequence[Hook]) -> set[Hook]:
+    """The hooks that must run before `hook`.
+
+    Among hooks that both read and write a field (counters, say) the order of registration decides.
+    """
+    before: set[Hook] = set()
+    for field in hook.reads:
+        writers = [other for other in hooks if field in other.writes]
+        if not writers and field not in FIELDS_OF_THE_LOOP:
+            raise HookOrderError(
+                f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
+            )
+        for writer in writers:
+            if writer is hook:
+                continue
+            both_update = field in hook.writes and field in writer.reads
+            if not both_update or hooks.index(writer) < hooks.index(hook):
+                before.add(writer)
+    return before
+
+
+def _describe_cycle(stuck: Sequence[Hook], waits_for: dict[Hook, set[Hook]]) -> str:
+    """Follow who waits for whom among the `stuck` until a hook comes twice."""
+    path = [stuck[0]]
+    while path.count(path[-1]) == 1:
+        path.append(next(hook for hook in stuck if hook in waits_for[path[-1]]))
+    cycle = path[path.index(path[-1]) :]
+    steps = [
+        f"{type(hook).__name__} reads {sorted(set(hook.reads) & set(writer.writes))} of {type(writer).__name__}"
+        for hook, writer in itertools.pairwise(cycle)
+    ]
+    return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
