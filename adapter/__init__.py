@@ -1,1 +1,182 @@
-"""The binding of a trainer class, a job and a feed to PyTorch Lightning."""
+"""The binding of a trainer class, a job and a feed to PyTorch Lightning.
+
+Names are resolved when they are first used (PEP 562), so that importing the package loads neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .contract import (
+        TRAINER_API_VERSION,
+        ArrowFeedConfig,
+        ArtifactUploader,
+        ArtifactWriter,
+        BatchSource,
+        DownloadedInputs,
+        InputDownloader,
+        JobLifecycleClient,
+        LifecycleLease,
+        ModelRuntimeConfig,
+        ModelRuntimeLoader,
+        ResolveClient,
+        ResolvedRef,
+        StepContext,
+        StepControlHints,
+        StepResult,
+        TrainerAuthContext,
+        TrainerPlugin,
+        TrainingJobSpec,
+        TrainingReporter,
+    )
+    from .exceptions import (
+        AuthError,
+        BrokenCheckpointError,
+        CheckpointError,
+        ContractError,
+        EventLogError,
+        GenlightError,
+        HookOrderError,
+        InputError,
+        ReplicaDriftError,
+        StartupContractError,
+        TrainingCanceled,
+        UnstorableStateError,
+        UploadError,
+    )
+    from .feed import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
+    from .helpers import (
+        OptimizerBundle,
+        build_default_adamw_bundle,
+        load_trainable_module_checkpoint,
+        save_trainable_module_checkpoint,
+        seed_everything,
+        to_float_scalar,
+    )
+    from .inputs import load_components
+    from .loading import load_trainer_plugin
+    from .module import ContractModule
+    from .run import run_training_runtime_from_env
+    from .run_state import RunState
+    from .training_loop import run_training_loop
+
+_HOME = {
+    "contract": (
+        "TRAINER_API_VERSION",
+        "TrainerPlugin",
+        "TrainingJobSpec",
+        "StepContext",
+        "StepResult",
+        "StepControlHints",
+        "TrainingReporter",
+        "ArtifactWriter",
+        "ArtifactUploader",
+        "TrainerAuthContext",
+        "JobLifecycleClient",
+        "LifecycleLease",
+        "ResolveClient",
+        "ResolvedRef",
+        "InputDownloader",
+        "DownloadedInputs",
+        "ModelRuntimeConfig",
+        "ModelRuntimeLoader",
+        "ArrowFeedConfig",
+        "BatchSource",
+    ),
+    "exceptions": (
+        "GenlightError",
+        "StartupContractError",
+        "ContractError",
+        "InputError",
+        "AuthError",
+        "CheckpointError",
+        "BrokenCheckpointError",
+        "UnstorableStateError",
+        "HookOrderError",
+        "EventLogError",
+        "UploadError",
+        "ReplicaDriftError",
+        "TrainingCanceled",
+    ),
+    "feed": ("ArrowDataModule", "ArrowFeed", "ParquetArrowBatchFeeder"),
+    "helpers": (
+        "OptimizerBundle",
+        "build_default_adamw_bundle",
+        "load_trainable_module_checkpoint",
+        "save_trainable_module_checkpoint",
+        "seed_everything",
+        "to_float_scalar",
+    ),
+    "inputs": ("load_components",),
+    "loading": ("load_trainer_plugin",),
+    "module": ("ContractModule",),
+    "run": ("run_training_runtime_from_env",),
+    "run_state": ("RunState",),
+    "training_loop": ("run_training_loop",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "TRAINER_API_VERSION",
+    "ArrowDataModule",
+    "ArrowFeed",
+    "ArrowFeedConfig",
+    "ArtifactUploader",
+    "ArtifactWriter",
+    "AuthError",
+    "BatchSource",
+    "BrokenCheckpointError",
+    "CheckpointError",
+    "ContractError",
+    "ContractModule",
+    "DownloadedInputs",
+    "EventLogError",
+    "GenlightError",
+    "HookOrderError",
+    "InputDownloader",
+    "InputError",
+    "JobLifecycleClient",
+    "LifecycleLease",
+    "ModelRuntimeConfig",
+    "ModelRuntimeLoader",
+    "OptimizerBundle",
+    "ParquetArrowBatchFeeder",
+    "ReplicaDriftError",
+    "ResolveClient",
+    "ResolvedRef",
+    "RunState",
+    "StartupContractError",
+    "StepContext",
+    "StepControlHints",
+    "StepResult",
+    "TrainerAuthContext",
+    "TrainerPlugin",
+    "TrainingCanceled",
+    "TrainingJobSpec",
+    "TrainingReporter",
+    "UnstorableStateError",
+    "UploadError",
+    "build_default_adamw_bundle",
+    "load_components",
+    "load_trainable_module_checkpoint",
+    "load_trainer_plugin",
+    "run_training_loop",
+    "run_training_runtime_from_env",
+    "save_trainable_module_checkpoint",
+    "seed_everything",
+    "to_float_scalar",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,88 @@
+"""The import path that existing trainer classes use.
+
+They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
+``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
+it is first asked for. The old package spread its names over its modules differently from release to release, so each
+module here answers to all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["MODULES", "install"]
+
+MODULES = (
+    "api",
+    "contracts",
+    "loop",
+    "runtime",
+    "orchestrated",
+    "job_lifecycle",
+    "authz",
+    "resolve",
+    "inputs",
+    "arrow_feed",
+    "model_runtime",
+    "artifacts",
+    "uploader",
+    "reporting",
+    "checkpointing",
+    "helpers",
+)
+"""Modules of ``gen_worker.trainer``."""
+
+_PACKAGE = "gen_worker"
+_TRAINER = "gen_worker.trainer"
+
+
+def install() -> None:
+    """Make ``gen_worker.trainer`` importable, unless the real one is; does nothing the second time."""
+    if _TRAINER in sys.modules or _is_installed(_TRAINER):
+        return
+    parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register(_PACKAGE, None)
+    trainer = _register(_TRAINER, parent)
+    for name in MODULES:
+        _register(f"{_TRAINER}.{name}", trainer)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
+
+
+def _register(name: str, parent: ModuleType | None) -> ModuleType:
+    module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.adapter.")
+    is_package = name in (_PACKAGE, _TRAINER)
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
+    if is_package:
+        module.__path__ = []
+    if name != _PACKAGE:
+        module.__getattr__ = _resolver(name)  # type: ignore[method-assign]
+        module.__all__ = list(_names())  # type: ignore[attr-defined]
+    sys.modules[name] = module
+    if parent is not None:
+        setattr(parent, name.rpartition(".")[2], module)
+    return module
+
+
+def _names() -> list[str]:
+    from . import __all__ as names
+
+    return names
+
+
+def _resolver(module_name: str) -> Any:
+    def resolve(name: str) -> Any:
+        if name in _names():
+            return getattr(importlib.import_module(__package__), name)
+        raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
+
+    return resolve

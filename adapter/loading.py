@@ -1,0 +1,183 @@
+"""From an import path to a trainer that conforms to the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from . import compat
+from .contract import REQUIRED_HOOKS, TrainerPlugin
+from .exceptions import ContractError
+
+__all__ = ["find_trainer", "load_trainer_plugin", "make_trainer", "missing_hooks", "on_sys_path"]
+
+_DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
+
+
+def load_trainer_plugin(
+    import_path: str, *, search_path: Sequence[str | os.PathLike[str]] | None = None
+) -> TrainerPlugin:
+    """The trainer that `import_path` names.
+
+    Args:
+        import_path: ``module:Class`` (made with no arguments), ``module:instance``, or ``module`` alone, where
+            ``TRAINER``, ``Trainer`` and ``trainer`` are looked for in that order, else the only public object that
+            conforms.
+        search_path: Folders that come first on ``sys.path`` while the trainer is loaded. None leaves it as it is.
+
+    Raises:
+        ContractError: There is no such module or name, several would do, or the object does not conform; every
+            missing hook is named.
+        Exception: Whatever the module or the class's own constructor raises, as it is.
+    """
+    with on_sys_path(search_path or ()):
+        return make_trainer(find_trainer(import_path))
+
+
+def find_trainer(import_path: str) -> Any:
+    """The class or instance that `import_path` names, checked but not yet made.
+
+    Raises:
+        ContractError: As `load_trainer_plugin` does.
+        Exception: Whatever importing the module raises.
+    """
+    compat.install()
+    module_name, _, attribute = import_path.strip().partition(":")
+    module = _import(module_name, import_path)
+    target = _attribute(module, attribute) if attribute else _default_trainer(module)
+    _check_conforms(target, import_path)
+    return target
+
+
+def make_trainer(target: Any) -> TrainerPlugin:
+    """An instance of `target`, or `target` itself where it is one; an exception of the constructor passes as it is."""
+    trainer: TrainerPlugin = target() if inspect.isclass(target) else target
+    return trainer
+
+
+@contextlib.contextmanager
+def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
+    """Put `folders` first on ``sys.path``, in that order, for the length of the block."""
+    added = [os.fspath(folder) for folder in folders]
+    sys.path[:0] = added
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        for folder in added:
+            with contextlib.suppress(ValueError):  # the module took it away itself
+                sys.path.remove(folder)
+
+
+def _import(module_name: str, import_path: str) -> ModuleType:
+    if not module_name:
+        raise ContractError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the module itself being absent is the path's fault; an import that fails inside it is the module's.
+        missing = error.name or ""
+        if missing != module_name and not module_name.startswith(missing + "."):
+            raise
+        raise ContractError(
+            f"trainer {import_path!r}: there is no module {missing!r}; looked in {_shown_path()}"
+        ) from None
+
+
+def _shown_path() -> str:
+    return ", ".join(repr(folder or os.getcwd()) for folder in sys.path[:3]) + " and the installed packages"
+
+
+def _attribute(module: ModuleType, attribute: str) -> Any:
+    target: Any = module
+    for name in attribute.split("."):
+        try:
+            target = getattr(target, name)
+        except AttributeError:
+            candidates = ", ".join(sorted(_conforming(module))) or "none"
+            raise ContractError(
+                f"module {module.__name__!r} has no {attribute!r}; trainers found there: {candidates}"
+            ) from None
+    return target
+
+
+def _default_trainer(module: ModuleType) -> Any:
+    for name in _DEFAULT_NAMES:
+        if hasattr(module, name):
+            return getattr(module, name)
+    candidates = _conforming(module)
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if not candidates:
+        raise ContractError(
+            f"module {module.__name__!r} holds no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object with "
+            f"the hooks {', '.join(REQUIRED_HOOKS)}"
+        )
+    names = ", ".join(f"{module.__name__}:{name}" for name in sorted(candidates))
+    raise ContractError(f"module {module.__name__!r} holds several trainers; name one of {names}")
+
+
+def _conforming(module: ModuleType) -> dict[str, Any]:
+    """Public objects of `module` that have every hook, one name for each; classes before their instances' names.
+
+    What the module merely imported counts only if nothing of its own conforms.
+    """
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    found = {name: value for name, value in public.items() if not missing_hooks(value) and value is not TrainerPlugin}
+    own = {name: value for name, value in found.items() if _home(value) == module.__name__}
+    unique: dict[int, str] = {}
+    for name, value in (own or found).items():
+        unique.setdefault(id(value), name)
+    return {name: public[name] for name in unique.values()}
+
+
+def _home(value: Any) -> str | None:
+    owner = value if inspect.isclass(value) else type(value)
+    return getattr(owner, "__module__", None)
+
+
+def missing_hooks(target: Any) -> list[str]:
+    """The required hooks that `target`, a class or an instance, lacks."""
+    return [name for name in REQUIRED_HOOKS if not callable(getattr(target, name, None))]
+
+
+def _check_conforms(target: Any, import_path: str) -> None:
+    if inspect.isroutine(target):
+        raise ContractError(
+            f"trainer {import_path!r} is a function; the contract wants a class or an instance with the hooks "
+            f"{', '.join(REQUIRED_HOOKS)}"
+        )
+    missing = missing_hooks(target)
+    if missing:
+        kind = "class" if inspect.isclass(target) else "object"
+        raise ContractError(
+            f"trainer {import_path!r}: {kind} {getattr(target, '__name__', type(target).__name__)} lacks the hooks "
+            f"{', '.join(missing)}"
+        )
+    if inspect.isclass(target):
+        _check_constructor(target, import_path)
+
+
+def _check_constructor(cls: type, import_path: str) -> None:
+    """Refuse a class that wants arguments, before calling it, so that a TypeError from inside it stays its own."""
+    if inspect.isabstract(cls):
+        names = ", ".join(sorted(cls.__abstractmethods__))
+        raise ContractError(f"trainer {import_path!r}: class {cls.__name__} is abstract; it does not implement {names}")
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:  # a class written in C tells no signature
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        raise ContractError(
+            f"trainer {import_path!r}: class {cls.__name__}{signature} wants arguments; it is made with none. "
+            "Give them defaults, or name a module-level instance"
+        ) from None
