@@ -1,0 +1,149 @@
+"""One HTTP client for uploads and downloads: who may see the token, what a redirect keeps, what a log may say.
+
+The bearer token is a capability of its own origin (scheme, host, port). It is attached to a request only when the
+request's origin is trusted, and it stays behind when a redirect leaves the origin that was asked, also when the new
+one would be trusted by itself: a redirect is the server's decision, not the operator's.
+
+Usage::
+
+    origins = trusted_origins([config.checkpoint_url, config.file_store_url], config.token_origins)
+    with build_client(token, origins) as client, client.stream("GET", url) as response:
+        ...
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Generator, Iterable
+
+import httpx2
+
+__all__ = ["build_client", "failure_text", "origin_of", "safe_url", "split_origins", "trusted_origins"]
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
+MAX_REDIRECTS = 5
+
+
+def origin_of(url: str | httpx2.URL) -> str:
+    """Scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
+
+    Raises:
+        ValueError: The text is no absolute ``http`` or ``https`` URL. The message shows no user info and no query.
+    """
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parsed = httpx2.URL("")
+    if parsed.scheme not in _DEFAULT_PORTS or not parsed.host:
+        raise ValueError(f"Invalid URL. Expected http://host/… or https://host/…, but received {safe_url(str(url))!r}.")
+    host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host
+    return f"{parsed.scheme}://{host}:{parsed.port or _DEFAULT_PORTS[parsed.scheme]}"
+
+
+def split_origins(text: str) -> tuple[str, ...]:
+    """The origins in a setting such as ``TRAINER_TOKEN_ORIGINS``, separated by commas or blanks."""
+    return tuple(part for part in re.split(r"[\s,]+", text) if part)
+
+
+def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> frozenset[str]:
+    """Origins that may be sent the token: those of the given URLs (None and empty ones are passed over) and `further`.
+
+    URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
+
+    Raises:
+        ValueError: One of `further` is no ``http`` or ``https`` origin.
+    """
+    served = {origin_of(url) for url in urls if url and url.startswith(("http://", "https://"))}
+    return frozenset(served | {origin_of(origin) for origin in further})
+
+
+def safe_url(url: str | httpx2.URL) -> str:
+    """`url` without user info, query and fragment: what an error or a log line may show."""
+    text = re.split(r"[?#]", str(url), maxsplit=1)[0]
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return text
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def failure_text(error: BaseException) -> str:
+    """What went wrong on the wire, in words that hold no URL, header or body: the types and the system's own text."""
+    root: BaseException | None = error
+    while root is not None and not (isinstance(root, OSError) and root.strerror):
+        root = root.__cause__ or root.__context__
+    name = type(error).__name__
+    return f"{name}: {root.strerror}" if isinstance(root, OSError) and root is not error else name
+
+
+class _OriginAuth(httpx2.Auth):
+    """Adds the token where the request's origin is trusted, and remembers that origin."""
+
+    def __init__(self, token: str, origins: Collection[str]) -> None:
+        self._token = token
+        self._origins = frozenset(origins)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(token=***, origins={sorted(self._origins)})"
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
+        origin = origin_of(request.url)
+        if origin in self._origins:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+            request.extensions = {**request.extensions, _TOKEN_ORIGIN: origin}
+            yield request
+        elif request.url.username or request.url.password:
+            yield from httpx2.BasicAuth(request.url.username, request.url.password).auth_flow(request)
+        else:
+            yield request
+
+
+def _leave_token_behind(request: httpx2.Request) -> None:
+    """Called for every hop: drop the token when the hop is not to the origin that it was meant for.
+
+    The client already drops it for another host, but keeps it from http to https and knows nothing of our origins.
+    """
+    meant_for = request.extensions.get(_TOKEN_ORIGIN)
+    if "Authorization" in request.headers and meant_for is not None and origin_of(request.url) != meant_for:
+        del request.headers["Authorization"]
+
+
+def _hide_queries(record: logging.LogRecord) -> bool:
+    """The HTTP library logs every URL at level INFO, with whatever secret its query holds."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(safe_url(a) if isinstance(a, httpx2.URL) else a for a in record.args)
+    return True
+
+
+def build_client(
+    token: str | None,
+    origins: Collection[str],
+    *,
+    connect_timeout_s: float = 10.0,
+    timeout_s: float = 30.0,
+    max_connections: int = 4,
+) -> httpx2.Client:
+    """A pooled client that follows redirects and shows `token` to `origins` alone.
+
+    Args:
+        token: The bearer token; None or empty sends none.
+        origins: What `trusted_origins` returned.
+        connect_timeout_s: Seconds until a connection must stand.
+        timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
+        max_connections: Connections kept and opened at most.
+
+    The client is safe to share between threads. A redirect that turns another method into GET is followed as HTTP
+    has it: whoever uploads must look at ``response.request.method``.
+    """
+    logging.getLogger("httpx2").addFilter(_hide_queries)  # adding it again has no effect
+    return httpx2.Client(
+        auth=_OriginAuth(token, origins) if token else None,
+        timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
+        limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+        follow_redirects=True,
+        max_redirects=MAX_REDIRECTS,
+        headers={"User-Agent": "genlight"},
+        event_hooks={"request": [_leave_token_behind]},
+    )
