@@ -1,0 +1,73 @@
+"""The directories of a run's artifacts: made, and proved writable before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..reporters.durable import temporary_name
+from .exceptions import StartupContractError
+from .run_config import RunConfig
+
+__all__ = ["artifact_dir_faults", "prepare_artifact_dirs"]
+
+CODE = "startup.invalid_artifact_paths"
+
+
+def prepare_artifact_dirs(config: RunConfig) -> None:
+    """Make the directories of `config` and write a probe into each.
+
+    Raises:
+        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used.
+    """
+    faults = artifact_dir_faults(config, create=True)
+    if faults:
+        raise StartupContractError(CODE, "\n  ".join(faults))
+
+
+def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
+    """What is wrong with the artifact directories, a sentence each.
+
+    Args:
+        config: Names the directories.
+        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+    """
+    faults = [fault for name, path in _directories(config).items() if (fault := _directory_fault(name, path, create))]
+    if config.events_path.is_dir():
+        faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
+    return faults
+
+
+def _directories(config: RunConfig) -> dict[str, Path]:
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
+    return {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
+
+
+def _directory_fault(name: str, path: Path, create: bool) -> str | None:
+    try:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+        _probe(path if create else _nearest_existing(path))
+    except OSError as error:
+        blocked = f" by {error.filename!r}" if error.filename and Path(error.filename) != path else ""
+        reason = f"{error.strerror or error}{blocked}"
+        way_out = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
+        return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
+    return None
+
+
+def _nearest_existing(path: Path) -> Path:
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
+def _probe(directory: Path) -> None:
+    """Write and remove a file; permission bits alone say nothing about read-only mounts, quotas or a full disk."""
+    probe = directory / temporary_name("probe")
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, b"genlight")
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)

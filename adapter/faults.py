@@ -1,0 +1,117 @@
+"""Faults of a job's settings, collected so that one start shows all of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .exceptions import StartupContractError
+from .urls import URL_IN_TEXT, safe_url
+
+__all__ = ["Fault", "FaultList", "nearest", "redact", "render_value"]
+
+CODES = (
+    "startup.missing_job_spec_path",
+    "startup.invalid_job_spec",
+    "startup.missing_trainer_import",
+    "startup.invalid_artifact_paths",
+    "startup.invalid_timeout",
+    "startup.missing_capability_token",
+)
+"""Startup codes of settings. Of several faults the error carries the code that stands first here."""
+
+LONGEST_VALUE = 80
+MOST_SHOWN = 40
+HIDDEN = "<hidden>"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, and the way out."""
+
+    code: str
+    text: str
+    name: str = ""
+    """The setting, if the fault is about one."""
+
+
+def render_value(value: Any, *, secret: bool = False) -> str:
+    """`value` as a message may show it: short, on one line, without credentials of URLs; hidden if `secret`."""
+    if secret:
+        return HIDDEN
+    try:
+        text = json.dumps(value, ensure_ascii=True, default=repr)
+    except (ValueError, RecursionError):
+        text = type(value).__name__
+    text = URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def redact(text: str, secrets: Iterable[str | None]) -> str:
+    """`text` with every secret in it replaced."""
+    for secret in sorted({secret for secret in secrets if secret}, key=len, reverse=True):
+        for spelling in (secret, json.dumps(secret)[1:-1]):
+            text = text.replace(spelling, HIDDEN)
+    return text
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that offers the known name closest to `name`; empty when none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean `{matches[0]}`?" if matches else ""
+
+
+@dataclass
+class FaultList:
+    """Collects faults and warnings while settings are read."""
+
+    faults: list[Fault] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, text: str, *, name: str = "", code: str = "startup.invalid_job_spec") -> None:
+        """Note a fault in free words."""
+        self.faults.append(Fault(code, text, name))
+
+    def concern(self, name: str) -> bool:
+        """Whether a fault of the setting `name` was noted."""
+        return any(fault.name == name for fault in self.faults)
+
+    def invalid(
+        self,
+        name: str,
+        expected: str,
+        value: Any,
+        *,
+        way_out: str = "",
+        code: str = "startup.invalid_job_spec",
+        secret: bool = False,
+    ) -> None:
+        """Note that the setting `name` has a value that cannot be used."""
+        received = render_value(value, secret=secret)
+        text = f"Invalid `{name}`. Expected {expected}, but received {received}."
+        self.add(f"{text} {way_out}".rstrip(), name=name, code=code)
+
+    def warn(self, text: str) -> None:
+        """Note something that has no effect or looks like a mistake."""
+        self.warnings.append(text)
+
+    def error(self, *, secrets: Iterable[str | None] = ()) -> StartupContractError | None:
+        """All faults as one exception that holds none of `secrets`; None when there is no fault."""
+        if not self.faults:
+            return None
+        known = tuple(secrets)
+        code = min((fault.code for fault in self.faults), key=CODES.index)
+        lines = [_line(fault, code) for fault in self.faults]
+        if len(lines) > MOST_SHOWN:
+            lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more faults."]
+        message = (
+            lines[0] if len(lines) == 1 else "\n".join([f"{len(self.faults)} faults", *(f"  - {x}" for x in lines)])
+        )
+        return StartupContractError(code, redact(message, known))
+
+
+def _line(fault: Fault, code: str) -> str:
+    return fault.text if fault.code == code else f"{fault.code}: {fault.text}"

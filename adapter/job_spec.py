@@ -1,0 +1,402 @@
+"""The job spec: one JSON object that says what to train.
+
+`parse_job_spec` reads it field by field, so that every fault is found in one go, each with the field's name, its
+value and what was expected. An unknown key is a warning, because a newer orchestrator may write one. A field that
+is null counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from .contract import TRAINER_API_VERSION
+from .faults import FaultList, nearest
+from .urls import url_fault
+
+__all__ = [
+    "SPEC_FIELDS",
+    "DatasetSpec",
+    "InputsSpec",
+    "JobSpec",
+    "SampleRequest",
+    "UploadUrls",
+    "parse_job_spec",
+    "read_job_spec",
+]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """Which Parquet files are trained on, and how their rows become batches."""
+
+    parquet_paths: tuple[str, ...] = ()
+    batch_size: int = 32
+    """Rows a batch, per rank."""
+    readahead: int = 2
+    columns: tuple[str, ...] | None = None
+    """None means all."""
+    shuffle: bool = False
+    seed: int = 0
+    epochs: int | None = None
+    """Passes over the data; None repeats until ``max_steps``."""
+    shard: str | None = None
+    """How ranks share the rows; None leaves it to the feed."""
+
+
+@dataclass(frozen=True)
+class InputsSpec:
+    """References that are brought to this machine before training."""
+
+    base_model_ref: str | None = None
+    dataset_parquet_refs: tuple[str, ...] = ()
+    resume_checkpoint_ref: str | None = None
+
+
+@dataclass(frozen=True)
+class UploadUrls:
+    """Where results are posted; None means not at all."""
+
+    metrics_url: str | None = None
+    checkpoint_url: str | None = None
+    sample_url: str | None = None
+    terminal_url: str | None = None
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample that is drawn at every sample cadence."""
+
+    name: str
+    task: str = "t2i"
+    prompt: str = ""
+    negative_prompt: str = ""
+    instruction: str = ""
+    source_image: str | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job as its file says it; None where the file says nothing."""
+
+    run_id: str | None = None
+    trainer: str | None = None
+    trainer_api_version: str | None = None
+    max_steps: int | None = None
+    metric_every: int | None = None
+    checkpoint_every: int | None = None
+    sample_every: int | None = None
+    owner: str | None = None
+    release_ref: str | None = None
+    hyperparams: Mapping[str, Any] = field(default_factory=dict)
+    dataset: DatasetSpec | None = None
+    mock_batches: tuple[Any, ...] | None = None
+    inputs: InputsSpec = InputsSpec()
+    resume_from_latest: bool | None = None
+    resume_checkpoint_path: str | None = None
+    sample_prompts: tuple[SampleRequest, ...] = ()
+    sample_seed: int | None = None
+    capability_token: str | None = field(default=None, repr=False)
+    orchestrated: bool | None = None
+    max_runtime_seconds: float | None = None
+    cancel_file_path: str | None = None
+    uploads: UploadUrls = UploadUrls()
+    lightning: Mapping[str, Any] = field(default_factory=dict)
+    validate: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field must be: its type, the same in words, and a condition that the type cannot say."""
+
+    type: Any
+    expected: str
+    holds: Callable[[Any], bool] = lambda _: True
+    secret: bool = False
+    code: str = "startup.invalid_job_spec"
+    way_out: str = ""
+
+
+def storable_text(text: str) -> bool:
+    """Whether `text` can be a path, a header or a line of a log: UTF-8 and no control character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return all(ord(character) >= 32 and ord(character) != 127 for character in text)
+
+
+def _utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def _header_value(text: str) -> bool:
+    return text.isascii() and storable_text(text)
+
+
+LARGEST = 2**63 - 1
+
+TEXT = Rule(str, "a text without control characters", storable_text)
+PROSE = Rule(str, "a text", _utf8)
+FLAG = Rule(bool, "true or false")
+COUNT = Rule(Annotated[int, msgspec.Meta(ge=0, le=LARGEST)], "an integer >= 0")
+POSITIVE = Rule(Annotated[int, msgspec.Meta(ge=1, le=LARGEST)], "an integer >= 1")
+SEED = COUNT
+OBJECT = Rule(dict[str, Any], "an object")
+LIST = Rule(list[Any], "a list")
+SECONDS = Rule(
+    Annotated[float, msgspec.Meta(ge=0)],
+    "a number of seconds >= 0",
+    lambda seconds: seconds < float("inf"),
+    code="startup.invalid_timeout",
+    way_out="0 means no limit.",
+)
+TOKEN = Rule(str, "a text of printable ASCII characters", _header_value, secret=True)
+URL = Rule(str, "an http:// or https:// URL", lambda url: not url.strip() or url_fault(url.strip()) is None)
+VERSION = Rule(str, f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION))
+
+SPEC_FIELDS: Mapping[str, Rule] = {
+    "run_id": TEXT,
+    "trainer": TEXT,
+    "trainer_api_version": VERSION,
+    "max_steps": POSITIVE,
+    "metric_every": COUNT,
+    "checkpoint_every": COUNT,
+    "sample_every": COUNT,
+    "owner": TEXT,
+    "release_ref": TEXT,
+    "hyperparams": OBJECT,
+    "dataset": OBJECT,
+    "mock_batches": LIST,
+    "inputs": OBJECT,
+    "resume_from_latest": FLAG,
+    "resume_checkpoint_path": TEXT,
+    "sample_prompts": LIST,
+    "sample_seed": SEED,
+    "capability_token": TOKEN,
+    "orchestrated": FLAG,
+    "max_runtime_seconds": SECONDS,
+    "cancel_file_path": TEXT,
+    "uploads": OBJECT,
+    "lightning": OBJECT,
+    "validate": OBJECT,
+}
+"""Every key of a job spec; ``request_id`` is an alias of ``run_id``."""
+
+DATASET_FIELDS: Mapping[str, Rule] = {
+    "parquet_paths": LIST,
+    "batch_size": POSITIVE,
+    "readahead": COUNT,
+    "columns": LIST,
+    "shuffle": FLAG,
+    "seed": SEED,
+    "epochs": POSITIVE,
+    "shard": TEXT,
+}
+
+INPUT_FIELDS: Mapping[str, Rule] = {
+    "base_model_ref": TEXT,
+    "base_model_url": TEXT,
+    "dataset_parquet_refs": LIST,
+    "dataset_parquet_urls": LIST,
+    "resume_checkpoint_ref": TEXT,
+    "resume_checkpoint_url": TEXT,
+}
+
+UPLOAD_FIELDS: Mapping[str, Rule] = {
+    "metrics_url": URL,
+    "checkpoint_url": URL,
+    "sample_url": URL,
+    "terminal_url": URL,
+}
+
+PROMPT_FIELDS: Mapping[str, Rule] = {
+    "name": TEXT,
+    "task": TEXT,
+    "prompt": PROSE,
+    "negative_prompt": PROSE,
+    "instruction": PROSE,
+    "source_image": TEXT,
+    "seed": SEED,
+}
+
+NESTED_FIELDS: Mapping[str, Mapping[str, Rule]] = {
+    "dataset": DATASET_FIELDS,
+    "inputs": INPUT_FIELDS,
+    "uploads": UPLOAD_FIELDS,
+}
+
+
+def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
+    """The JSON object in the file at `path`; None when that is not possible, which is then a fault."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        faults.add(
+            f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
+        )
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        faults.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
+        return None
+    try:
+        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+    except RecursionError:
+        faults.add(f"The job spec {str(path)!r} is nested too deeply.")
+        return None
+    except ValueError as error:
+        faults.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.")
+        return None
+    if not isinstance(decoded, dict):
+        faults.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
+        return None
+    return decoded
+
+
+def _decode_reason(error: ValueError) -> str:
+    """Why decoding failed; the messages of a UnicodeDecodeError would quote the file's bytes."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not {error.encoding}"
+    return str(error).rstrip(".")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} stands twice in one object")
+        found[name] = value
+    return found
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
+    """The typed job spec of a decoded JSON object.
+
+    Faults and warnings go to `faults`; a faulty field is left out of the result, which is then of no use beyond
+    finding further faults.
+    """
+    values = _fields("", _without_alias(raw, faults), SPEC_FIELDS, faults)
+    for name, rules in NESTED_FIELDS.items():
+        if name in values:
+            values[name] = _fields(f"{name}.", values[name], rules, faults)
+    if "dataset" in values:
+        values["dataset"] = _dataset(values["dataset"], faults)
+    if "inputs" in values:
+        values["inputs"] = _inputs(values["inputs"], faults)
+    if "uploads" in values:
+        values["uploads"] = UploadUrls(**{name: url.strip() for name, url in values["uploads"].items()})
+    if "mock_batches" in values:
+        values["mock_batches"] = tuple(values["mock_batches"])
+    if "sample_prompts" in values:
+        values["sample_prompts"] = _sample_prompts(values["sample_prompts"], faults)
+    return JobSpec(**values)
+
+
+def _without_alias(raw: Mapping[str, Any], faults: FaultList) -> dict[str, Any]:
+    """`raw` with ``request_id`` read as ``run_id``, which wins where both are given."""
+    renamed = dict(raw)
+    alias = renamed.pop("request_id", None)
+    if renamed.get("run_id") is None and alias is not None:
+        renamed["run_id"] = alias
+    elif alias is not None and alias != renamed["run_id"]:
+        faults.warn("`request_id` is an alias of `run_id` and differs from it; `run_id` is used.")
+    return renamed
+
+
+def _fields(prefix: str, raw: Mapping[str, Any], rules: Mapping[str, Rule], faults: FaultList) -> dict[str, Any]:
+    """The fields of one object that are present and sound; a blank text counts as absent."""
+    values = {}
+    for name, value in raw.items():
+        if name not in rules:
+            faults.warn(f"Unknown key `{prefix}{_shown(name)}` is ignored.{nearest(name, rules)}")
+        elif value is not None:
+            converted = _convert(f"{prefix}{name}", value, rules[name], faults)
+            if converted is not None and not _blank(converted):
+                values[name] = converted
+    return values
+
+
+def _shown(name: str) -> str:
+    return name.encode("ascii", "backslashreplace").decode()[:60]
+
+
+def _blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
+    """`value` as the rule's type, or None when it is a fault."""
+    try:
+        converted = msgspec.convert(value, rule.type)
+    except (msgspec.ValidationError, OverflowError):
+        converted = None
+    if converted is None or not rule.holds(converted):
+        faults.invalid(name, rule.expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
+        return None
+    return converted
+
+
+def _texts(name: str, values: list[Any], faults: FaultList) -> tuple[str, ...]:
+    converted = (_convert(f"{name}[{index}]", value, TEXT, faults) for index, value in enumerate(values))
+    texts = tuple(text for text in converted if text is not None)
+    for index, text in enumerate(texts):
+        if _blank(text):
+            faults.invalid(f"{name}[{index}]", "a text that is not empty", text)
+    return texts
+
+
+def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:
+    for name in ("parquet_paths", "columns"):
+        if name in values:
+            values[name] = _texts(f"dataset.{name}", values[name], faults)
+    if values.get("columns") == ():
+        faults.invalid("dataset.columns", "at least one column", [], way_out="Leave it out to read all columns.")
+    return DatasetSpec(**values)
+
+
+def _inputs(values: dict[str, Any], faults: FaultList) -> InputsSpec:
+    """The inputs under one name each; ``*_url`` and ``*_ref`` are two spellings of the same field."""
+    merged: dict[str, Any] = {}
+    for target in ("base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"):
+        other = target.replace("_ref", "_url")
+        if target in values and other in values and values[target] != values[other]:
+            faults.add(f"`inputs.{target}` and `inputs.{other}` name two different things. Give one of them.")
+        found = values.get(target, values.get(other))
+        if isinstance(found, list):
+            found = _texts(f"inputs.{target if target in values else other}", found, faults)
+        if found is not None:
+            merged[target] = found
+    return InputsSpec(**merged)
+
+
+def _sample_prompts(values: list[Any], faults: FaultList) -> tuple[SampleRequest, ...]:
+    requests = []
+    for index, value in enumerate(values):
+        name = f"sample_prompts[{index}]"
+        given = {"prompt": value} if isinstance(value, str) else value
+        if not isinstance(given, dict):
+            faults.invalid(name, "a text or an object", value)
+            continue
+        fields = _fields(f"{name}.", given, PROMPT_FIELDS, faults)
+        requests.append(SampleRequest(**{"name": f"{index:02d}", **fields}))
+    return tuple(requests)
