@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Generator, Iterable
+from typing import Any
 
 import httpx2
 
@@ -100,14 +101,44 @@ class _OriginAuth(httpx2.Auth):
             yield request
 
 
-def _leave_token_behind(request: httpx2.Request) -> None:
-    """Called for every hop: drop the token when the hop is not to the origin that it was meant for.
+def _before_each_hop(request: httpx2.Request) -> None:
+    """Drop the token when the hop is not to the origin that it was meant for, and watch the connection.
 
     The client already drops it for another host, but keeps it from http to https and knows nothing of our origins.
     """
     meant_for = request.extensions.get(_TOKEN_ORIGIN)
     if "Authorization" in request.headers and meant_for is not None and origin_of(request.url) != meant_for:
         del request.headers["Authorization"]
+    request.extensions = {**request.extensions, "trace": _watch_new_connections}
+
+
+def _watch_new_connections(event: str, info: dict[str, Any]) -> None:
+    if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+        _count_reads_since_write(info["return_value"])
+
+
+def _count_reads_since_write(stream: Any) -> None:
+    read, write = stream.read, stream.write
+
+    def counted_read(*args: Any, **kwargs: Any) -> Any:
+        stream.reads_since_write += 1
+        return read(*args, **kwargs)
+
+    def marking_write(*args: Any, **kwargs: Any) -> Any:
+        stream.reads_since_write = 0
+        return write(*args, **kwargs)
+
+    stream.reads_since_write, stream.read, stream.write = 0, counted_read, marking_write
+
+
+def _refuse_stale_answer(response: httpx2.Response) -> None:
+    """An answer that lay in the buffer before its question was sent belongs to an earlier one.
+
+    A server (or a proxy) that answers twice would otherwise have its second answer taken for the acknowledgement of
+    the next request on the kept connection: an upload would count as delivered that never arrived.
+    """
+    if getattr(response.extensions.get("network_stream"), "reads_since_write", None) == 0:
+        raise httpx2.RemoteProtocolError("The server answered an earlier request twice.", request=response.request)
 
 
 def _hide_queries(record: logging.LogRecord) -> bool:
@@ -145,5 +176,5 @@ def build_client(
         follow_redirects=True,
         max_redirects=MAX_REDIRECTS,
         headers={"User-Agent": "genlight"},
-        event_hooks={"request": [_leave_token_behind]},
+        event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
     )
