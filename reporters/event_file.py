@@ -1,0 +1,287 @@
+"""A file of JSON lines with one writer, whole lines only, and a bound on what a power cut can take.
+
+The lock is on the file itself, so there is no lock file to go stale. A line reaches the kernel in one ``write``:
+a killed process leaves either all of it or nothing. What a full disk or a power cut tore is cut off, never continued.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from ..adapter.exceptions import EventLogError
+from .durable import fsync_directory, write_all
+
+__all__ = ["LineFile"]
+
+_open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
+
+
+class LineFile:
+    """Appends whole lines to a file that this process alone may write.
+
+    Not thread-safe: the caller serialises `append`, `sync` and `close`. In a forked child the file is closed, so that
+    a data loader worker that outlives its parent cannot keep the lock.
+
+    Attributes:
+        path: The file.
+        last_line: The last whole line that was there when it was opened, or None.
+        size: Bytes of the file.
+        lines: Lines that were appended since it was opened.
+
+    Args:
+        path: The file; it and its directories are created when absent.
+        flush_every_s: Lines become durable on their own after at most about this many seconds.
+
+    Raises:
+        EventLogError: The file is locked by another writer, cannot be opened, or holds something else than JSON lines.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, flush_every_s: float = 0.05) -> None:
+        self.path = Path(path)
+        self._flush_every_s = flush_every_s
+        self._descriptor = _open_locked(self.path)
+        self._torn = False
+        self._dirty = False
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self.lines = 0
+        self._flush_error: OSError | None = None
+        self._flusher: threading.Thread | None = None
+        try:
+            self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
+            fsync_directory(self.path.parent)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _open_files.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `append` would be refused; also true in a forked child."""
+        return self._descriptor < 0
+
+    def append(self, line: bytes) -> None:
+        """Write one line, which ends with its newline, whole or not at all.
+
+        Raises:
+            EventLogError: The file is closed, or the line could not be written; the file then ends as before.
+        """
+        descriptor = self._descriptor
+        if descriptor < 0 or self._torn or self._flush_error is not None:
+            self._recover()
+        start, count = self.size, self.lines
+        try:
+            written = os.write(descriptor, line)
+            if written != len(line):
+                write_all(descriptor, line[written:])
+            self.size = start + len(line)
+            self.lines = count + 1
+        except BaseException as error:
+            # Also for a KeyboardInterrupt that lands between the write and its bookkeeping.
+            self._settle(start, start + len(line), count)
+            if isinstance(error, OSError):
+                raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
+            raise
+        if not self._dirty:
+            self._dirty = True
+            if self._flusher is None:
+                self._start_flusher()
+            self._wake.set()
+
+    def sync(self) -> None:
+        """Make every line so far durable.
+
+        Raises:
+            EventLogError: The device refused; what it holds of the last lines is unknown.
+        """
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Make everything durable and give up the lock; a second call does nothing."""
+        if self._descriptor < 0:
+            return
+        self._closing.set()
+        self._wake.set()
+        if self._flusher is not None:
+            self._flusher.join()
+        try:
+            if self._dirty:
+                self.sync()
+        finally:
+            _open_files.discard(self)
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def _recover(self) -> None:
+        """Mend what an earlier call left behind, or say why that cannot be."""
+        if self._descriptor < 0:
+            raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
+        if self._flush_error is not None:
+            error, self._flush_error, self._flusher = self._flush_error, None, None
+            raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
+        try:
+            os.ftruncate(self._descriptor, self.size)
+        except OSError as error:
+            raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
+        self._torn = False
+
+    def _settle(self, start: int, whole: int, count: int) -> None:
+        """Bring the bookkeeping and the file to agree: the line is in it, or no byte of it is."""
+        if os.fstat(self._descriptor).st_size == whole:
+            self.size, self.lines = whole, count + 1
+            return
+        self.size, self.lines = start, count
+        try:
+            os.ftruncate(self._descriptor, start)
+        except OSError:
+            self._torn = True  # the next append cuts it off, or reports that it cannot
+
+    def _start_flusher(self) -> None:
+        self._flusher = threading.Thread(target=self._flush, name=f"flush {self.path.name}", daemon=True)
+        self._flusher.start()
+
+    def _flush(self) -> None:
+        """Make lines durable in the background; sleeps while there are none."""
+        while True:
+            self._wake.wait()
+            if self._closing.wait(self._flush_every_s):
+                return
+            # In this order a line that is appended meanwhile is either covered by the sync below or wakes us again.
+            self._wake.clear()
+            self._dirty = False
+            try:
+                os.fdatasync(self._descriptor)
+            except OSError as error:
+                self._flush_error = error
+                return
+
+
+def _close_in_child() -> None:
+    # The lock belongs to the open file, which parent and child share: closing leaves it to the parent, unlocking
+    # would take it away from the parent.
+    for file in list(_open_files):
+        os.close(file._descriptor)
+        file._descriptor = -1
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor for `path` that holds its lock."""
+    try:
+        _make_directories(path.parent)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                _lock(descriptor, path)
+                if _is_at(descriptor, path):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # moved aside between open and lock: take the file that is there now
+    except OSError as error:
+        raise EventLogError(f"cannot open {path}: {error.strerror}") from error
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise EventLogError(f"cannot open {path}: it is not a regular file")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = _lock_holder(descriptor)
+        by = f"process {holder}" if holder else "another process"
+        raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
+    except OSError as error:
+        raise EventLogError(
+            f"cannot lock {path}: {error.strerror}; its file system must support flock, or write to another one"
+        ) from error
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock_holder(descriptor: int) -> int | None:
+    """The process that locked the file, where the kernel tells."""
+    status = os.fstat(descriptor)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        table = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return None
+    for line in table.splitlines():
+        columns = line.split()
+        if "FLOCK" in columns and wanted in columns:
+            pid = int(columns[columns.index(wanted) - 1])
+            return pid if pid > 0 else None
+    return None
+
+
+def _make_directories(directory: Path) -> None:
+    """Create `directory` and make every new name on the way durable."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory)
+        if directory == directory.parent:
+            break
+        directory = directory.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        fsync_directory(new.parent)
+
+
+def _cut_torn_tail(descriptor: int, path: Path) -> tuple[bytes | None, int]:
+    """Cut off what is not a whole line; the last whole line (None without one) and the size that remains."""
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return None, 0
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        line, end = _last_whole_line(content)
+        if line is None and content[:1] not in {b"{", b"\0"}:
+            raise EventLogError(f"{path} does not hold JSON lines; move it aside, or write to another file")
+    if line is not None:
+        _check_object(line, path)
+    if end != size:
+        os.ftruncate(descriptor, end)
+        os.fsync(descriptor)
+    return line, end
+
+
+def _last_whole_line(content: mmap.mmap) -> tuple[bytes | None, int]:
+    """The last line that was written whole, and where it ends."""
+    end = content.rfind(b"\n") + 1
+    while end:
+        start = content.rfind(b"\n", 0, end - 1) + 1
+        line = content[start:end]
+        # JSON escapes NUL: a bare one is a block that never reached the disk before the power went.
+        if b"\0" not in line:
+            return line, end
+        end = start
+    return None, 0
+
+
+def _check_object(line: bytes, path: Path) -> None:
+    try:
+        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise EventLogError(
+            f"the last line of {path} is not a JSON object ({error}); move the file aside, or write to another one"
+        ) from error

@@ -1,0 +1,331 @@
+"""The event log of a run: ``trainer_event.v1``, one JSON object a line.
+
+An `EventLog` writes one attempt of one run. It knows the rules of the format and refuses what would break them, so a
+log that was written through it always passes ``genlight events FILE --check``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import msgspec
+
+from ..adapter.exceptions import EventLogError, FailureCategory, StopReason
+from .event_file import LineFile
+from .event_lines import (
+    MAX_STEP,
+    RESUMED_METRIC,
+    SCHEMA_VERSION,
+    STOP_REASONS,
+    Artifact,
+    Completed,
+    Failed,
+    Metric,
+    Started,
+    checked_step,
+    checked_text,
+    encode_line,
+    error_text,
+    finite_float,
+    path_text,
+)
+from .event_reader import count_started
+
+__all__ = ["EventLog"]
+
+Phase = Literal["new", "started", "ended"]
+
+
+class _Tail(msgspec.Struct):
+    """What a new writer needs to know of the last line."""
+
+    seq: int
+    schema_version: Literal["trainer_event.v1"]
+
+
+class EventLog:
+    """Writes the events of one attempt; conforms to `TrainingReporter`.
+
+    ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
+    ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
+    Started, checkpoint, completed and failed are durable when the call returns, the others within about 50 ms.
+    Any thread may call. In a forked child the log is closed.
+
+    Args:
+        path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
+            one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
+        run_id: Whose events these are. Empty only where the run failed before its identity was known; then
+            ``failed`` is the only event it can have.
+        clock: Nanoseconds since the epoch.
+
+    Raises:
+        EventLogError: Another process writes the file, it cannot be opened, or it is no event log.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, run_id: str, clock: Callable[[], int] = time.time_ns) -> None:
+        _check_run_id(run_id)
+        self.run_id = run_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._phase: Phase = "new"
+        self._checkpointed: set[int] = set()
+        self._resumed = False
+        self._file = LineFile(path)
+        try:
+            self._last_seq_found = _last_seq(self._file)
+            self._attempt = 1 + count_started(self._file.path, run_id)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the run this is, from 1: one more than the ``started`` lines of the run that were there."""
+        return self._attempt
+
+    @property
+    def seq(self) -> int:
+        """`seq` of the last line of the file; 0 while it is empty."""
+        return self._last_seq_found + self._file.lines
+
+    @property
+    def phase(self) -> Phase:
+        """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
+        return self._phase
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was given up; always so in a forked child."""
+        return self._file.closed
+
+    def started(self, *, run_id: str | None = None) -> None:
+        """Training begins.
+
+        Args:
+            run_id: May repeat the run of this log, as a `TrainingReporter` is told it.
+
+        Raises:
+            EventLogError: The attempt began before, the run is unknown, or the line could not be written.
+        """
+        if not self.run_id or run_id not in {None, self.run_id}:
+            raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
+        with self._writing("started", "new"):
+            attempt = self._attempt if self._attempt > 1 else msgspec.UNSET
+            self._turn(Started(attempt, "started", self.run_id, SCHEMA_VERSION, self.seq + 1, self._now()), "started")
+
+    def metric(self, *, name: str, value: Any, step: int) -> None:
+        """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
+
+        Raises:
+            TypeError: The value is not one real number, the name no text, or the step no integer.
+            ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
+            EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
+                the line could not be written.
+        """
+        if type(name) is not str or not name:
+            name = checked_text("name", name)
+        if type(step) is not int or step < 0 or step > MAX_STEP:
+            step = checked_step(step)
+        number, text = finite_float(name, value)
+        if self._file.closed:
+            raise self._refusal("metric", "closed")
+        with self._lock:
+            if self._phase != "started":
+                raise self._refusal("metric", self._phase)
+            if step in self._checkpointed:
+                raise EventLogError(
+                    f"metric {name!r} of step {step} comes after a checkpoint of that step in {self.path}; "
+                    "report the metrics of a step before its checkpoint"
+                )
+            if name == RESUMED_METRIC:
+                self._note_resume(number, step)
+            # What follows is on the path of every step: no helper, no keyword.
+            self._file.append(
+                encode_line(
+                    Metric(
+                        "metric",
+                        name,
+                        self.run_id,
+                        SCHEMA_VERSION,
+                        self._last_seq_found + self._file.lines + 1,
+                        step,
+                        self._clock() // 1_000_000,
+                        number,
+                        text,
+                    )
+                )
+            )
+
+    def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
+        """A checkpoint is durable; from now on the log takes no further metric of its step.
+
+        Raises:
+            TypeError: `path` is no path, or `step` no integer.
+            ValueError: `path` is empty, or `step` negative.
+            EventLogError: The attempt has not started or is over, or the line could not be written.
+        """
+        artifact, step = path_text("path", path), checked_step(step)
+        with self._writing("checkpoint", "started"):
+            self._checkpointed.add(step)
+            self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
+            self._file.sync()
+
+    def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
+        """A sample was written; raises as `checkpoint` does."""
+        artifact, step = path_text("path", path), checked_step(step)
+        with self._writing("sample", "started"):
+            self._file.append(encode_line(self._artifact("sample", artifact, step)))
+
+    def completed(
+        self, *, step: int, final_checkpoint: str | os.PathLike[str] | None, stopped: str | None = None
+    ) -> None:
+        """The attempt ended as planned.
+
+        Args:
+            step: Completed steps.
+            final_checkpoint: Where the final artifact is; None when there is none.
+            stopped: What ended it before its last step, such as ``should_stop`` or ``data_exhausted``.
+
+        Raises:
+            TypeError: An argument is of the wrong type.
+            ValueError: `step` is negative, or a text empty.
+            EventLogError: The attempt has not started or is over, or the line could not be written.
+        """
+        step = checked_step(step)
+        final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
+        reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
+        with self._writing("completed", "started"):
+            event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
+            self._turn(event, "ended")
+
+    def failed(
+        self, *, step: int, error: str, category: FailureCategory | StopReason | None = None, resumable: bool = False
+    ) -> None:
+        """The attempt ended by an exception or a stop; may come before ``started``.
+
+        Args:
+            step: The step that was being executed, else the completed steps.
+            error: Text without secrets, which the line begins with ``category:`` where it does not yet; of a stop,
+                its reason.
+            category: None takes an `error` that is a stop reason for that stop, and any other for ``train-step``.
+            resumable: Whether a restart can go on from a checkpoint.
+
+        Raises:
+            TypeError: `step` is no integer.
+            ValueError: `step` is negative, `category` unknown, or `error` not the reason of the stop.
+            EventLogError: The attempt is over, or the line could not be written.
+        """
+        step = checked_step(step)
+        if category is None:
+            category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
+        text = error_text(error, category)
+        with self._writing("failed", "new", "started"):
+            event = Failed(
+                category,
+                text,
+                "failed",
+                bool(resumable),
+                self.run_id,
+                SCHEMA_VERSION,
+                self.seq + 1,
+                step,
+                self._now(),
+            )
+            self._turn(event, "ended")
+
+    def is_canceled(self) -> bool:
+        """False: a log never asks for a stop."""
+        return False
+
+    def close(self) -> None:
+        """Make every line durable and give up the file; an attempt without terminal event reads as killed."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _now(self) -> int:
+        return self._clock() // 1_000_000
+
+    def _artifact(self, event: str, path: str, step: int) -> Artifact:
+        return Artifact(event, path, self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now())
+
+    @contextmanager
+    def _writing(self, event: str, *phases: Phase) -> Iterator[None]:
+        """Hold the log for one line, which only these phases allow."""
+        # Before the lock: another thread may have held it when this process was forked off.
+        if self._file.closed:
+            raise self._refusal(event, "closed")
+        with self._lock:
+            if self._phase not in phases:
+                raise self._refusal(event, self._phase)
+            yield
+
+    def _turn(self, event: Started | Completed | Failed, phase: Phase) -> None:
+        """Write an event that changes the phase; an interrupt leaves both changed, or neither."""
+        before, lines = self._phase, self._file.lines
+        try:
+            self._phase = phase
+            self._file.append(encode_line(event))
+        except BaseException:
+            if self._file.lines == lines:
+                self._phase = before
+            raise
+        self._file.sync()
+
+    def _note_resume(self, value: float | None, step: int) -> None:
+        if self._resumed or value != step:
+            raise EventLogError(
+                f"metric {RESUMED_METRIC!r} comes once in an attempt and its value is its step; "
+                f"got {value} at step {step} in {self.path}"
+            )
+        self._resumed = True
+
+    def _refusal(self, event: str, state: Phase | Literal["closed"]) -> EventLogError:
+        why = {
+            "closed": f"the log is closed in process {os.getpid()}",
+            "new": "the attempt has not started",
+            "started": "the attempt has already started",
+            "ended": "the attempt already has its terminal event",
+        }[state]
+        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
+
+
+def _check_run_id(run_id: str) -> None:
+    if not isinstance(run_id, str):
+        raise TypeError(f"Invalid `run_id`. Expected a text, but received {run_id!r}.")
+    try:
+        run_id.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"Invalid `run_id`. Expected a text that UTF-8 can hold, but received {run_id!r}.") from error
+
+
+def _last_seq(file: LineFile) -> int:
+    """`seq` of the last line, 0 for an empty file."""
+    if file.last_line is None:
+        return 0
+    try:
+        return msgspec.json.decode(file.last_line, type=_Tail).seq
+    except msgspec.DecodeError as error:
+        raise EventLogError(
+            f"{file.path} is no event log of {SCHEMA_VERSION}: its last line says otherwise ({error}); "
+            "move it aside, or write to another file"
+        ) from error
