@@ -1,0 +1,269 @@
+"""The main job: a trainer class that draws digits."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from genlight.adapter.contract import StepContext, TrainingJobSpec
+from PIL import Image
+
+SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}
+
+
+def context(**job):
+    spec = {"run_id": "digits", "max_steps": 40, "hyperparams": SMALL, **job}
+    return StepContext(job=TrainingJobSpec(**spec), device="cpu", dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _keep_random_state():
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+@pytest.fixture(scope="module")
+def table(examples):
+    return pq.read_table(examples / "digits" / "digits.parquet")
+
+
+@pytest.fixture
+def batches(table):
+    return table.combine_chunks().to_batches(max_chunksize=64)
+
+
+@pytest.fixture
+def ready(digits):
+    trainer, ctx = digits.DigitsTrainer(), context()
+    trainer.setup(ctx)
+    return trainer, trainer.configure(ctx), ctx
+
+
+def train(ready, batches, steps):
+    trainer, state, ctx = ready
+    results = []
+    for step in range(steps):
+        batch = trainer.prepare_batch(batches[step % len(batches)], state, ctx)
+        results.append(trainer.train_step(batch, state, ctx))
+    return results
+
+
+def digits_of_picture(file, scale=6, cell=9, side=8):
+    """The grey values [rows, columns, 8, 8] of a picture of the example."""
+    grid = np.asarray(Image.open(file))[::scale, ::scale]
+    rows, columns = (length // cell for length in grid.shape)
+    inner = grid[1:, 1:].reshape(rows, cell, columns, cell).swapaxes(1, 2)
+    return inner[:, :, :side, :side]
+
+
+# data
+
+
+def test_the_data_is_scikit_learns_digits_in_five_row_groups(examples, make_dataset, table):
+    assert make_dataset.digits_table().equals(table)
+    assert table.num_rows == 1797
+    assert table.schema.field("image").type == pa.list_(pa.uint8(), 64)
+    assert pq.ParquetFile(examples / "digits" / "digits.parquet").num_row_groups == 5
+
+
+def test_the_data_is_written_the_same_every_time(make_dataset, tmp_path):
+    for name in ("a", "b"):
+        make_dataset.write_dataset(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_trainer_knows_nothing_of_what_runs_it(examples):
+    source = (examples / "digits" / "trainer.py").read_text()
+    imported = set(re.findall(r"^(?:from|import) ([\w]+)", source, re.MULTILINE))
+    assert not imported & {"genlight", "lightning", "pytorch_lightning"}
+    assert "gen_worker" in imported
+
+
+# hooks
+
+
+def test_a_batch_becomes_images_from_minus_one_to_one_and_labels(ready, table):
+    trainer, state, ctx = ready
+    piece = table.combine_chunks().to_batches()[0].slice(100, 32)
+    images, labels = trainer.prepare_batch(piece, state, ctx)
+    assert (images.shape, images.dtype, labels.dtype) == ((32, 64), torch.float32, torch.int64)
+    assert images.min() == -1
+    assert images.max() == 1
+    assert labels.tolist() == piece.column("label").to_pylist()
+    assert ((images[5] + 1) * 8).tolist() == piece.column("image")[5].as_py()
+
+
+def test_grey_values_may_be_floats_in_lists_of_any_length(ready):
+    trainer, state, ctx = ready
+    images = pa.array([[float(i % 17) for i in range(64)]] * 2)
+    batch = pa.RecordBatch.from_arrays([images, pa.array([1, 2], pa.int8())], ["image", "label"])
+    tensors, labels = trainer.prepare_batch(batch, state, ctx)
+    assert tensors.shape == (2, 64)
+    assert labels.tolist() == [1, 2]
+
+
+def test_training_lowers_the_loss_and_reports_rate_and_gradient(ready, batches):
+    results = train(ready, batches, 40)
+    losses = [float(result.metrics["loss"]) for result in results]
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    assert set(results[0].metrics) == {"loss", "lr", "train/grad_norm"}
+    rates = [result.metrics["lr"] for result in results]
+    assert rates[:5] == pytest.approx([0.0004, 0.0008, 0.0012, 0.0016, 0.002])
+    assert max(rates) == rates[5]
+    assert rates[-1] < 0.0001
+    assert ready[1].scheduler.get_last_lr() == pytest.approx([0])
+
+
+def test_the_average_follows_the_weights_and_is_not_trained_itself(ready, batches):
+    train(ready, batches, 20)
+    _, state, _ = ready
+    assert not any(parameter.requires_grad for parameter in state.ema.parameters())
+    for averaged, trained in zip(state.ema.parameters(), state.model.parameters(), strict=True):
+        assert not torch.equal(averaged, trained)
+        assert (averaged - trained).norm() < trained.norm()
+
+
+def test_the_same_seed_starts_from_the_same_weights_and_another_from_others(digits):
+    def weights(seed):
+        trainer, ctx = digits.DigitsTrainer(), context(hyperparams={**SMALL, "seed": seed})
+        trainer.setup(ctx)
+        return trainer.configure(ctx).model.inlet.weight
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_training_goes_on_from_a_state_dict_bit_for_bit(digits, ready, batches):
+    train(ready, batches, 10)
+    trainer, state, ctx = ready
+    payload = trainer.state_dict(state)
+    buffer = io.BytesIO()
+    torch.save(payload, buffer)
+    random_state = torch.get_rng_state()
+    expected = [float(result.metrics["loss"]) for result in train(ready, batches, 5)]
+
+    other = digits.DigitsTrainer()
+    other.setup(ctx)
+    fresh = other.configure(ctx)
+    other.load_state_dict(fresh, torch.load(io.BytesIO(buffer.getvalue()), weights_only=True), ctx)
+    torch.set_rng_state(random_state)
+    assert [float(result.metrics["loss"]) for result in train((other, fresh, ctx), batches, 5)] == expected
+    for name, value in state.ema.state_dict().items():
+        assert torch.equal(value, fresh.ema.state_dict()[name])
+
+
+def test_a_checkpoint_holds_the_averaged_weights_as_a_file(ready, batches, tmp_path):
+    from safetensors.torch import load_file
+
+    trainer, state, ctx = ready
+    train(ready, batches, 3)
+    result = trainer.save_checkpoint(state=state, step=3, output_dir=str(tmp_path), final=False, ctx=ctx)
+    saved = load_file(tmp_path / result["primary_path"])
+    assert saved.keys() == state.ema.state_dict().keys()
+    assert torch.equal(saved["inlet.weight"], state.ema.inlet.weight)
+
+
+# pictures
+
+
+def test_a_digit_as_prompt_gives_a_picture_of_forty(ready, tmp_path):
+    result = ready[1].generate_sample(prompt="3", seed=1, step=7, output_dir=tmp_path)
+    assert result == {"picture": "digits-3.png", "count": 40, "guidance": 1.5, "trained_steps": 7}
+    assert digits_of_picture(tmp_path / "digits-3.png").shape == (4, 10, 8, 8)
+
+
+def test_all_gives_a_row_of_each_digit(digits, ready, tmp_path):
+    ready[1].generate_sample(prompt=" all ", seed=1, step=0, output_dir=str(tmp_path))
+    assert digits_of_picture(tmp_path / "digits-all.png").shape == (10, 10, 8, 8)
+    assert digits.labels_of_prompt("all")[::10] == list(range(10))
+
+
+def test_pictures_depend_on_the_seed_alone_and_leave_the_random_numbers_of_training(ready, tmp_path):
+    before = torch.get_rng_state()
+    data = []
+    for index, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        ready[1].generate_sample(prompt="0", seed=seed, step=0, output_dir=folder)
+        torch.rand(1)
+        data.append((folder / "digits-0.png").read_bytes())
+    assert data[0] == data[1] != data[2]
+    torch.set_rng_state(before)
+    ready[1].generate_sample(prompt="0", seed=1, step=0, output_dir=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("prompt", ["10", "-1", "three", "", "../3"])
+def test_another_prompt_is_refused_before_a_file_is_written(ready, tmp_path, prompt):
+    with pytest.raises(ValueError, match="Invalid `prompt`"):
+        ready[1].generate_sample(prompt=prompt, seed=1, step=0, output_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_png_writer_keeps_every_point(digits, tmp_path):
+    grey = np.arange(7 * 13, dtype=np.uint8).reshape(7, 13)
+    digits.write_png(tmp_path / "a.png", grey)
+    with Image.open(tmp_path / "a.png") as picture:
+        picture.load()
+        assert picture.mode == "L"
+        assert np.array_equal(np.asarray(picture), grey)
+
+
+def test_the_grid_puts_digits_side_by_side_with_a_line_between(digits, tmp_path):
+    some = np.random.default_rng(0).integers(0, 256, (13, 8, 8), dtype=np.uint8)
+    digits.write_png(tmp_path / "a.png", digits.picture_grid(some, columns=5))
+    back = digits_of_picture(tmp_path / "a.png")
+    assert back.shape == (3, 5, 8, 8)
+    assert np.array_equal(back.reshape(-1, 8, 8)[:13], some)
+
+
+# the whole job
+
+
+@pytest.fixture(scope="module")
+def reader_of_digits(table):
+    """A classifier of the real digits."""
+    from sklearn.svm import SVC
+
+    images = np.array(table["image"].to_pylist())
+    return SVC(gamma=0.001, C=10).fit(images, table["label"].to_numpy())
+
+
+def run_job(job, artifacts, *settings):
+    command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(job)]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = {**os.environ, "TRAINER_ARTIFACTS_DIR": str(artifacts)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def recognised(classifier, picture, labels):
+    images = digits_of_picture(picture).reshape(-1, 64) * (16 / 255)
+    return float(np.mean(classifier.predict(images) == labels))
+
+
+@pytest.mark.slow
+def test_the_job_ends_with_digits_that_a_classifier_of_real_ones_recognises(examples, tmp_path, reader_of_digits):
+    job = examples / "digits" / "job.json"
+    done = run_job(job, tmp_path / "artifacts")
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = json.loads(job.read_text())["max_steps"]
+    events = [json.loads(line) for line in (tmp_path / "artifacts/metrics/events.jsonl").read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["step"]) == ("completed", steps)
+
+    pictures = tmp_path / "artifacts" / "samples"
+    last = {path.name: path for path in sorted(pictures.rglob(f"*{steps:08d}*/**/*.png"))}
+    assert set(last) == {"digits-all.png", "digits-3.png", "digits-7.png"}
+    assert recognised(reader_of_digits, last["digits-all.png"], np.repeat(np.arange(10), 10)) >= 0.85
+    assert recognised(reader_of_digits, last["digits-3.png"], 3) >= 0.85
+    assert recognised(reader_of_digits, last["digits-7.png"], 7) >= 0.85
