@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["crossed"]
+__all__ = ["crossed", "suppressed"]
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
@@ -12,3 +12,9 @@ def crossed(previous: int, current: int, every: int) -> bool:
     between boundaries); crossing does not.
     """
     return every > 0 and current // every > previous // every
+
+
+def suppressed(pl_module: object) -> bool:
+    """Whether the last step of a hosted trainer asked that no metrics, checkpoint or samples be emitted for it."""
+    control = getattr(getattr(pl_module, "step_result", None), "control", None)
+    return bool(control is not None and control.skip_cadence_emit)

@@ -1,0 +1,395 @@
+"""The training loop, as a Lightning loop.
+
+Lightning has no public loop class since 2.0, so this module subclasses two protected ones. All use of protected names
+of Lightning's loops is in this file, and a name that is missing is an `ImportError` when it is imported.
+
+One epoch, with the hooks in Lightning's order::
+
+    on_train_start; on_new_training_run
+    for every epoch:
+        on_train_epoch_start
+        while completed_steps < max_steps:
+            a stop was asked for?  raise TrainingCanceled
+            raw = next(batches)                              # never after the last step
+            callbacks, module, strategy: on_train_batch_start(raw)       # -1 of the module ends the epoch
+            batch = prepare_batch(raw); result = train_step(batch)
+            completed_steps += 1
+            callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
+            validation, where a validation loader and a `validation_step` exist
+            pause for `backoff_seconds`
+        on_train_epoch_end; on_epoch_end
+    on_train_end; on_training_end
+
+What nobody overrides is not called. ``trainer.global_step`` is the number of completed steps, whatever optimizers do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from ..callbacks.hook import callbacks_of, fire, run_state_of
+from .exceptions import InputError, TrainingCanceled
+
+if TYPE_CHECKING:
+    from .module import ContractModule
+
+__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop"]
+
+STOP_POLL_S = 0.05
+"""How often a pause looks for a stop request."""
+
+_USED_OF_LIGHTNING = (
+    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "on_advance_end", "reset", "done")),
+    (_TrainingEpochLoop, ("on_run_start", "on_advance_end", "reset", "run", "global_step", "update_restart_stage")),
+    (_PrefetchDataFetcher, ("__next__", "setup")),
+)
+for _owner, _names in _USED_OF_LIGHTNING:
+    _missing = [name for name in _names if not hasattr(_owner, name)]
+    if _missing:
+        raise ImportError(
+            f"lightning {pl.__version__} has no {_owner.__name__}.{', '.join(_missing)}; genlight supports 2.6.4 to 2.6"
+        )
+
+
+def install_loop(trainer: pl.Trainer, module: ContractModule) -> None:
+    """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
+
+    Called from the module's ``setup("fit")``: Lightning has parsed its limits and attached the data by then, and has
+    not yet restored the state of its loops.
+    """
+    old = trainer.fit_loop
+    if isinstance(old, ContractFitLoop):
+        old.module = old.epoch_loop.module = module
+        return
+    loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
+    loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
+    loop.epoch_loop.val_loop = old.epoch_loop.val_loop
+    loop._data_source = old._data_source
+    trainer.fit_loop = loop
+
+
+class ContractFitLoop(_FitLoop):
+    """Runs epochs until the contract's steps are done."""
+
+    epoch_loop: ContractEpochLoop
+
+    def __init__(
+        self, trainer: pl.Trainer, module: ContractModule, *, min_epochs: int | None, max_epochs: int | None
+    ) -> None:
+        self._fetcher: _DataFetcher | None = None
+        super().__init__(trainer, min_epochs, max_epochs)
+        self.module = module
+        self.epoch_loop = ContractEpochLoop(trainer, module)
+        self.restarts_within_epoch = False
+        self.data_exhausted = False
+
+    @property
+    def _data_fetcher(self) -> _DataFetcher | None:
+        return self._fetcher
+
+    @_data_fetcher.setter
+    def _data_fetcher(self, fetcher: _DataFetcher | None) -> None:
+        # Lightning fetches one batch ahead of a loader without length, to know which batch is the last. The position
+        # of such a loader would then be ahead of what was trained, and a resume would lose that batch.
+        if isinstance(fetcher, _PrefetchDataFetcher):
+            fetcher.prefetch_batches = 0
+        self._fetcher = fetcher
+
+    @override
+    def _load_combined_loader_states(self) -> None:
+        # Lightning loads them only within an epoch; a loader that counts epochs needs them between epochs too.
+        if self._combined_loader_states_to_load and self._combined_loader is not None:
+            self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
+            self._combined_loader_states_to_load = []
+
+    @override
+    def reset(self) -> None:
+        """Continue where the restored counters say: within an epoch, or after one."""
+        torch.set_grad_enabled(True)
+        if not self._loaded_from_state_dict:
+            return
+        progress = self.epoch_progress
+        self.restarts_within_epoch = progress.current.started > 0 and not self.epoch_loop.exhausted
+        self.epoch_loop.restarting = self.restarts_within_epoch
+        for counters in (progress.current, progress.total):
+            if self.restarts_within_epoch:
+                # A run that met its step limit has ended this epoch for Lightning, though there was data left.
+                counters.processed = counters.completed = counters.started - 1
+            else:
+                counters.ready = counters.started = counters.completed = counters.processed
+
+    @property
+    def done(self) -> bool:
+        """Whether to leave the loop."""
+        return self.data_exhausted or bool(super().done)
+
+    @property
+    def restarted_mid_epoch(self) -> bool:
+        """Whether this epoch was begun by an earlier attempt, which saw its ``on_train_epoch_start``."""
+        return self.restarts_within_epoch
+
+    @override
+    def reset_restart_stage(self) -> None:
+        self.restarts_within_epoch = False
+
+    @override
+    def on_run_start(self) -> None:
+        self.module.restore_trainer()
+        super().on_run_start()
+        fire(self.trainer, "on_new_training_run")
+        self.module.restore_rng()
+        self.epoch_loop.raise_if_stopped()
+
+    @override
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        state = run_state_of(self.trainer)
+        state.epoch = self.epoch_progress.current.completed
+        fire(self.trainer, "on_epoch_end")
+        if not self.epoch_loop.completed_steps:
+            raise InputError("the source of batches is empty: not one step could be trained; check `dataset`")
+        # A source of one pass stays empty: another epoch would train nothing, and then another.
+        self.data_exhausted = self.epoch_loop.batch_progress.current.ready == 0
+
+    @override
+    def on_run_end(self) -> None:
+        self.module.training_ended()
+        super().on_run_end()
+        fire(self.trainer, "on_training_end")
+
+
+class ContractEpochLoop(_TrainingEpochLoop):
+    """Takes batches from the loader and steps the trainer, until the data or the steps of the run are used up."""
+
+    def __init__(self, trainer: pl.Trainer, module: ContractModule) -> None:
+        super().__init__(trainer)
+        self.module = module
+        self.completed_steps = 0
+        self.exhausted = False
+        """Whether the loader ended, rather than the step limit."""
+        self.step_in_progress: int | None = None
+        """The step (from 1) that is being executed."""
+        self.validates = False
+
+    @property
+    def global_step(self) -> int:
+        """Completed steps of the contract."""
+        return self.completed_steps
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().on_save_checkpoint()
+        return {**state, "completed_steps": self.completed_steps, "exhausted": self.exhausted}
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self.completed_steps = state_dict["completed_steps"]
+        self.exhausted = state_dict["exhausted"]
+        self._batches_that_stepped = self.completed_steps
+
+    @override
+    def update_restart_stage(self) -> None:
+        self.val_loop.update_restart_stage()
+
+    @override
+    def reset(self) -> None:
+        progress = self.batch_progress
+        if not self.restarting:
+            progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
+            self.exhausted = False
+            return
+        # A checkpoint is written while its step's hooks run, where the step counts as processed, not yet completed.
+        for counters in (progress.current, progress.total):
+            counters.ready = counters.started = counters.completed = counters.processed
+
+    @override
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        self.reset()
+        self.on_run_start(data_fetcher)
+        step = _Step(self, data_fetcher)
+        self.validates = self.trainer.enable_validation
+        while not self.done:
+            if not step.run():
+                self.exhausted = self.batch_progress.is_last_batch = True
+                break
+            self.on_advance_end(data_fetcher)
+            self.on_iteration_done()
+            self.raise_if_stopped()
+            self._pause()
+        else:
+            self.exhausted = self.batch_progress.current.ready >= self.trainer.num_training_batches
+        self.on_iteration_done()
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        if self.validates:
+            super().on_advance_end(data_fetcher)
+            return
+        self._batches_that_stepped += 1
+        if self.trainer.should_stop:
+            self._save_loggers_on_train_batch_end()
+        if self.trainer.received_sigterm and not self._is_training_done:
+            raise SIGTERMException
+
+    def raise_if_stopped(self) -> None:
+        """End the run once a stop was agreed on.
+
+        Raises:
+            TrainingCanceled: With the reason that stands in the run state.
+        """
+        reason = run_state_of(self.trainer).stop_reason
+        if reason is not None:
+            raise TrainingCanceled(reason)
+
+    def _pause(self) -> None:
+        control = getattr(self.module.step_result, "control", None)
+        seconds = control.backoff_seconds if control is not None else None
+        if not seconds:
+            return
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self.module.is_canceled():
+            time.sleep(min(left, STOP_POLL_S))
+
+
+class _Step:
+    """One step of an epoch, with everything that does not change between steps looked up once."""
+
+    def __init__(self, loop: ContractEpochLoop, data_fetcher: _DataFetcher) -> None:
+        trainer, module = loop.trainer, loop.module
+        self.loop = loop
+        self.trainer = trainer
+        self.module = module
+        self.progress = loop.batch_progress
+        self.connector = trainer._logger_connector
+        self.next_batch = _next_batch(trainer, data_fetcher)
+        self.profiled = not isinstance(trainer.profiler, PassThroughProfiler)
+        self.on_start = _overriding(trainer, "on_train_batch_start")
+        self.on_end = _overriding(trainer, "on_train_batch_end")
+        self.module_on_start = _module_hook(module, "on_train_batch_start")
+        self.module_on_end = _module_hook(module, "on_train_batch_end")
+        strategy_hook = trainer.strategy.on_train_batch_start
+        self.strategy_on_start = (
+            strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
+        )
+        # Code that is not ours may call `pl_module.log` or look at `callback_metrics` after any step.
+        self.has_guests = _has_guests(trainer, module)
+
+    def run(self) -> bool:
+        """Train one batch; False if there is none left or the module ended the epoch."""
+        loop, progress = self.loop, self.progress
+        loop.step_in_progress = loop.completed_steps + 1
+        try:
+            raw = self.next_batch()
+        except StopIteration:
+            loop.step_in_progress = None
+            return False
+        index = progress.current.ready
+        progress.increment_ready()
+        progress.is_last_batch = progress.current.ready >= self.trainer.num_training_batches
+        if self.has_guests:
+            self.connector.on_batch_start(raw)
+        if not self._batch_start(raw, index):
+            loop.step_in_progress = None
+            return False
+        progress.increment_started()
+        outputs = self._train(raw)
+        progress.increment_processed()
+        loop.completed_steps += 1
+        self._batch_end(outputs, raw, index)
+        progress.increment_completed()
+        loop.step_in_progress = None
+        return True
+
+    def _batch_start(self, raw: Any, index: int) -> bool:
+        trainer, module = self.trainer, self.module
+        if self.profiled:
+            call._call_callback_hooks(trainer, "on_train_batch_start", raw, index)
+            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", raw, index)
+            call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
+            return bool(response != -1)
+        if self.on_start or self.module_on_start:
+            module.__dict__["_current_fx_name"] = "on_train_batch_start"
+        for hook in self.on_start:
+            hook(trainer, module, raw, index)
+        response = self.module_on_start(raw, index) if self.module_on_start else None
+        if self.strategy_on_start is not None:
+            self.strategy_on_start(raw, index)
+        return bool(response != -1)
+
+    def _train(self, raw: Any) -> Any:
+        try:
+            if self.profiled:
+                with self.trainer.profiler.profile("run_training_batch"):
+                    return self.module.train_raw_batch(raw)
+            self.module.__dict__["_current_fx_name"] = "training_step"
+            return self.module.train_raw_batch(raw)
+        except StopIteration as error:
+            # Lightning would take it for the end of the data and end the run as if it were complete.
+            raise RuntimeError("the trainer raised StopIteration inside a step") from error
+
+    def _batch_end(self, outputs: Any, raw: Any, index: int) -> None:
+        trainer, module = self.trainer, self.module
+        if self.has_guests:
+            module.feed_callback_metrics()
+        if self.profiled:
+            call._call_callback_hooks(trainer, "on_train_batch_end", outputs, raw, index)
+            call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, raw, index)
+        else:
+            module.__dict__["_current_fx_name"] = "on_train_batch_end"
+            for hook in self.on_end:
+                hook(trainer, module, outputs, raw, index)
+            if self.module_on_end:
+                self.module_on_end(outputs, raw, index)
+            module.__dict__["_current_fx_name"] = None
+        if self.has_guests:
+            self.connector.on_batch_end()
+            self.connector.update_train_step_metrics()
+
+
+def _next_batch(trainer: pl.Trainer, data_fetcher: _DataFetcher) -> Callable[[], Any]:
+    """A function that returns the next batch or raises StopIteration."""
+    combined = data_fetcher.combined_loader
+    if len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]:
+        if isinstance(trainer.profiler, PassThroughProfiler):
+            iterator: Iterator[Any] = combined._iterator.iterators[0]  # type: ignore[union-attr]
+            return iterator.__next__
+    return lambda: next(data_fetcher)[0]
+
+
+def _overriding(trainer: pl.Trainer, name: str) -> list[Callable[..., None]]:
+    """The method `name` of each callback that has its own."""
+    return [
+        getattr(callback, name)
+        for callback in callbacks_of(trainer)
+        if getattr(type(callback), name, None) is not getattr(pl.Callback, name) or name in vars(callback)
+    ]
+
+
+def _module_hook(module: pl.LightningModule, name: str) -> Callable[..., Any] | None:
+    hook: Callable[..., Any] = getattr(module, name)
+    return hook if getattr(type(module), name) is not getattr(pl.LightningModule, name) else None
+
+
+def _has_guests(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether a callback or a module hook that is not genlight's own takes part in a step."""
+    ours = __name__.rpartition(".adapter")[0] + "."
+    names = ("on_train_batch_start", "on_train_batch_end")
+    hooks = [hook for name in names for hook in _overriding(trainer, name)]
+    return any(not type(getattr(hook, "__self__", None)).__module__.startswith(ours) for hook in hooks) or any(
+        _module_hook(module, name) for name in names
+    )

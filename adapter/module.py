@@ -1,0 +1,276 @@
+"""A trainer class of the contract as a LightningModule."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from ..callbacks.hook import callbacks_of, run_state_of
+from ..callbacks.log_metrics import LogMetrics
+from .contract import StepContext, TrainerPlugin, TrainingJobSpec
+from .discovery import Discovered, discover
+from .exceptions import ContractError
+from .loading import load_trainer_plugin
+from .loop import ContractFitLoop, install_loop
+from .step_metrics import metric_name, named_metrics, read_scalars, validated_result
+
+__all__ = ["ContractModule"]
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "genlight"
+"""Where a Lightning checkpoint holds what the contract adds to it."""
+
+
+class ContractModule(pl.LightningModule):
+    """Hosts a trainer class: its hooks become the steps of a Lightning training.
+
+    Modules, optimizers and schedulers that the trainer built in ``configure`` are found and registered, so that
+    Lightning moves, saves, summarises and restores them. The trainer keeps its own references and owns forward,
+    backward and update.
+
+    Args:
+        plugin: A trainer, or the import path of one (``module:Class``).
+        job: Identity, cadences and hyperparameters. None takes the step limit of the Lightning trainer and the
+            contract's defaults.
+        model_handles: Handed to the trainer as ``ctx.model_handles``.
+        context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
+
+    Raises:
+        ContractError: The import path names no trainer that conforms.
+    """
+
+    def __init__(
+        self,
+        plugin: str | TrainerPlugin,
+        job: TrainingJobSpec | None = None,
+        *,
+        model_handles: Mapping[str, Any] | None = None,
+        context: StepContext | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else plugin
+        self.job = job
+        self.ctx: StepContext = context or StepContext(
+            job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
+        )
+        self._keeps_context_dtype = context is not None
+        self.contract_state: Any = None
+        """What ``configure`` returned."""
+        self.discovered: Discovered | None = None
+        self.step_result: Any = None
+        """What the last ``train_step`` returned."""
+        self.configured = False
+        self.ended = False
+        self._to_restore: dict[str, Any] | None = None
+        self._cancel_checks: list[Callable[[], bool]] = []
+
+    # what the loop asks for
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps trained so far, those before a resume included."""
+        loop = self._trainer.fit_loop if self._trainer is not None else None
+        return loop.epoch_loop.completed_steps if isinstance(loop, ContractFitLoop) else 0
+
+    @property
+    def failed_step(self) -> int:
+        """The step to name in a failure: the one that was being executed, else the completed steps."""
+        loop = self._trainer.fit_loop if self._trainer is not None else None
+        if not isinstance(loop, ContractFitLoop):
+            return 0
+        return loop.epoch_loop.step_in_progress or loop.epoch_loop.completed_steps
+
+    @property
+    def stopped(self) -> str | None:
+        """Why training ended before its step limit: ``should_stop``, ``data_exhausted``, or None."""
+        if not self.ended or self.completed_steps >= self.ctx.job.max_steps:
+            return None
+        return "should_stop" if self.trainer.should_stop else "data_exhausted"
+
+    def train_raw_batch(self, raw: Any) -> dict[str, Any]:
+        """One step of the trainer on a raw batch; its metrics as they are.
+
+        Raises:
+            ContractError: ``train_step`` returned something without metrics.
+        """
+        state, ctx = self.contract_state, self.ctx
+        batch = self.plugin.prepare_batch(raw, state, ctx)
+        with self._step_context():
+            result = self.plugin.train_step(batch, state, ctx)
+        self.step_result = validated_result(result)
+        metrics: dict[str, Any] = result.metrics
+        return metrics
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise MisconfigurationException(
+            "ContractModule is stepped by its own loop, which its setup('fit') installs; call Trainer.fit"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
+        optimizers = [found.value for found in self.discovered.optimizers] if self.discovered is not None else []
+        return read_scalars(named_metrics(self.step_result, self.contract_state, self.ctx, optimizers))
+
+    def _step_context(self) -> AbstractContextManager[None]:
+        """Autocast, where the precision asks for it."""
+        if self.trainer.precision == "32-true":
+            return nullcontext()
+        context: AbstractContextManager[None] = self.trainer.precision_plugin.train_step_context()
+        return context
+
+    def feed_callback_metrics(self) -> None:
+        """Let Lightning's monitors see the metrics of the last step, without waiting for the device."""
+        fed = self.trainer._logger_connector._callback_metrics
+        for name, value in self.step_result.metrics.items():
+            fed[metric_name(name)] = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+    def is_canceled(self) -> bool:
+        """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
+        return run_state_of(self.trainer).stop_reason is not None or any(check() for check in self._cancel_checks)
+
+    def add_cancel_check(self, check: Callable[[], bool]) -> None:
+        """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
+        self._cancel_checks.append(check)
+
+    def training_ended(self) -> None:
+        """The loop has ended as planned."""
+        self.ended = True
+        if self.stopped == "data_exhausted":
+            log.warning(
+                "the source of batches ended at step %d of %d; the run completes there",
+                self.completed_steps,
+                self.ctx.job.max_steps,
+            )
+
+    # Lightning's hooks
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        self._refuse_what_the_trainer_owns()
+        if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
+            return []
+        return [LogMetrics(every_n_steps=self.ctx.job.metric_every)]
+
+    def _refuse_what_the_trainer_owns(self) -> None:
+        trainer = self.trainer
+        faults = []
+        if trainer.accumulate_grad_batches != 1:
+            faults.append(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
+                "accumulation; do it in train_step, or leave it at 1"
+            )
+        if trainer.gradient_clip_val:
+            faults.append(
+                f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
+                "torch.nn.utils.clip_grad_norm_ in train_step"
+            )
+        if faults:
+            raise MisconfigurationException("; ".join(faults))
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        install_loop(self.trainer, self)
+        self.ended = False
+        if not self.configured:
+            self.ctx = self._context()
+            self.plugin.setup(self.ctx)
+            self.contract_state = self.plugin.configure(self.ctx)
+            self._register(discover(self.contract_state, self.plugin, reserved=dir(self)))
+            self.configured = True
+
+    def _context(self) -> StepContext:
+        trainer = self.trainer
+        job = self.job or dataclasses.replace(self.ctx.job, max_steps=0)
+        if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
+            job = dataclasses.replace(job, max_steps=trainer.max_steps)
+        return dataclasses.replace(
+            self.ctx,
+            job=job,
+            device=str(trainer.strategy.root_device),
+            dtype=self.ctx.dtype if self._keeps_context_dtype else dtype_name(trainer.precision),
+            is_canceled=self._with_callers_check(self.ctx.is_canceled),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            run_state=run_state_of(trainer),
+        )
+
+    def _with_callers_check(self, check: Callable[[], bool] | None) -> Callable[[], bool]:
+        if check is not None:
+            self.add_cancel_check(check)
+        return self.is_canceled
+
+    def _register(self, discovered: Discovered) -> None:
+        self.discovered = discovered
+        for module in discovered.modules:
+            self.add_module(module.name, module.value)
+        for parameter in discovered.parameters:
+            if isinstance(parameter.value, torch.nn.Parameter):
+                self.register_parameter(parameter.name, parameter.value)
+            else:
+                self.register_buffer(parameter.name, parameter.value)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
+        assert self.discovered is not None
+        configs: list[dict[str, Any]] = [{"optimizer": found.value} for found in self.discovered.optimizers]
+        for found in self.discovered.schedulers:
+            for config in configs:
+                if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
+                    config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
+        return configs or None
+
+    # checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[CHECKPOINT_KEY] = {"state": self.state_payload()}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._to_restore = checkpoint.get(CHECKPOINT_KEY)
+
+    def state_payload(self) -> dict[str, object]:
+        """What the trainer's ``state_dict`` returns.
+
+        Raises:
+            ContractError: It is no dict.
+        """
+        payload = self.plugin.state_dict(self.contract_state)
+        if not isinstance(payload, dict):
+            raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
+        return payload
+
+    def restore_trainer(self) -> None:
+        """Hand the trainer what its checkpoint held; once, before the first step of a resumed run."""
+        restored, self._to_restore = self._to_restore, None
+        if restored is None:
+            return
+        payload = restored["state"]
+        self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
+        directory = restored.get("trainer_directory")
+        load_checkpoint = getattr(self.plugin, "load_checkpoint", None)
+        if directory is not None and load_checkpoint is not None:
+            load_checkpoint(state=self.contract_state, checkpoint_dir=Path(directory), payload=payload, ctx=self.ctx)
+
+    def restore_rng(self) -> None:
+        """Continue the random numbers of the checkpoint; last before the first step, since hooks may draw some."""
+
+
+def dtype_name(precision: str) -> str:
+    """Lightning's precision setting as the contract names it: ``fp32``, ``bf16`` or ``fp16``."""
+    return {"bf16": "bf16", "16": "fp16"}.get(precision.partition("-")[0], "fp32")

@@ -1,0 +1,102 @@
+"""From what a step returned to named scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .contract import StepContext, StepResult
+from .exceptions import ContractError
+
+__all__ = ["metric_name", "named_metrics", "read_scalars", "validated_result"]
+
+_ALIASES = {
+    "loss": "train/loss",
+    "train_loss": "train/loss",
+    "lr": "train/lr",
+    "learning_rate": "train/lr",
+    "train_lr": "train/lr",
+}
+_LR = "train/lr"
+
+
+def metric_name(name: str) -> str:
+    """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
+
+    Case and outer blanks count only where the name is no alias.
+    """
+    return _ALIASES.get(name.strip().lower(), name)
+
+
+def validated_result(result: Any) -> StepResult | Any:
+    """What ``train_step`` returned, if it has ``metrics``.
+
+    Raises:
+        ContractError: It has none, or they are no mapping.
+    """
+    metrics = getattr(result, "metrics", None)
+    if metrics is None and not hasattr(result, "metrics"):
+        hint = "return StepResult(metrics={...})" if isinstance(result, Mapping) else "return a StepResult"
+        raise ContractError(f"train_step returned a {_type_name(result)} without `metrics`; {hint}")
+    if not isinstance(metrics, Mapping):
+        raise ContractError(f"train_step returned metrics that are a {_type_name(metrics)}; they must be a mapping")
+    return result
+
+
+def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Any = ()) -> dict[str, Any]:
+    """The metrics of a step under their reported names, with the learning rate where it can be found.
+
+    Values are as the trainer gave them, possibly tensors on a device.
+
+    Args:
+        result: A validated step result.
+        state: The trainer's opaque state.
+        ctx: The context of the run.
+        optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
+    """
+    metrics = {metric_name(name): value for name, value in result.metrics.items()}
+    if _LR not in metrics:
+        rate = next(_learning_rates(result, state, ctx, optimizers), None)
+        if rate is not None:
+            metrics[_LR] = rate
+    return metrics
+
+
+def _learning_rates(result: Any, state: Any, ctx: StepContext, optimizers: Any) -> Iterator[Any]:
+    """Where a learning rate may stand, in the order in which it is looked for."""
+    for name, value in (getattr(result, "debug", None) or {}).items():
+        if metric_name(name) == _LR:
+            yield value
+    for name in (_LR, "learning_rate", "lr"):
+        value = _entry(state, name)
+        if value is not None and not callable(value):
+            yield value
+    for optimizer in (ctx.optimizer, _entry(state, "optimizer"), *optimizers):
+        groups = getattr(optimizer, "param_groups", None)
+        if groups:
+            yield groups[0]["lr"]
+
+
+def _entry(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+
+
+def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as Python numbers; this is where a device is waited for.
+
+    Raises:
+        ContractError: A value is no number and no tensor of one element.
+    """
+    scalars: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            scalars[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            shape = getattr(value, "shape", None)
+            what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"
+            raise ContractError(f"metric {name!r} is {what}; a metric is one number or a 0-d tensor") from None
+    return scalars
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__qualname__

@@ -1,0 +1,53 @@
+"""Metrics to loggers, monitors and the progress bar at a cadence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from ..adapter.run_state import RunState
+from .cadence import crossed, suppressed
+from .hook import Hook, run_state_of
+
+__all__ = ["LogMetrics"]
+
+
+class LogMetrics(Hook):
+    """Sends the metrics of a step to every logger of the trainer, and to ``callback_metrics`` and the progress bar.
+
+    For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves.
+
+    Args:
+        every_n_steps: Cadence in steps; 0 turns it off.
+
+    Raises:
+        ValueError: `every_n_steps` is negative.
+    """
+
+    critical = True
+    writes = ("loss_stats",)
+
+    def __init__(self, every_n_steps: int = 10) -> None:
+        if every_n_steps < 0:
+            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
+            publish(trainer, pl_module.metrics(), step, run_state_of(trainer))  # type: ignore[operator]
+
+
+def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int, run_state: RunState) -> None:
+    """Give the metrics of `step` to whoever asked for them: the run state, loggers, monitors, the progress bar."""
+    run_state.loss_stats = metrics
+    connector = trainer._logger_connector
+    connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    connector._progress_bar_metrics.update(metrics)
+    connector.log_metrics(dict(metrics), step=step)
