@@ -1,0 +1,222 @@
+"""Keeps the replicas of a data-parallel run equal: gradients averaged, buffers and first weights from rank 0.
+
+A trainer calls its modules directly, so ``DistributedDataParallel`` and its forward never see them. What it does is
+done here for bare tensors instead, with the same arithmetic, and without its conditions: a parameter may be unused on
+one rank, be used twice by a checkpointed segment, or get gradients from several backward calls.
+
+Averaging is exact under accumulation, because it averages the whole of ``p.grad``: the part that was averaged before
+is equal on all ranks and stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from .discovery import Discovered
+from .exceptions import ContractError
+
+__all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
+
+
+class GradientSync:
+    """Averages the gradients of all managed optimizers over the ranks; called by all ranks after each backward.
+
+    Args:
+        discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
+            are left to those.
+        group: Process group; None means all ranks.
+    """
+
+    def __init__(self, discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+        self._discovered = discovered
+        self.group = group
+        self._world_size = dist.get_world_size(group)
+        self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
+        self._sizes: list[int] = []
+        self._candidates: list[Tensor] = []
+        self._plans: dict[tuple[bool, ...], list[list[Tensor]]] = {}
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Replace every ``p.grad`` by its mean over the ranks, where any rank has one."""
+        flights = [_Flight(bucket, self._world_size, self.group) for bucket in self._buckets()]
+        for flight in flights:
+            flight.land()
+
+    def _buckets(self) -> list[list[Tensor]]:
+        sizes = [len(group["params"]) for found in self._discovered.optimizers for group in found.value.param_groups]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._plans.clear()
+            self._candidates = [
+                p for p in self._discovered.optimized() if id(p) not in self._foreign and not isinstance(p, DTensor)
+            ]
+        # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
+        pattern = tuple([p.requires_grad for p in self._candidates])
+        plan = self._plans.get(pattern)
+        if plan is None:
+            # Backward makes the last parameters' gradients first; so does the order of the buckets.
+            wanted = [p for p in reversed(self._candidates) if p.requires_grad]
+            plan = self._plans[pattern] = list(_buckets(wanted))
+        return plan
+
+
+class _Flight:
+    """One bucket on its way: packed and sent on creation, waited for and unpacked by `land`."""
+
+    def __init__(self, bucket: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
+        self._bucket = bucket
+        self._missing = [i for i, p in enumerate(bucket) if p.grad is None]
+        first = bucket[0]
+        # The tail says which parameters have a gradient, so that one that no rank used keeps none, as with one process.
+        flat = torch.empty(sum(p.numel() for p in bucket) + len(bucket), dtype=first.dtype, device=first.device)
+        self._views, self._used = _views(flat, bucket)
+        self._used.fill_(1)
+        for i in self._missing:
+            self._views[i].zero_()
+            self._used[i] = 0
+        present = [i for i, p in enumerate(bucket) if p.grad is not None]
+        if present:
+            torch._foreach_copy_([self._views[i] for i in present], [_dense(bucket[i].grad) for i in present])
+        flat.div_(world_size)
+        self._work: Any = dist.all_reduce(flat, group=group, async_op=True)
+
+    def land(self) -> None:
+        self._work.wait()
+        targets, views = [], []
+        for parameter, view in zip(self._bucket, self._views, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                parameter.grad = view.to_sparse(grad.sparse_dim())
+            else:
+                targets.append(grad)
+                views.append(view)
+        if targets:
+            torch._foreach_copy_(targets, views)
+        if self._missing:
+            used_elsewhere = self._used.tolist()
+            for i in self._missing:
+                if used_elsewhere[i] > 0:
+                    self._bucket[i].grad = self._views[i].clone()
+
+
+class BufferSync:
+    """Gives every rank the buffers of rank 0, such as the running statistics of a BatchNorm.
+
+    As with DDP each rank's forward updates its own, and rank 0's count. Called at the end of a step, so that
+    checkpoints, samples and comparisons between steps see equal replicas.
+
+    Args:
+        discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
+        group: Process group; None means all ranks.
+    """
+
+    def __init__(self, discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        owners = [m for found in discovered.trained for m in found.value.modules()]
+        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, _NormBase)]
+        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if b is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def __call__(self) -> None:
+        """Overwrite the buffers with those of rank 0."""
+        buffers = (owner._buffers.get(name) for owner, name in self._slots)
+        broadcast_from_zero([b for b in buffers if b is not None], self._group)
+
+
+@torch.no_grad()
+def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    for bucket in _buckets([t for t in tensors if not isinstance(t, DTensor)]):
+        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
+        dist.broadcast(flat, src=source, group=group)
+        for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.detach().copy_(view.view(tensor.shape))
+
+
+def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """The mean of a loss over the ranks, of the type it came in; None and other things come back as they are."""
+    if not isinstance(value, Tensor | float | int):
+        return value
+    mean = torch.as_tensor(value, dtype=torch.float64, device=device).detach().clone()
+    dist.all_reduce(mean.div_(dist.get_world_size(group)), group=group)
+    return mean.to(value.dtype) if isinstance(value, Tensor) else mean.item()
+
+
+def check_same_on_all_ranks(discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+    """Refuse ranks whose trainers built different things.
+
+    Raises:
+        ContractError: Names the first entry that differs and the two ranks.
+    """
+    mine = _inventory(discovered)
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            here, there = next(
+                (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
+            )
+            raise ContractError(
+                f"Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. "
+                "`configure` must build the same modules and optimizers, in the same order, on every rank."
+            )
+
+
+def _inventory(discovered: Discovered) -> list[str]:
+    lines = [
+        f"{m.path}.{name} {tuple(t.shape)} {t.dtype}"
+        for m in discovered.modules
+        for name, t in (*m.value.named_parameters(), *m.value.named_buffers())
+    ]
+    lines += [f"{p.path} {tuple(p.value.shape)} {p.value.dtype}" for p in discovered.parameters]
+    for found in discovered.optimizers:
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
+        lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
+    return lines
+
+
+def _replicated_by_themselves(discovered: Discovered) -> Iterator[nn.Module]:
+    for found in discovered.modules:
+        yield from (m for m in found.value.modules() if isinstance(m, DistributedDataParallel))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in their order, in groups of one kind and of at most `BUCKET_BYTES`."""
+    open_buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        size = tensor.numel() * tensor.element_size()
+        if kind in open_buckets and sizes[kind] + size > BUCKET_BYTES:
+            yield open_buckets.pop(kind)
+        sizes[kind] = sizes[kind] + size if kind in open_buckets else size
+        open_buckets.setdefault(kind, []).append(tensor)
+    yield from open_buckets.values()
+
+
+def _views(flat: Tensor, bucket: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    *pieces, tail = torch.split(flat, [*(p.numel() for p in bucket), len(bucket)])
+    return [piece.view(p.shape) for piece, p in zip(pieces, bucket, strict=True)], tail
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()

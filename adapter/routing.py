@@ -1,0 +1,369 @@
+"""Leads a trainer's own ``loss.backward()`` and ``optimizer.step()`` through strategy, precision and hooks.
+
+While a ``train_step`` runs, and in its thread alone::
+
+    backward            on_before_backward
+                        scale the loss                     16-mixed
+                        autograd, outside of autocast      16-mixed, bf16-mixed
+                        average gradients over the ranks   several ranks
+                        look for overflows                 16-mixed
+                        on_after_backward
+    optimizer.step      the closure, its loss averaged over the ranks
+                        on_before_optimizer_step
+                        skip on overflow, adapt the scale  16-mixed
+                        the optimizer's own step
+    end of the step     buffers of rank 0 to all ranks     several ranks
+
+Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
+is bit-equal to plain torch, and free.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .discovery import Discovered
+from .exceptions import ContractError
+from .precision import StepPrecision, cast_inputs, step_precision
+from .replication import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
+
+__all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
+
+# The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
+# It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
+_ENGINE = "_engine_run_backward"
+_run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+_routers: dict[int, StepRouter] = {}
+_lock = threading.Lock()
+_unmanaged_check: RemovableHandle | None = None
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Hooks of callbacks and modules that somebody overrides; None where nobody does."""
+
+    before_backward: Callable[[Tensor], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    before_optimizer_step: Callable[[Optimizer], None] | None = None
+    before_zero_grad: Callable[[Optimizer], None] | None = None
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Discovered) -> StepRouter | None:
+    """The router that this run needs, or None where plain torch does the same.
+
+    To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
+    gives every rank the weights of rank 0.
+
+    Raises:
+        ContractError: The ranks built different things, or the precision cannot host the trainer.
+    """
+    precision = step_precision(trainer.precision_plugin, discovered)
+    hooks = step_hooks(trainer, module)
+    gradients, buffers = None, None
+    if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
+        group = _data_parallel_group(trainer)
+        check_same_on_all_ranks(discovered, group)
+        _start_equal(discovered, group)
+        gradients = GradientSync(discovered, group)
+        buffers = BufferSync(discovered, group)
+    if precision.cast_inputs_to is not None:
+        cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
+    if precision.context is None and gradients is None and not hooks:
+        return None
+    return StepRouter(
+        discovered, trainer.strategy.root_device, precision=precision, hooks=hooks, gradients=gradients, buffers=buffers
+    )
+
+
+def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
+    """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
+    return StepHooks(
+        before_backward=_hook(trainer, module, "on_before_backward"),
+        after_backward=_hook(trainer, module, "on_after_backward"),
+        before_optimizer_step=_hook(trainer, module, "on_before_optimizer_step"),
+        before_zero_grad=_hook(trainer, module, "on_before_zero_grad"),
+    )
+
+
+class StepRouter:
+    """A context manager around each ``train_step``; see the module's text for what happens inside.
+
+    Args:
+        discovered: What the trainer built; the optimizers in it are the managed ones.
+        device: Root device of this rank.
+        precision: What the precision plugin asks for.
+        hooks: Hooks to call where Lightning would.
+        gradients: Averages gradients over the ranks; None on a single rank.
+        buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        device: torch.device,
+        *,
+        precision: StepPrecision,
+        hooks: StepHooks | None = None,
+        gradients: GradientSync | None = None,
+        buffers: BufferSync | None = None,
+    ) -> None:
+        self._discovered = discovered
+        self._device = device
+        self._precision = precision
+        self._scaler = precision.scaler
+        self._hooks = hooks or StepHooks()
+        self._gradients = gradients
+        self._buffers = buffers or None
+        self._managed = {id(found.value) for found in discovered.optimizers}
+        self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
+        self._unscaled: dict[int, Tensor] = {}
+        self._inverse_scale: Tensor | None = None
+        self._in_backward = False
+        self._in_step = False
+        self._context: AbstractContextManager[None] | None = None
+        for found in discovered.optimizers:
+            self._route_optimizer(found.value)
+
+    @property
+    def overflow_steps(self) -> int:
+        """Updates skipped because gradients overflowed in fp16; reads from the device."""
+        return self._scaler.overflow_steps if self._scaler is not None else 0
+
+    def __enter__(self) -> StepRouter:
+        if self._precision.context is not None:
+            self._context = self._precision.context()
+            self._context.__enter__()
+        _activate(self)
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        _deactivate()
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(exc_type, exc, traceback)
+        # After an exception the other ranks may not come this far: a collective would hang.
+        if self._buffers is not None and exc_type is None:
+            self._buffers()
+
+    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        """Run one backward call of the trainer; `args` are those of torch's engine."""
+        hooks = self._hooks
+        self._in_backward = True
+        try:
+            if hooks.before_backward is not None:
+                hooks.before_backward(outputs[0])
+            if self._scaler is not None:
+                grads = self._scale(grads)
+            with self._outside_autocast():
+                _run_backward(outputs, grads, *args, **kwargs)
+        finally:
+            self._in_backward = False
+            self._inverse_scale = None
+        if self._gradients is not None:
+            self._gradients()
+        if self._scaler is not None:
+            for found in self._discovered.optimizers:
+                self._scaler.check(found.value)
+        if hooks.after_backward is not None:
+            hooks.after_backward()
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that trains a known module and that was not there after ``configure``."""
+        if id(optimizer) in self._managed:
+            return
+        for group in optimizer.param_groups:
+            if any(id(p) in self._parameters for p in group["params"]):
+                raise ContractError(
+                    f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
+                    "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
+                    "in the state or on the trainer."
+                )
+
+    def _scale(self, grads: Any) -> Any:
+        assert self._scaler is not None
+        for parameter in self._discovered.optimized():
+            if id(parameter) not in self._unscaled and parameter.requires_grad:
+                self._unscaled[id(parameter)] = parameter
+                _register_first(parameter, self._unscale)
+        scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
+        self._inverse_scale = self._scaler.inverse_scale()
+        return scaled
+
+    def _unscale(self, grad: Tensor) -> Tensor | None:
+        """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
+        inverse = self._inverse_scale
+        return None if inverse is None else grad * inverse.to(grad.device)
+
+    def _route_optimizer(self, optimizer: Optimizer) -> None:
+        _wrap(optimizer, "step", self._step)
+        if self._hooks.before_zero_grad is not None:
+            _wrap(optimizer, "zero_grad", self._zero_grad)
+
+    def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if _routers.get(threading.get_ident()) is self and self._hooks.before_zero_grad is not None:
+            self._hooks.before_zero_grad(optimizer)
+        return inner(*args, **kwargs)
+
+    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._in_step or _routers.get(threading.get_ident()) is not self:
+            return inner(*args, **kwargs)
+        if self._in_backward and self._gradients is not None:
+            raise ContractError(
+                f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
+                "averaged. Call it after backward, or use one device."
+            )
+        if args:
+            kwargs["closure"] = args[0]
+        closure = kwargs.pop("closure", None)
+        if self._scaler is not None:
+            return self._scaled_step(optimizer, inner, closure, kwargs)
+        if closure is not None:
+            return self._inside(inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs)
+        if self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        return self._inside(inner, **kwargs)
+
+    def _scaled_step(
+        self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._scaler is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._closure(optimizer, closure)
+        elif self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        # The scaler calls optimizer.step, which leads back to `_step` and from there to `inner`.
+        result = self._inside(self._scaler.step_checked, optimizer, functools.partial(inner, **kwargs))
+        return loss if closure is not None else result
+
+    def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """One evaluation of a closure: in the step's precision, and with one loss for all ranks.
+
+        A line search decides by the loss; ranks that decided differently would part ways.
+        """
+        was, self._in_step = self._in_step, False
+        try:
+            with self._precision.context() if self._precision.context is not None else nullcontext():
+                loss = closure()
+        finally:
+            self._in_step = was
+        if self._gradients is not None:
+            loss = average_scalar(loss, self._device, self._gradients.group)
+        if self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        return loss
+
+    def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_step = True
+        try:
+            with self._outside_autocast():
+                return step(*args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _outside_autocast(self) -> AbstractContextManager[Any]:
+        device = self._precision.autocast_device
+        return nullcontext() if device is None else torch.autocast(device, enabled=False)
+
+
+def _activate(router: StepRouter) -> None:
+    global _unmanaged_check
+    with _lock:
+        _routers[threading.get_ident()] = router
+        if _unmanaged_check is None:
+            setattr(torch.autograd, _ENGINE, _route_backward)
+            _unmanaged_check = register_optimizer_step_pre_hook(_check_managed)
+
+
+def _deactivate() -> None:
+    global _unmanaged_check
+    with _lock:
+        _routers.pop(threading.get_ident(), None)
+        if not _routers and _unmanaged_check is not None:
+            setattr(torch.autograd, _ENGINE, _run_backward)
+            _unmanaged_check.remove()
+            _unmanaged_check = None
+
+
+def _route_backward(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    router = _routers.get(threading.get_ident())
+    # torch.autograd.grad accumulates nothing; a backward inside of backward is activation checkpointing.
+    if router is None or router._in_backward or not kwargs.get("accumulate_grad"):
+        return _run_backward(outputs, grads, *args, **kwargs)
+    return router.backward(outputs, grads, *args, **kwargs)
+
+
+def _check_managed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
+    router = _routers.get(threading.get_ident())
+    if router is not None:
+        router.check_managed(optimizer)
+
+
+def _wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
+    """Lead ``optimizer.<name>`` through `through`, as a bound method: LR schedulers take it apart to count calls."""
+    inner = getattr(optimizer, name)
+
+    @functools.wraps(inner)
+    def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return through(self, inner, *args, **kwargs)
+
+    setattr(optimizer, name, types.MethodType(routed, optimizer))
+
+
+def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a gradient hook that runs before those of the trainer, which expect true units."""
+    handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        return trainer.strategy.device_mesh["data_parallel"].get_group()
+    return None
+
+
+def _start_equal(discovered: Discovered, group: dist.ProcessGroup | None) -> None:
+    modules = [found.value for found in discovered.modules]
+    broadcast_from_zero([t for m in modules for t in (*m.parameters(), *m.buffers())], group)
+    broadcast_from_zero([found.value for found in discovered.parameters], group)
+
+
+def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callable[..., None] | None:
+    plain = getattr(pl.Callback, name).__code__
+    callbacks = [
+        functools.partial(method, trainer, module)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(method := getattr(callback, name), "__code__", None) is not plain
+    ]
+    method = getattr(module, name)
+    if getattr(method, "__code__", None) is not getattr(pl.LightningModule, name).__code__:
+        callbacks.append(method)
+    if not callbacks:
+        return None
+
+    def call(*args: Any) -> None:
+        for callback in callbacks:
+            callback(*args)
+
+    return call
