@@ -1,0 +1,139 @@
+"""Record batches as torch tensors, without copies where the memory allows it.
+
+The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``, or ask
+for ``copy=True``. Memory that is mapped from a file cannot be written at all.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ..exceptions import InputError
+
+__all__ = ["LazyImage", "to_torch"]
+
+
+@dataclass(frozen=True)
+class LazyImage:
+    """An encoded image, decoded when it is asked for.
+
+    Args:
+        data: The encoded bytes, or None when only a path was stored.
+        path: Where the image came from; may be None.
+    """
+
+    data: bytes | None
+    path: str | None = None
+
+    def decode(self) -> Any:
+        """The image as a `PIL.Image`.
+
+        Raises:
+            ModuleNotFoundError: Pillow is not installed.
+        """
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(self.data) if self.data is not None else str(self.path))
+        image.load()
+        return image
+
+    def tensor(self) -> torch.Tensor:
+        """The image as a uint8 tensor of shape height, width, channels."""
+        return torch.from_numpy(np.array(self.decode().convert("RGB")))
+
+
+def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
+    """The columns of `batch` by name.
+
+    Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
+    both without a copy; booleans become bool tensors. Times become int64 in the column's own unit. Lists of varying
+    length become a list of tensors, structs a dictionary, ``{bytes, path}`` structs a list of `LazyImage`, anything
+    else (text, bytes, decimals, …) a list of Python values. Dictionary-encoded columns become what their values would.
+
+    Args:
+        batch: The rows.
+        copy: Give each tensor memory of its own.
+
+    Raises:
+        InputError: A column of numbers has nulls, for which a tensor has no place.
+    """
+    return {name: _convert(name, column, copy) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+def _convert(name: str, array: pa.Array, copy: bool) -> Any:
+    kind = array.type
+    if isinstance(array, pa.FixedShapeTensorArray):
+        tensor: torch.Tensor = _convert(name, array.storage, copy)
+        return tensor.view(len(array), *kind.shape)
+    if isinstance(array, pa.ExtensionArray):
+        return _convert(name, array.storage, copy)
+    if pa.types.is_dictionary(kind):
+        return _convert(name, array.dictionary_decode(), copy)
+    if pa.types.is_struct(kind):
+        return _struct(name, array, copy)
+    if _is_tensor(kind):
+        return _tensor(name, array, copy)
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_tensor(kind.value_type):
+        return _ragged(name, array, copy)
+    return array.to_pylist()
+
+
+def _is_tensor(kind: pa.DataType) -> bool:
+    while pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind) or _is_time(kind))
+
+
+def _is_time(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_timestamp(kind)
+        or pa.types.is_duration(kind)
+        or pa.types.is_time64(kind)
+        or pa.types.is_date64(kind)
+    )
+
+
+def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
+    if array.null_count:
+        raise InputError(
+            f"Column {name!r} has {array.null_count} nulls in a batch of {len(array)} rows, for which a tensor has no "
+            "place. Fill them, or leave such rows out with `filters`."
+        )
+    kind = array.type
+    if pa.types.is_fixed_size_list(kind):
+        inner = _tensor(name, array.flatten(), copy)
+        return inner.view(len(array), kind.list_size, *inner.shape[1:])
+    if pa.types.is_boolean(kind):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+    if _is_time(kind):
+        array = array.view(pa.int64())
+    if len(array) == 0:
+        return torch.from_numpy(array.to_numpy().copy())
+    tensor: torch.Tensor = from_dlpack(array)
+    return tensor.clone() if copy else tensor
+
+
+def _ragged(name: str, array: pa.Array, copy: bool) -> list[torch.Tensor | None]:
+    values = _tensor(name, array.flatten(), copy)
+    lengths = pc.list_value_length(array).to_pylist()
+    ends = np.cumsum([length or 0 for length in lengths])
+    return [
+        None if length is None else values[end - length : end]
+        for length, end in zip(lengths, ends.tolist(), strict=True)
+    ]
+
+
+def _struct(name: str, array: pa.StructArray, copy: bool) -> Any:
+    fields = {array.type.field(i).name: i for i in range(array.type.num_fields)}
+    if set(fields) == {"bytes", "path"}:
+        rows = array.to_pylist()
+        return [None if row is None else LazyImage(row["bytes"], row["path"]) for row in rows]
+    return {field: _convert(f"{name}.{field}", array.flatten()[i], copy) for field, i in fields.items()}

@@ -1,0 +1,108 @@
+"""The feed as a Lightning data module, for LightningCLI and the stock Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+from lightning.pytorch import LightningDataModule
+
+from .arrow_feed import ArrowFeed
+from .plan import Shard
+
+__all__ = ["ArrowDataModule"]
+
+
+class ArrowDataModule(LightningDataModule):
+    """Parquet files as training batches of this rank.
+
+    An epoch of the Trainer is one pass over the data, so ``max_epochs`` and ``max_steps`` decide how long it trains;
+    the position goes into every Lightning checkpoint and is restored from it in the middle of an epoch.
+
+    Args:
+        parquet_paths: Paths, folders, patterns or URLs of Parquet files.
+        batch_size: Rows a step and rank.
+        readahead: Decoded chunks kept ready; 0 decodes in the training thread.
+        columns: Columns to read; None means all.
+        filters: Rows to keep, as `[[column, operator, value], …]`.
+        shuffle: Another order in each epoch.
+        seed: The order depends on this and the number of the epoch alone.
+        drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.
+        shard: ``rows`` (all ranks decode everything and share each step) or ``row_groups`` (each decodes its own part).
+        shuffle_window: Rows that are permuted among each other.
+        readahead_bytes: Decoded bytes kept ready.
+        val_paths: Files of the validation data, read in order; None means no validation.
+        collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
+            dictionary of tensors, a callable its own result.
+    """
+
+    def __init__(
+        self,
+        parquet_paths: str | Sequence[str],
+        *,
+        batch_size: int = 32,
+        readahead: int = 2,
+        columns: Sequence[str] | None = None,
+        filters: Sequence[Any] | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        shard: Shard = "rows",
+        shuffle_window: int = 65_536,
+        readahead_bytes: int = 256 << 20,
+        val_paths: str | Sequence[str] | None = None,
+        collate: Callable[[pa.RecordBatch], Any] | str | None = None,
+    ) -> None:
+        super().__init__()
+        self._paths, self._val_paths = parquet_paths, val_paths
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "readahead": readahead,
+            "columns": columns,
+            "filters": filters,
+            "shard": shard,
+            "readahead_bytes": readahead_bytes,
+            "collate": collate,
+        }
+        self._training: dict[str, Any] = {
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "shuffle_window": shuffle_window,
+        }
+        self._train: ArrowFeed | None = None
+        self._val: ArrowFeed | None = None
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Make the feeds anew and read the metadata of all files.
+
+        Raises:
+            InputError: Lists every fault that metadata can tell.
+        """
+        self._train = self._feed(self._paths, per_epoch=True, **self._training)
+        self._train.check()
+        if self._val_paths is not None:
+            self._val = self._feed(self._val_paths, epochs=1)
+            self._val.check()
+
+    def train_dataloader(self) -> ArrowFeed:
+        """The feed of this rank, the same object until the next `setup`: it carries the position."""
+        if self._train is None:
+            self.setup("fit")
+        assert self._train is not None
+        return self._train
+
+    def val_dataloader(self) -> ArrowFeed | list[ArrowFeed]:
+        """One pass over the validation data, or nothing."""
+        return [] if self._val is None else self._val
+
+    def _feed(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return ArrowFeed(paths, rank=rank, world_size=world_size, **self._options, **options)
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Stop reading and close files."""
+        for feed in (self._train, self._val):
+            if feed is not None:
+                feed.close()

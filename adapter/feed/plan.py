@@ -1,0 +1,130 @@
+"""Which rows each rank trains in each step: arithmetic on row counts, without data.
+
+Rows that an epoch still has to hand out are numbered 0, 1, 2, … in the order of the epoch; this module cuts that range
+into steps and each step into ranks. Nothing here depends on files, threads or the moment, so every rank comes to the
+same plan by itself.
+
+The rule for remainders: every rank has the same number of steps, and no rank ever gets a batch without rows. The last
+step of an epoch hands out what is left, shared as evenly as possible. When fewer rows are left than there are ranks,
+they join the step before, so that some ranks have one row more in that step. With ``drop_last`` a step is full or it
+is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["SHARD_MODES", "Share", "Shard", "Span"]
+
+Shard: TypeAlias = Literal["rows", "row_groups"]
+SHARD_MODES: tuple[Shard, ...] = ("rows", "row_groups")
+
+Span: TypeAlias = tuple[int, int, int]
+"""Epoch, first row and end (exclusive) in the order of that epoch."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How `total` rows are shared by the steps and ranks of what is left of an epoch.
+
+    ``rows``: step k takes the next ``batch_size * world_size`` rows and rank r the r-th slice of them, so that one
+    process with that batch size sees the same rows. ``row_groups``: each rank owns one contiguous block, so that it
+    decodes nothing else; only a row group on the border of two blocks is read by two ranks.
+    """
+
+    total: int
+    batch_size: int
+    world_size: int = 1
+    shard: Shard = "rows"
+    drop_last: bool = False
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a full step over all ranks."""
+        return self.batch_size * self.world_size
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, equal on all ranks."""
+        full, rest = divmod(self.total, self.step_rows)
+        return full if self.drop_last or rest < self.world_size else full + 1
+
+    @property
+    def usable(self) -> int:
+        """Rows that the steps hand out; the others are dropped."""
+        return self.steps * self.step_rows if self.drop_last else self.total if self.steps else 0
+
+    def consumed(self, steps: int) -> int:
+        """Rows that the first `steps` steps hand out over all ranks."""
+        return self.usable if steps >= self.steps else steps * self.step_rows
+
+    def interval(self, step: int, rank: int) -> tuple[int, int]:
+        """First row and end of what `rank` trains in `step`."""
+        if self.shard == "row_groups":
+            first, end = self.block(rank)
+            start = first + step * self.batch_size
+            return start, end if step == self.steps - 1 else start + self.batch_size
+        start = step * self.step_rows
+        return _part(start, self.consumed(step + 1) - start, rank, self.world_size)
+
+    def block(self, rank: int) -> tuple[int, int]:
+        """Bounds of everything that `rank` trains; with ``rows`` the blocks of the ranks overlap."""
+        if self.shard == "row_groups":
+            return _part(0, self.usable, rank, self.world_size)
+        return 0, self.usable
+
+    def needs(self, rank: int, start: int, end: int) -> bool:
+        """Whether any row in ``start:end`` is one of `rank`'s."""
+        if self.shard == "row_groups":
+            first, last = self.block(rank)
+            return start < last and end > first
+        step = min(start // self.step_rows, self.steps - 1)
+        while 0 <= step < self.steps:
+            first, last = self.interval(step, rank)
+            if last > start:
+                return first < end
+            step += 1
+        return False
+
+    def rest(self, steps: int) -> list[tuple[int, int]]:
+        """Ranges that no rank has trained after `steps` steps, in order."""
+        if self.shard == "rows":
+            return _not_empty([(self.consumed(steps), self.total)])
+        left = [(self._block_position(rank, steps), self.block(rank)[1]) for rank in range(self.world_size)]
+        return _not_empty([*left, (self.usable, self.total)])
+
+    def _block_position(self, rank: int, steps: int) -> int:
+        first, end = self.block(rank)
+        return end if steps >= self.steps else first + steps * self.batch_size
+
+
+def _part(start: int, rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The part of `rank` when ``start:start+rows`` is cut as evenly as possible; longer parts come first."""
+    base, longer = divmod(rows, world_size)
+    first = start + rank * base + min(rank, longer)
+    return first, first + base + (rank < longer)
+
+
+def _not_empty(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(start, end) for start, end in ranges if start < end]
+
+
+def cut(spans: Sequence[Span], ranges: Iterable[tuple[int, int]]) -> list[Span]:
+    """The parts of `spans`, laid end to end, that lie in `ranges`; neighbours are merged."""
+    result: list[Span] = []
+    for start, end in ranges:
+        offset = 0
+        for epoch, first, last in spans:
+            low, high = max(start - offset, 0) + first, min(end - offset, last - first) + first
+            if low < high:
+                _append_merged(result, (epoch, low, high))
+            offset += last - first
+    return result
+
+
+def _append_merged(spans: list[Span], span: Span) -> None:
+    if spans and spans[-1][0] == span[0] and spans[-1][2] == span[1]:
+        span = (span[0], spans.pop()[1], span[2])
+    spans.append(span)

@@ -1,0 +1,145 @@
+"""Where a feed stands: plain data for a checkpoint, equal on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..exceptions import InputError
+from .order import Order
+from .plan import Shard, Share, Span, cut
+
+__all__ = ["Layout", "Position"]
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows are shared: everything of a feed's configuration that a position depends on."""
+
+    order: Order
+    batch_size: int
+    world_size: int
+    shard: Shard
+    drop_last: bool
+
+    def share(self, rows: int) -> Share:
+        """The plan for `rows` rows that are left."""
+        return Share(rows, self.batch_size, self.world_size, self.shard, self.drop_last)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return self.share(self.order.rows).steps
+
+
+@dataclass(frozen=True)
+class Position:
+    """After `step` steps over `spans`, of which the last belongs to `epoch`.
+
+    `spans` is a whole epoch unless the number of ranks, the batch size or the sharding changed in its middle: then it
+    is what was left of the epoch at the change.
+    """
+
+    epoch: int
+    spans: tuple[Span, ...]
+    step: int = 0
+
+    @classmethod
+    def start_of(cls, epoch: int, order: Order) -> Position:
+        """Before the first row of `epoch`."""
+        return cls(epoch, ((epoch, 0, order.rows),))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the spans."""
+        return sum(end - first for _, first, end in self.spans)
+
+    def normalized(self, layout: Layout) -> Position:
+        """The same place; the end of an epoch becomes the start of the next one."""
+        if self.step < layout.share(self.rows).steps:
+            return self
+        return Position.start_of(self.epoch + 1, layout.order)
+
+    def done_rows(self, layout: Layout) -> int:
+        """Rows of `epoch` that all ranks together have trained."""
+        return layout.order.rows - self.rows + layout.share(self.rows).consumed(self.step)
+
+    def state(self, layout: Layout) -> dict[str, Any]:
+        """Everything needed to go on, as JSON values."""
+        order = layout.order
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "step": self.step,
+            "spans": [list(span) for span in self.spans],
+            "rows": order.rows,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "window": order.window if order.shuffle else 0,
+            "batch_size": layout.batch_size,
+            "world_size": layout.world_size,
+            "shard": layout.shard,
+            "drop_last": layout.drop_last,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], layout: Layout, epochs: int | None) -> Position:
+        """The position that `state` describes, in terms of `layout`.
+
+        Under another number of ranks, batch size or sharding the rest of the epoch is shared anew. When fewer rows are
+        left than there are ranks, they are trained with the first step of the next epoch; if there is none, a warning
+        says how many are left out.
+
+        Raises:
+            InputError: The rows, or their order, are not those of the state.
+        """
+        _require_same_order(state, layout.order)
+        saved = cls(int(state["epoch"]), tuple(_span(span) for span in state["spans"]), int(state["step"]))
+        old = replace(
+            layout,
+            batch_size=int(state["batch_size"]),
+            world_size=int(state["world_size"]),
+            shard=state["shard"],
+            drop_last=bool(state["drop_last"]),
+        )
+        saved = saved.normalized(old)
+        if old == layout or saved == cls.start_of(saved.epoch, layout.order):
+            return saved
+        return saved._shared_anew(old, layout, epochs)
+
+    def _shared_anew(self, old: Layout, new: Layout, epochs: int | None) -> Position:
+        rest = tuple(cut(self.spans, old.share(self.rows).rest(self.step)))
+        position = Position(self.epoch, rest)
+        if new.share(position.rows).steps or new.drop_last:
+            return position
+        if epochs is not None and self.epoch + 1 >= epochs:
+            warnings.warn(
+                f"The last {position.rows} rows of epoch {self.epoch} are left out: they cannot be shared by "
+                f"{new.world_size} ranks.",
+                stacklevel=2,
+            )
+            return Position.start_of(self.epoch + 1, new.order)
+        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows)))
+
+
+def _span(value: Any) -> Span:
+    epoch, first, end = value
+    return int(epoch), int(first), int(end)
+
+
+def _require_same_order(state: Mapping[str, Any], order: Order) -> None:
+    if state.get("version") != STATE_VERSION:
+        raise InputError(f"The position has version {state.get('version')!r}; this release reads {STATE_VERSION}.")
+    now = {"rows": order.rows, "seed": order.seed, "shuffle": order.shuffle}
+    if order.shuffle:
+        now["window"] = order.window
+    changed = [f"{name} was {state.get(name)} and is {value}" for name, value in now.items() if state[name] != value]
+    if changed:
+        raise InputError(
+            "The position does not fit the data: " + ", ".join(changed) + ". Resume with the data and the order of the "
+            "checkpoint, or start a new run."
+        )

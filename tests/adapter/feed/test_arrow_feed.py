@@ -1,0 +1,87 @@
+"""The feed as its users see it: batches, order, shares of the ranks, position."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from genlight.adapter.feed import ArrowFeed
+
+
+def flat(batches):
+    return [i for batch in batches for i in batch]
+
+
+def test_batches_have_exactly_the_size_asked_for_whatever_the_row_groups(rows_file, ids):
+    feed = ArrowFeed(rows_file(5, 1, 7, 0, 3), batch_size=4, epochs=1)
+    assert ids(feed) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_the_last_batch_of_an_epoch_is_short_and_never_mixed_with_the_next_epoch(rows_file, ids):
+    feed = ArrowFeed(rows_file(6), batch_size=4)
+    assert ids(feed, 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rows_file, ids):
+    feed = ArrowFeed(rows_file(11), batch_size=2, world_size=2, rank=1, epochs=1, drop_last=True)
+    assert ids(feed) == [[2, 3], [6, 7]]
+    assert len(feed) == 2
+
+
+def test_rank_r_trains_the_rth_slice_of_what_one_process_would_see(rows_file, ids):
+    path = rows_file(7, 13, 3)
+    alone = ids(ArrowFeed(path, batch_size=6, epochs=1))
+    ranks = [ids(ArrowFeed(path, batch_size=2, rank=r, world_size=3, epochs=1)) for r in range(3)]
+    assert [flat(step) for step in zip(*ranks, strict=True)] == alone
+
+
+def test_with_fewer_rows_left_than_ranks_they_join_the_step_before(rows_file, ids):
+    path = rows_file(10)
+    ranks = [ids(ArrowFeed(path, batch_size=1, rank=r, world_size=4, epochs=1)) for r in range(4)]
+    assert [[len(batch) for batch in rank] for rank in ranks] == [[1, 2], [1, 2], [1, 1], [1, 1]]
+    assert sorted(flat(flat(ranks))) == list(range(10))
+
+
+@pytest.mark.parametrize("shard", ["rows", "row_groups"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, shard, shuffle):
+    options = {"batch_size": 4, "epochs": 2, "shard": shard, "shuffle": shuffle, "shuffle_window": 5, "world_size": 2}
+    path = rows_file(11, 2, 20, 9)
+    whole = ids(ArrowFeed(path, **options))
+    for steps in range(len(whole) + 1):
+        feed = ArrowFeed(path, **options)
+        iterator = iter(feed)
+        assert ids(iterator, steps) == whole[:steps]
+        state = json.loads(json.dumps(feed.state_dict()))
+        iterator.close()
+        again = ArrowFeed(path, **options)
+        again.load_state_dict(state)
+        assert ids(again) == whole[steps:]
+
+
+def test_the_position_is_the_same_on_every_rank(rows_file):
+    path = rows_file(11, 30)
+    feeds = [ArrowFeed(path, batch_size=3, rank=r, world_size=3, shard="row_groups") for r in range(3)]
+    for feed in feeds:
+        list(itertools.islice(feed, 3))
+    assert feeds[0].state_dict() == feeds[1].state_dict() == feeds[2].state_dict()
+
+
+def test_one_iteration_is_one_epoch_with_per_epoch(rows_file, ids):
+    feed = ArrowFeed(rows_file(5), batch_size=2, per_epoch=True, shuffle=True)
+    first, second = ids(feed), ids(feed)
+    assert len(feed) == len(first) == 3
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(5))
+    assert first != second
+
+
+def test_without_per_epoch_each_iteration_starts_at_the_first_row(rows_file, ids):
+    feed = ArrowFeed(rows_file(5), batch_size=2, epochs=1)
+    assert ids(feed, 2) == [[0, 1], [2, 3]]
+    assert ids(feed) == [[0, 1], [2, 3], [4]]
+
+
+def test_an_endless_feed_has_no_length(rows_file):
+    with pytest.raises(TypeError, match="repeats without end"):
+        len(ArrowFeed(rows_file(5)))
