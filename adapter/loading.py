@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from . import compat
 from .contract import REQUIRED_HOOKS, TrainerPlugin
@@ -58,8 +58,8 @@ def find_trainer(import_path: str) -> Any:
 
 def make_trainer(target: Any) -> TrainerPlugin:
     """An instance of `target`, or `target` itself where it is one; an exception of the constructor passes as it is."""
-    trainer: TrainerPlugin = target() if inspect.isclass(target) else target
-    return trainer
+    trainer: Any = target() if inspect.isclass(target) else target
+    return cast("TrainerPlugin", trainer)
 
 
 @contextlib.contextmanager
@@ -168,7 +168,7 @@ def _check_conforms(target: Any, import_path: str) -> None:
 def _check_constructor(cls: type, import_path: str) -> None:
     """Refuse a class that wants arguments, before calling it, so that a TypeError from inside it stays its own."""
     if inspect.isabstract(cls):
-        names = ", ".join(sorted(cls.__abstractmethods__))
+        names = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         raise ContractError(f"trainer {import_path!r}: class {cls.__name__} is abstract; it does not implement {names}")
     try:
         signature = inspect.signature(cls)

@@ -27,14 +27,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -60,7 +62,8 @@ for _owner, _names in _USED_OF_LIGHTNING:
     _missing = [name for name in _names if not hasattr(_owner, name)]
     if _missing:
         raise ImportError(
-            f"lightning {pl.__version__} has no {_owner.__name__}.{', '.join(_missing)}; genlight supports 2.6.4 to 2.6"
+            f"lightning {version('lightning')} has no {_owner.__name__}.{', '.join(_missing)}; "
+            "install a release that genlight supports: lightning>=2.6.4,<2.7"
         )
 
 
@@ -85,6 +88,8 @@ class ContractFitLoop(_FitLoop):
     """Runs epochs until the contract's steps are done."""
 
     epoch_loop: ContractEpochLoop
+    raises_stops = True
+    """This loop raises `TrainingCanceled` itself, once every callback has seen the step after which the run stops."""
 
     def __init__(
         self, trainer: pl.Trainer, module: ContractModule, *, min_epochs: int | None, max_epochs: int | None
@@ -121,10 +126,10 @@ class ContractFitLoop(_FitLoop):
         torch.set_grad_enabled(True)
         if not self._loaded_from_state_dict:
             return
-        progress = self.epoch_progress
-        self.restarts_within_epoch = progress.current.started > 0 and not self.epoch_loop.exhausted
+        counts = _counts(self.epoch_progress)
+        self.restarts_within_epoch = counts[0].started > 0 and not self.epoch_loop.exhausted
         self.epoch_loop.restarting = self.restarts_within_epoch
-        for counters in (progress.current, progress.total):
+        for counters in counts:
             if self.restarts_within_epoch:
                 # A run that met its step limit has ended this epoch for Lightning, though there was data left.
                 counters.processed = counters.completed = counters.started - 1
@@ -214,7 +219,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
             self.exhausted = False
             return
         # A checkpoint is written while its step's hooks run, where the step counts as processed, not yet completed.
-        for counters in (progress.current, progress.total):
+        for counters in _counts(progress):
             counters.ready = counters.started = counters.completed = counters.processed
 
     @override
@@ -277,7 +282,8 @@ class _Step:
         self.progress = loop.batch_progress
         self.connector = trainer._logger_connector
         self.next_batch = _next_batch(trainer, data_fetcher)
-        self.profiled = not isinstance(trainer.profiler, PassThroughProfiler)
+        self.profiler = profiler_of(trainer)
+        self.profiled = not isinstance(self.profiler, PassThroughProfiler)
         self.on_start = _overriding(trainer, "on_train_batch_start")
         self.on_end = _overriding(trainer, "on_train_batch_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
@@ -334,7 +340,7 @@ class _Step:
     def _train(self, raw: Any) -> Any:
         try:
             if self.profiled:
-                with self.trainer.profiler.profile("run_training_batch"):
+                with self.profiler.profile("run_training_batch"):
                     return self.module.train_raw_batch(raw)
             self.module.__dict__["_current_fx_name"] = "training_step"
             return self.module.train_raw_batch(raw)
@@ -361,14 +367,28 @@ class _Step:
             self.connector.update_train_step_metrics()
 
 
+def _counts(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
+    """The counters of this run of the loop and of all; Lightning declares them as a base class with fewer fields."""
+    assert isinstance(progress.current, _ProcessedTracker)
+    assert isinstance(progress.total, _ProcessedTracker)
+    return progress.current, progress.total
+
+
 def _next_batch(trainer: pl.Trainer, data_fetcher: _DataFetcher) -> Callable[[], Any]:
     """A function that returns the next batch or raises StopIteration."""
     combined = data_fetcher.combined_loader
-    if len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]:
-        if isinstance(trainer.profiler, PassThroughProfiler):
-            iterator: Iterator[Any] = combined._iterator.iterators[0]  # type: ignore[union-attr]
-            return iterator.__next__
+    alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
+    if alone and isinstance(profiler_of(trainer), PassThroughProfiler):
+        assert combined._iterator is not None
+        iterator: Iterator[Any] = combined._iterator.iterators[0]
+        return iterator.__next__
     return lambda: next(data_fetcher)[0]
+
+
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """The profiler of `trainer`; Lightning sets the attribute without declaring it."""
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return profiler
 
 
 def _overriding(trainer: pl.Trainer, name: str) -> list[Callable[..., None]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from ..callbacks.hook import callbacks_of, run_state_of
@@ -98,7 +98,7 @@ class ContractModule(pl.LightningModule):
             return None
         return "should_stop" if self.trainer.should_stop else "data_exhausted"
 
-    def train_raw_batch(self, raw: Any) -> dict[str, Any]:
+    def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
 
         Raises:
@@ -109,7 +109,7 @@ class ContractModule(pl.LightningModule):
         with self._step_context():
             result = self.plugin.train_step(batch, state, ctx)
         self.step_result = validated_result(result)
-        metrics: dict[str, Any] = result.metrics
+        metrics: Mapping[str, Any] = result.metrics
         return metrics
 
     @override

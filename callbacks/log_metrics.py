@@ -50,4 +50,4 @@ def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int, run_state
     connector = trainer._logger_connector
     connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     connector._progress_bar_metrics.update(metrics)
-    connector.log_metrics(dict(metrics), step=step)
+    connector.log_metrics(dict[str, Any](metrics), step=step)

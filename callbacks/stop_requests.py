@@ -1,0 +1,185 @@
+"""Stops a run that was asked to stop: at the same step on every rank, after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from ..adapter.exceptions import StopReason, TrainingCanceled
+from .hook import Hook, run_state_of
+from .stop_signals import StopSignals
+
+__all__ = ["StopRequests", "cancel_file_is_set", "process_age_s"]
+
+POLL_S = 0.05
+"""How often files are looked at; a look costs more than the rest of a step's checks."""
+
+_REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
+"""By code; the largest wins where ranks were told different things."""
+
+_TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
+
+
+class StopRequests(Hook):
+    """Watches for requests to stop and writes the reason they agree on to ``stop_reason`` of the run state.
+
+    Sources are a flag, a cancel file, a runtime limit, signals (SIGTERM, SIGUSR1, SIGINT), and callables that others
+    add. All ranks stop after the same step, also if one alone was told: each step starts one asynchronous all-reduce
+    of a single number and reads the one of the step before. Under genlight's loop that loop then raises
+    `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does before the
+    next step.
+
+    Args:
+        cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
+            cannot be read counts as asking.
+        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        canceled: Whether the run is cancelled before it starts.
+        signals: Signals already handled by the caller; None handles them while training.
+
+    Raises:
+        ValueError: `max_runtime_s` is negative.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+    writes = ("stop_reason",)
+
+    def __init__(
+        self,
+        cancel_file: str | os.PathLike[str] | None = None,
+        *,
+        max_runtime_s: float | None = None,
+        canceled: bool = False,
+        signals: StopSignals | None = None,
+    ) -> None:
+        if max_runtime_s is not None and max_runtime_s < 0:
+            raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
+        self.cancel_file = Path(cancel_file) if cancel_file is not None else None
+        self.deadline = time.monotonic() - process_age_s() + max_runtime_s if max_runtime_s else None
+        self.signals = signals or StopSignals()
+        self._checks: list[Callable[[], str | None]] = []
+        self._requested: StopReason | None = "canceled" if canceled else None
+        self._next_poll = 0.0
+        self._agreement: _Agreement | None = None
+
+    def add_check(self, check: Callable[[], str | None]) -> None:
+        """Also stop when `check`, called at most every 50 ms, returns a reason."""
+        self._checks.append(check)
+
+    def requested(self) -> str | None:
+        """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
+        if self._requested is None:
+            self._requested = self.signals.reason
+        if self._requested is None:
+            now = time.monotonic()
+            if now >= self._next_poll:
+                self._next_poll = now + POLL_S
+                self._requested = self._look(now)
+        return self._requested
+
+    def _look(self, now: float) -> StopReason | None:
+        if self.deadline is not None and now >= self.deadline:
+            return "timeout"
+        if self.cancel_file is not None and cancel_file_is_set(self.cancel_file):
+            return "canceled"
+        reasons = (check() for check in self._checks)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        add_cancel_check = getattr(pl_module, "add_cancel_check", None)
+        if add_cancel_check is not None:
+            add_cancel_check(lambda: self.requested() is not None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning's handlers, registered just before, talk to other ranks from inside the signal, which can hang.
+        self.signals.install()
+        if not getattr(trainer.fit_loop, "raises_stops", False):
+            self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
+        code = _REASONS.index(cast("StopReason | None", self.requested()))
+        if trainer.world_size > 1:
+            self._agreement = _Agreement()
+            code = self._agreement.now(code)
+        run_state_of(trainer).stop_reason = _REASONS[code]
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        reason = self.requested()
+        if self._agreement is not None:
+            code = self._agreement.step(_REASONS.index(cast("StopReason | None", reason)))
+            reason = _REASONS[code]
+        if reason is not None:
+            run_state_of(trainer).stop_reason = reason
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._agreement is not None:
+            self._agreement.finish()
+
+
+def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:
+    reason = run_state_of(trainer).stop_reason
+    if reason is not None:
+        raise TrainingCanceled(reason)
+
+
+class _Agreement:
+    """The largest number that any rank said one step ago, for the price of starting an all-reduce."""
+
+    def __init__(self) -> None:
+        # A gloo group of its own: numbers stay in host memory and no device is waited for.
+        self._group = dist.new_group(backend="gloo")
+        self._number = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def now(self, number: int) -> int:
+        """Agree on the numbers of this moment; waits for all ranks."""
+        self._number.fill_(number)
+        dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group)
+        return int(self._number)
+
+    def step(self, number: int) -> int:
+        """What was agreed on the numbers of the last step; says `number` for the next one."""
+        agreed = self.finish()
+        self._number.fill_(number)
+        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def finish(self) -> int:
+        """Wait for the reduction under way, if any, and return what it gave."""
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        return int(self._number)
+
+
+def cancel_file_is_set(path: Path) -> bool:
+    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read."""
+    try:
+        text = path.read_bytes()[:64]
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return text.decode(errors="replace").strip().lower() in _TRUE
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included."""
+    with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+        # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
+        started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+        return float(uptime.read().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,42 @@
+"""Signals that ask a process to stop, as a flag that is looked at between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from ..adapter.exceptions import StopReason
+
+__all__ = ["REASON_OF_SIGNAL", "StopSignals"]
+
+REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
+    signal.SIGTERM: "preempted",
+    signal.SIGUSR1: "preempted",
+    signal.SIGINT: "canceled",
+}
+
+
+class StopSignals:
+    """Notes the first stop signal; the second one ends the process at once.
+
+    Nothing else happens inside the handler: saving there could meet a half-made step or a held lock.
+    """
+
+    def __init__(self) -> None:
+        self.reason: StopReason | None = None
+
+    def install(self) -> None:
+        """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in REASON_OF_SIGNAL:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.reason is None:
+            self.reason = REASON_OF_SIGNAL[signal.Signals(number)]
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

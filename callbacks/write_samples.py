@@ -1,0 +1,180 @@
+"""Samples of a hosted trainer at a cadence, each whole or absent."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import msgspec
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from ..adapter.exceptions import ContractError
+from ..reporters.durable import fsync_directory, write_bytes_durably
+from .cadence import crossed, suppressed
+from .hook import Hook, run_state_of
+
+__all__ = ["WriteSamples"]
+
+_REQUEST_FIELDS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
+
+
+class WriteSamples(Hook):
+    """Has the trainer's ``generate_sample`` make one sample for each request and writes it down.
+
+    A sample is ``step-00000200-00.json`` (request, seed, what the generator returned, names of its files) and, beside
+    it, the folder ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``. The JSON comes
+    last: a sample without it does not count. Without requests, or without a generator, there is one text,
+    ``step-00000200.txt``. Random numbers that sampling draws do not change those of training.
+
+    Args:
+        directory: Where samples go.
+        every_n_steps: Cadence in steps; 0 turns it off.
+        requests: One mapping for each sample, with any of name, task, prompt, negative_prompt, instruction,
+            source_image, seed.
+        seed: Seed of requests that have none.
+        critical: Whether a failing generator ends the run.
+
+    Raises:
+        ValueError: `every_n_steps` is negative.
+    """
+
+    writes = ("latest_sample_uris",)
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every_n_steps: int = 0,
+        *,
+        requests: Sequence[Mapping[str, Any]] = (),
+        seed: int | None = None,
+        critical: bool = True,
+    ) -> None:
+        if every_n_steps < 0:
+            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
+        self.directory = Path(directory).absolute()
+        self.every_n_steps = every_n_steps
+        self.requests = [dict(request) for request in requests]
+        self.seed = seed
+        self.critical = critical
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
+            self.write(trainer, pl_module, step)
+
+    def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:
+        """Make and write the samples of `step`; returns the files, the record of each sample before its own files."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        generate = find_generator(getattr(pl_module, "contract_state", None))
+        paths: list[Path] = []
+        with isolate_rng():
+            if not self.requests or generate is None:
+                paths += self._write_text(generate, pl_module, step)
+            else:
+                for index, request in enumerate(self.requests):
+                    paths += self._write_sample(generate, pl_module, step, f"step-{step:08d}-{index:02d}", request)
+        run_state_of(trainer).latest_sample_uris = [str(path) for path in paths]
+        for logger in trainer.loggers:
+            log_sample = getattr(logger, "log_sample", None)
+            if log_sample is not None:
+                for path in paths:
+                    log_sample(path=str(path), step=step)
+        return paths
+
+    def _write_text(self, generate: Callable[..., Any] | None, pl_module: pl.LightningModule, step: int) -> list[Path]:
+        name = f"step-{step:08d}"
+        text = self.directory / f"{name}.txt"
+        write_bytes_durably(text, f"{_run_id(pl_module)} step {step}\n".encode())
+        return (
+            [text]
+            if generate is None or self.requests
+            else [text, *self._write_sample(generate, pl_module, step, name, {})]
+        )
+
+    def _write_sample(
+        self,
+        generate: Callable[..., Any],
+        pl_module: pl.LightningModule,
+        step: int,
+        name: str,
+        request: Mapping[str, Any],
+    ) -> list[Path]:
+        output_dir = self.directory / name
+        shutil.rmtree(output_dir, ignore_errors=True)  # left by an attempt that was killed before the record
+        output_dir.mkdir()
+        seed = request.get("seed") if request.get("seed") is not None else self.seed
+        offered = {field: request.get(field) for field in _REQUEST_FIELDS}
+        offered |= {"step": step, "ctx": getattr(pl_module, "ctx", None), "request": request, "seed": seed}
+        returned = call_with_accepted(generate, {**offered, "output_dir": output_dir})
+        files = list(_durable_files(output_dir))
+        if not files:
+            output_dir.rmdir()
+        record = self.directory / f"{name}.json"
+        facts = {**request, "seed": seed, "run_id": _run_id(pl_module), "step": step}
+        named = [str(file.relative_to(self.directory)) for file in files]
+        write_bytes_durably(record, _encoded({**facts, **_as_mapping(returned), "files": named}, name))
+        return [record, *files]
+
+
+def find_generator(state: Any) -> Callable[..., Any] | None:
+    """The ``generate_sample`` of a trainer's state, as an attribute or a key."""
+    generate = getattr(state, "generate_sample", None)
+    if generate is None and isinstance(state, Mapping):
+        generate = state.get("generate_sample")
+    return generate if callable(generate) else None
+
+
+def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    """Call `function` with those of the `offered` arguments that its signature takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return function(**offered)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return function(**{name: value for name, value in offered.items() if name in named})
+
+
+def _durable_files(directory: Path) -> Iterator[Path]:
+    """Every file below `directory`, each made durable before it is named."""
+    for folder, _, names in sorted(os.walk(directory)):
+        for name in sorted(names):
+            path = Path(folder, name)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            yield path
+        fsync_directory(folder)
+
+
+def _as_mapping(returned: Any) -> Mapping[str, Any]:
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise ContractError(f"generate_sample returned a {type(returned).__qualname__}; it must be a mapping or None")
+    return returned
+
+
+def _encoded(record: Mapping[str, Any], name: str) -> bytes:
+    try:
+        return msgspec.json.format(msgspec.json.encode(record, enc_hook=_plain, order="sorted")) + b"\n"
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise ContractError(f"generate_sample of {name} returned a value that is no JSON: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # tensors and arrays
+        return value.tolist()
+    raise TypeError(f"{type(value).__qualname__} has no JSON form")
+
+
+def _run_id(pl_module: pl.LightningModule) -> str:
+    return str(getattr(getattr(getattr(pl_module, "ctx", None), "job", None), "run_id", ""))
