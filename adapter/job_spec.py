@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -163,6 +163,7 @@ SECONDS = Rule(
 )
 TOKEN = Rule(str, "a text of printable ASCII characters", _header_value, secret=True)
 URL = Rule(str, "an http:// or https:// URL", lambda url: not url.strip() or url_fault(url.strip()) is None)
+SHARD = Rule(Literal["rows", "row_groups"], '"rows" or "row_groups"')
 VERSION = Rule(str, f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION))
 
 SPEC_FIELDS: Mapping[str, Rule] = {
@@ -201,7 +202,7 @@ DATASET_FIELDS: Mapping[str, Rule] = {
     "shuffle": FLAG,
     "seed": SEED,
     "epochs": POSITIVE,
-    "shard": TEXT,
+    "shard": SHARD,
 }
 
 INPUT_FIELDS: Mapping[str, Rule] = {

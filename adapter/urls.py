@@ -51,7 +51,7 @@ def origin_of(url: str) -> str:
     if problem:
         raise ValueError(f"Invalid URL {safe_url(url)}: {problem}.")
     parts = urlsplit(url)
-    host = (parts.hostname or "").rstrip(".")
+    host = parts.hostname or ""
     host = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{host}:{parts.port or DEFAULT_PORTS[parts.scheme]}"
 

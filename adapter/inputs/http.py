@@ -1,0 +1,232 @@
+"""Files from web servers: streamed, checked, cached, resumed after a break."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import httpx2
+
+from ...reporters.http import failure_text
+from ...reporters.uploads.retry import backoff_s, is_transient, retry_after_s
+from ..exceptions import AuthError, InputError
+from ..urls import safe_url
+from .cache_entry import CHUNK_BYTES, CacheEntry, Content, Stored, Version
+from .progress import InputProgress, Tracker
+
+__all__ = ["Download", "RetryPolicy", "download"]
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often and how patiently a transfer that breaks is taken up again."""
+
+    attempts: int = 6
+    """Attempts in a row without a single new byte."""
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    longest_retry_after_s: float = 120.0
+    """What a server may ask for at most."""
+
+    def delay_s(self, failures: int, asked_s: float | None) -> float:
+        """Seconds before the next attempt."""
+        delay = backoff_s(failures, self.first_delay_s, self.longest_delay_s, random.Random())
+        return max(delay, min(asked_s or 0.0, self.longest_retry_after_s))
+
+
+@dataclass(frozen=True)
+class Download:
+    """What to fetch and how to know that it arrived whole."""
+
+    url: str
+    target: Path
+    sha256: str | None = None
+    xxh3_128: str | None = None
+    size_bytes: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Download({self.label!r} to {str(self.target)!r})"
+
+    @property
+    def label(self) -> str:
+        """The URL without user info and query."""
+        return safe_url(self.url).removesuffix("?…")
+
+    @property
+    def has_digest(self) -> bool:
+        """Whether the content is known beforehand."""
+        return self.sha256 is not None or self.xxh3_128 is not None
+
+    def contradiction(self, content: Content) -> str | None:
+        """In which way `content` is not what was asked for; None when it is."""
+        for name in ("size_bytes", "sha256", "xxh3_128"):
+            expected, found = getattr(self, name), getattr(content, name)
+            if expected not in (None, found):
+                return f"has {name} {found}, but {expected} was expected"
+        return None
+
+
+class Broken(Exception):
+    """The transfer broke in a way that another attempt may mend."""
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+def download(
+    request: Download, client: httpx2.Client, *, retry: RetryPolicy | None = None, tracker: Tracker | None = None
+) -> Path:
+    """Bring a file to ``request.target`` and return that.
+
+    A copy in place is kept without asking the server if the request has a digest, and if the server confirms it
+    otherwise. Several processes may ask for one target: one transfers, the others wait and take the result.
+
+    Raises:
+        AuthError: The server refused the credentials (401, 403).
+        InputError: The server has no such file, its content has another digest or size, or it cannot be reached.
+    """
+    tracker = tracker or Tracker()
+    request.target.parent.mkdir(parents=True, exist_ok=True)
+    asked_at = time.time()
+    entry = CacheEntry(request.target)
+    with entry.exclusive(tracker) as waited:
+        stored = entry.stored()
+        if stored is not None and request.contradiction(stored.content):
+            stored = None
+        fresh = waited and stored is not None and stored.stored_at >= asked_at
+        if stored is not None and (request.has_digest or fresh):
+            _tell_finished(request, stored.content.size_bytes, tracker)
+        else:
+            _transfer(request, client, entry, stored, retry or RetryPolicy(), tracker)
+    return request.target
+
+
+def _tell_finished(request: Download, size: int, tracker: Tracker) -> None:
+    tracker.tell(InputProgress(request.label, size, size, finished=True))
+
+
+def _transfer(
+    request: Download,
+    client: httpx2.Client,
+    entry: CacheEntry,
+    stored: Stored | None,
+    retry: RetryPolicy,
+    tracker: Tracker,
+) -> None:
+    """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
+    failures = 0
+    while True:
+        before = entry.part().durable_bytes
+        try:
+            _attempt(request, client, entry, stored, tracker)
+        except Broken as broken:
+            failures = 1 if entry.part().durable_bytes > before else failures + 1
+            if failures >= retry.attempts:
+                raise InputError(
+                    f"{request.label} could not be fetched: {broken}, after {failures} attempts without progress."
+                ) from None
+            tracker.wait(retry.delay_s(failures, broken.retry_after_s))
+        else:
+            return
+
+
+def _attempt(
+    request: Download, client: httpx2.Client, entry: CacheEntry, stored: Stored | None, tracker: Tracker
+) -> None:
+    """One request: for a confirmation, for the rest, or for the whole file."""
+    part = entry.part()
+    # Without a validator only a digest could tell that two partial answers were of two versions.
+    start = part.durable_bytes if part.version.if_range or request.has_digest else 0
+    headers = {"Accept-Encoding": "identity", **_conditions(start, part.version, stored)}
+    try:
+        with client.stream("GET", request.url, headers=headers) as response:
+            if response.status_code == 304 and stored is not None:
+                return _tell_finished(request, stored.content.size_bytes, tracker)
+            _refuse(response, request, entry)
+            start = start if _continues(response, start) else 0
+            version = Version(response.headers.get("etag"), response.headers.get("last-modified"))
+            size = _receive(response, request, entry, version, start, tracker)
+    except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
+        raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
+    except httpx2.HTTPError as error:
+        raise Broken(failure_text(error)) from None
+    _check_and_settle(request, entry, version, resumed=start > 0)
+    return _tell_finished(request, size, tracker)
+
+
+def _conditions(start: int, version: Version, stored: Stored | None) -> dict[str, str]:
+    if start > 0:
+        return {"Range": f"bytes={start}-", **({"If-Range": version.if_range} if version.if_range else {})}
+    if stored is not None and stored.version.etag:
+        return {"If-None-Match": stored.version.etag}
+    if stored is not None and stored.version.last_modified:
+        return {"If-Modified-Since": stored.version.last_modified}
+    return {}
+
+
+def _refuse(response: httpx2.Response, request: Download, entry: CacheEntry) -> None:
+    """Raise for every status that is not a file."""
+    status = response.status_code
+    if status in (200, 206):
+        return
+    if status in (401, 403):
+        raise AuthError(f"The server refused {request.label} (status {status}). {_auth_advice(response)}")
+    if status == 416:
+        entry.drop_part()
+        raise Broken("the server has no such range")
+    if is_transient(status):
+        asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
+        raise Broken(f"the server answered with status {status}", asked_s)
+    raise InputError(f"{request.label} cannot be fetched: the server answered with status {status}.")
+
+
+def _auth_advice(response: httpx2.Response) -> str:
+    if "authorization" in response.request.headers:
+        return "Credentials were sent; ask for ones that may read it."
+    return (
+        "No credentials were sent, because the token goes to known origins alone. "
+        "Add the origin to `TRAINER_TOKEN_ORIGINS` if it may have the token."
+    )
+
+
+def _continues(response: httpx2.Response, start: int) -> bool:
+    """Whether the answer goes on exactly where the partial file ends; False where it is the whole file."""
+    if response.status_code != 206:
+        return False
+    if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
+        raise Broken("the server sent another range than the one that was asked for")
+    return True
+
+
+def _receive(
+    response: httpx2.Response, request: Download, entry: CacheEntry, version: Version, start: int, tracker: Tracker
+) -> int:
+    """Write the body after the first `start` bytes of the partial file; the size that it has then."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise InputError(f"{request.label} is sent with a content encoding, though none was accepted.")
+    length = response.headers.get("content-length", "")
+    total = start + int(length) if length.isdecimal() else None
+    size = start
+    with contextlib.closing(entry.write_part(response.iter_raw(CHUNK_BYTES), version, start)) as sizes:
+        for size in sizes:
+            tracker.tell(InputProgress(request.label, size, total or request.size_bytes))
+    if total is not None and size != total:
+        raise Broken(f"{size} of {total} bytes arrived")
+    return size
+
+
+def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *, resumed: bool) -> None:
+    content = Content.of(entry.part_path)
+    contradiction = request.contradiction(content)
+    if contradiction is None:
+        entry.settle(content, version)
+        return
+    entry.drop_part()
+    if resumed:  # the first part may have been of another version, or damaged since
+        raise Broken(f"what was put together {contradiction}")
+    raise InputError(f"{request.label} {contradiction}. It was changed or damaged on its way.")

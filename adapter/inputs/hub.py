@@ -1,0 +1,102 @@
+"""Inputs from the Hugging Face hub, in huggingface_hub's own cache and with its own credentials.
+
+The run's capability token is never shown to the hub: ``HF_TOKEN`` is what it knows. ``HF_ENDPOINT`` and ``HF_HOME``
+count as huggingface_hub has them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from ..exceptions import AuthError, InputError
+from .progress import InputProgress, Tracker
+from .refs import HubRef
+
+__all__ = ["fetch_from_hub"]
+
+
+def fetch_from_hub(
+    ref: HubRef, *, kind: Literal["model", "dataset"], default_patterns: list[str] | None = None, tracker: Tracker
+) -> Path:
+    """Bring a repository, or the part that ``ref.path`` names, to this machine; the folder of its snapshot.
+
+    Args:
+        ref: What to fetch.
+        kind: Which kind of repository it is.
+        default_patterns: File patterns for a reference without a path; None fetches all files.
+        tracker: Told of the progress.
+
+    Raises:
+        AuthError: The hub refused the credentials, or the repository is gated.
+        InputError: There is no such repository, revision or path, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = default_patterns if ref.path is None else [ref.path, f"{ref.path.rstrip('/')}/*"]
+    try:
+        folder = snapshot_download(
+            ref.repo_id,
+            repo_type=kind,
+            revision=ref.revision,
+            allow_patterns=patterns,
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+            tqdm_class=_progress_bar(ref.label, tracker),
+        )
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(ref, error) from None
+    except HfHubHTTPError as error:
+        raise _http_error(ref, kind, error) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{ref.label} cannot be fetched from the hub: {type(error).__name__}.") from error
+    tracker.tell(InputProgress(ref.label, 0, None, finished=True))
+    return Path(folder)
+
+
+def _http_error(ref: HubRef, kind: str, error: Any) -> InputError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    status = getattr(error.response, "status_code", None)
+    if isinstance(error, GatedRepoError):
+        return AuthError(f"{ref.label} is gated. Ask for access on the hub and set `HF_TOKEN`.")
+    if isinstance(error, RevisionNotFoundError):
+        return InputError(f"{ref.label}: the repository has no revision {ref.revision or 'main'!r}.")
+    if status in (401, 403):
+        return AuthError(
+            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or is private. "
+            "Check its name, or set `HF_TOKEN` to a token that may read it."
+        )
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        return InputError(f"{ref.label}: there is neither such a path on this machine nor such a {kind} on the hub.")
+    return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
+
+
+def _unreachable(ref: HubRef, error: BaseException) -> InputError:
+    """The hub's own wrapper for "no connection and nothing in the cache"; its cause knows whether it was refused."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            return AuthError(f"The hub refused {ref.label} (status {status}). Set `HF_TOKEN` to one that may read it.")
+        cause = cause.__cause__
+    return InputError(f"{ref.label} is not in the hub's cache on this machine and the hub cannot be reached.")
+
+
+def _progress_bar(name: str, tracker: Tracker) -> Any:
+    """A tqdm class that draws nothing and hands bytes to the tracker."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class TrackedBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.bytes_done = 0
+            self.counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self.counts_bytes:
+                self.bytes_done += int(n or 0)
+                tracker.tell(InputProgress(name, self.bytes_done, int(self.total) if self.total else None))
+
+    return TrackedBar
