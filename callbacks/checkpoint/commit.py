@@ -1,0 +1,355 @@
+"""Writing a checkpoint so that it is whole or absent, whenever the process or the machine dies.
+
+1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``, and each
+   is read back and compared with the digest that was taken from memory before the write.
+2. The folder is renamed to its name, and the directory synced. Without a record it means nothing yet.
+3. The record is written under a temporary name, synced, compared, renamed, and the directory synced. This is the
+   commit: a rename within a directory is atomic.
+
+Deleting goes the other way round: the record first. What a killed process leaves is either temporary or a folder that
+no record names; `sweep` removes both.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ...adapter.exceptions import BrokenCheckpointError, CheckpointError
+from ...reporters.durable import fsync_directory, temporary_name
+from .layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_paths
+from .record import FileEntry, read_record
+
+__all__ = [
+    "STATE_MARKER",
+    "Staging",
+    "commit",
+    "delete_checkpoint",
+    "folder_for",
+    "hash_file",
+    "move_aside",
+    "require_space",
+    "stage",
+    "sweep",
+    "write_file",
+]
+
+log = logging.getLogger(__name__)
+
+STATE_MARKER = b'{"format":"genlight.training_state"'
+"""How every state file begins, so that a folder without a record can be told from a user's own."""
+
+_READ_CHUNK = 4 << 20
+_WRITE_CHUNK = 16 << 20
+_GATHERED_BUFFERS = 512
+"""Small buffers that one ``writev`` takes; the system's limit is 1,024."""
+
+
+@dataclass
+class Staging:
+    """The temporary folder of a checkpoint that is being made."""
+
+    record_path: Path
+    path: Path
+    files: list[FileEntry] = field(default_factory=list)
+    """Files that are written, durable and checked, by their path within the folder."""
+
+    def folder(self, name: str) -> Path:
+        """A folder within, made on first use."""
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def discard(self) -> None:
+        """Remove the folder; does nothing once it was committed."""
+        _remove_tree(self.path)
+        _live.discard(self.path.name)
+
+
+_live: set[str] = set()
+"""Temporary names that this process is working on, which `sweep` leaves alone."""
+
+
+def stage(record_path: Path) -> Staging:
+    """Make the temporary folder for the checkpoint whose record will be `record_path`.
+
+    Raises:
+        OSError: The directory cannot be made or written to.
+    """
+    record_path.parent.mkdir(parents=True, exist_ok=True)
+    name = temporary_name(name_of(record_path))
+    path = record_path.parent / name
+    _live.add(name)
+    try:
+        os.mkdir(path)
+    except OSError:
+        _live.discard(name)
+        raise
+    return Staging(record_path, path)
+
+
+def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file, durable when this returns, and prove that it holds what memory held.
+
+    Returns:
+        Its size in bytes and the xxh3-128 of its content, taken from memory.
+
+    Raises:
+        BrokenCheckpointError: The file reads back otherwise.
+        OSError: It could not be written.
+    """
+    hasher, size = xxhash.xxh3_128(), 0
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for chunk in _gathered(buffers):
+            for part in chunk:
+                hasher.update(part)
+            size += _write_gathered(descriptor, chunk)
+        read_back = _sync_and_hash(descriptor)
+    finally:
+        os.close(descriptor)
+    if read_back != (size, hasher.hexdigest()):
+        raise BrokenCheckpointError(path.parent.name, f"{path.name} does not read back as it was written")
+    return read_back
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size and xxh3-128 of the content of a file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _hash_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(staging: Staging, folder: str, record: bytes) -> None:
+    """Give the staged folder its name and write the record; durable when this returns.
+
+    Raises:
+        OSError: It could not be done. If the record was not yet renamed, nothing remains of the new checkpoint;
+            if only the last sync failed, either the new checkpoint or the old one is there after a power cut.
+    """
+    record_path, directory = staging.record_path, staging.record_path.parent
+    target = directory / folder
+    for path, _, _ in os.walk(staging.path, topdown=False):
+        fsync_directory(path)
+    move_aside(target)  # A folder of this name without a record is what a killed process left.
+    os.rename(staging.path, target)
+    _live.discard(staging.path.name)
+    try:
+        fsync_directory(directory)
+        _write_record(record_path, record)
+    except BaseException:
+        _try_to_move_aside(target)
+        raise
+    fsync_directory(directory)
+
+
+def folder_for(record_path: Path) -> tuple[str, str | None]:
+    """The folder name for a new checkpoint, and that of the checkpoint it replaces, if any."""
+    name = name_of(record_path)
+    try:
+        replaced = read_record(record_path).folder
+    except FileNotFoundError:
+        return name, None
+    except BrokenCheckpointError:
+        # Whatever it named is not usable; `name` may still be what it means, so leave that alone until committed.
+        return alternative_folder(name, name), name
+    return alternative_folder(name, replaced), replaced
+
+
+def delete_checkpoint(record_path: Path) -> None:
+    """Remove a checkpoint, its record first; a checkpoint that is not there is no error.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    folder: str | None = None
+    if not record_path.is_symlink():
+        try:
+            folder = read_record(record_path).folder
+        except FileNotFoundError:
+            return
+        except BrokenCheckpointError:
+            folder = name_of(record_path)
+    record_path.unlink(missing_ok=True)
+    # Synced before the folder goes: otherwise a power cut could leave a record without its files.
+    fsync_directory(record_path.parent)
+    if folder is not None and _is_data_folder(record_path.parent / folder):
+        move_aside(record_path.parent / folder)
+
+
+def move_aside(path: Path) -> None:
+    """Remove a folder through a temporary name, so that a kill in between leaves nothing that looks whole."""
+    if not path.is_dir():
+        return
+    aside = path.with_name(temporary_name(path.name))
+    os.rename(path, aside)
+    _remove_tree(aside)
+
+
+def _try_to_move_aside(path: Path) -> None:
+    try:
+        move_aside(path)
+    except OSError as error:
+        log.warning("Could not remove %s: %s", path, error)
+
+
+def sweep(directory: Path) -> list[str]:
+    """Remove what killed processes left in a checkpoint directory; only the run that holds the directory may.
+
+    Returns:
+        The names that were removed.
+    """
+    try:
+        entries = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    named = set(_named_folders(directory))
+    debris = [
+        name
+        for name in entries
+        if (is_temporary(name) and name not in _live) or (name not in named and _is_data_folder(directory / name))
+    ]
+    for name in debris:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            move_aside(path)
+        else:
+            path.unlink(missing_ok=True)
+    if debris:
+        log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(debris))
+    return debris
+
+
+def _is_data_folder(path: Path) -> bool:
+    """Whether `path` is the data folder of a checkpoint, and not something that a user put there."""
+    try:
+        with open(path / STATE_FILE, "rb") as file:
+            return file.read(len(STATE_MARKER)) == STATE_MARKER
+    except OSError:
+        return False
+
+
+def _named_folders(directory: Path) -> Iterator[str]:
+    """Folders that belong to a record; both possible ones where the record is broken."""
+    for record_path in record_paths(directory):
+        try:
+            yield read_record(record_path).folder or ""
+        except FileNotFoundError:
+            continue
+        except BrokenCheckpointError:
+            yield from (name_of(record_path), f"{name_of(record_path)}~1")
+
+
+def _write_record(path: Path, data: bytes) -> None:
+    temporary = path.with_name(temporary_name(path.name))
+    _live.add(temporary.name)
+    try:
+        write_file(temporary, [data])
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        _live.discard(temporary.name)
+
+
+def _gathered(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    """Buffers in groups of about one chunk, large ones cut: few system calls, and hashed while in the cache."""
+    group: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        while len(view):
+            piece = view[: _WRITE_CHUNK - size]
+            group.append(piece)
+            size += len(piece)
+            view = view[len(piece) :]
+            if size == _WRITE_CHUNK or len(group) == _GATHERED_BUFFERS:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _write_gathered(descriptor: int, parts: list[memoryview]) -> int:
+    """Write all parts; a system call may stop short."""
+    total = 0
+    while parts:
+        written = os.writev(descriptor, parts)
+        total += written
+        while parts and written >= len(parts[0]):
+            written -= len(parts[0])
+            parts = parts[1:]
+        if written:
+            parts = [parts[0][written:], *parts[1:]]
+    return total
+
+
+def _sync_and_hash(descriptor: int) -> tuple[int, str]:
+    """Sync a file and hash what it holds, both at once: the disk is slow and so is hashing, and both only read."""
+    size = os.fstat(descriptor).st_size
+    if size <= _READ_CHUNK:
+        os.fsync(descriptor)
+        return _hash_descriptor(descriptor)
+    failures: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=sync, name="genlight-fsync")
+    thread.start()
+    try:
+        result = _hash_descriptor(descriptor)
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return result
+
+
+def _hash_descriptor(descriptor: int) -> tuple[int, str]:
+    hasher, position = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(min(_READ_CHUNK, max(1, os.fstat(descriptor).st_size))))
+    while count := os.preadv(descriptor, [buffer], position):
+        hasher.update(buffer[:count])
+        position += count
+    return position, hasher.hexdigest()
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a temporary folder. One that cannot be removed is left to the next sweep, with a warning."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("Could not remove %s: %s", path, error)
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raise before a checkpoint of `needed` bytes that does not fit.
+
+    Raises:
+        CheckpointError: The file system has less free space.
+    """
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs {needed / 1e6:,.1f} MB, but the file system of {directory} has {free / 1e6:,.1f} MB "
+            "free; free some space, keep fewer checkpoints, or choose another directory"
+        )

@@ -1,0 +1,237 @@
+"""Loading a checkpoint: every byte is proven before any of it is used.
+
+A file is read once: its digest is taken from the very memory that becomes the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...adapter.exceptions import BrokenCheckpointError
+from .buffers import as_uint8, element_type, empty_tensor
+from .layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
+from .record import CheckpointRecord, FileEntry, read_record
+from .safetensors_format import TORCH_TYPES, TypedShape, parse_header
+from .saving import CONTRACT_KEY
+from .state_tree import decode
+from .verification import check_file, find_file, verify_files
+
+__all__ = ["MapLocation", "load", "load_weights"]
+
+MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
+"""As in ``torch.load``; None puts everything on the host."""
+
+_PIECE = 4 << 20
+
+_TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
+
+
+def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict[str, Any]:
+    """The dictionary that was saved at `path`, with equal values of equal types.
+
+    An older runtime's record gives ``{"genlight": {"state": …}, "global_step": step}``.
+
+    Raises:
+        BrokenCheckpointError: Something is otherwise than it was saved; nothing was loaded.
+        CheckpointError: It holds a type that this process does not know.
+        FileNotFoundError: There is no such checkpoint.
+    """
+    record = read_record(record_path(path))
+    if record.is_old:
+        return {"global_step": record.step, CONTRACT_KEY: {"state": record.state}}
+    source = _Source(record, map_location)
+    content = source.read_all()
+    try:
+        checkpoint: dict[str, Any] = decode(content["checkpoint"], source)
+        if record.state or CONTRACT_KEY in checkpoint:
+            checkpoint.setdefault(CONTRACT_KEY, {})["state"] = decode(record.state, source)
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = _with_metadata(
+                checkpoint["state_dict"], decode(content["weights_metadata"], source)
+            )
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise BrokenCheckpointError(record.name, f"its content is malformed: {error!r}") from error
+    return checkpoint
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The model's tensors alone, proven."""
+    record = read_record(record_path(path))
+    entries = [entry for entry in record.files if record.file_name(entry) == MODEL_FILE]
+    return _read_tensors(record, entries[0], as_arrays=False) if entries else {}
+
+
+class _Source:
+    """A `TensorSource` over the files of one checkpoint."""
+
+    def __init__(self, record: CheckpointRecord, map_location: MapLocation) -> None:
+        self._record = record
+        self._map_location = map_location
+        self._stored: dict[tuple[str, str], Any] = {}
+        self._given: dict[Any, Any] = {}
+
+    def read_all(self) -> dict[str, Any]:
+        """Read and prove all files; returns the content of the state file."""
+        record = self._record
+        content: dict[str, Any] | None = None
+        others = []
+        for entry in record.files:
+            name = record.file_name(entry)
+            if name == STATE_FILE:
+                content = json.loads(_read_proven(record, entry))
+            elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/"):
+                as_arrays = name == ARRAYS_FILE
+                self._stored |= {(name, key): item for key, item in _read_tensors(record, entry, as_arrays).items()}
+            else:
+                others.append(entry)
+        verify_files(record, others)
+        if content is None:
+            raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
+        return content
+
+    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+        """The tensor behind a reference; the same object for equal references."""
+        identity = json.dumps(reference, sort_keys=True)
+        if identity not in self._given:
+            self._given[identity] = self._make(reference)
+        tensor: torch.Tensor = self._given[identity]
+        return tensor
+
+    def array(self, reference: dict[str, Any]) -> Any:
+        """The array behind a reference; the same object for equal references."""
+        identity = json.dumps(reference, sort_keys=True)
+        if identity not in self._given:
+            dtype = reference["dtype"]
+            stored = self._stored[reference["file"], reference["key"]]
+            kind = np.dtype(dtype) if isinstance(dtype, str) else np.lib.format.descr_to_dtype(_tuples(dtype))
+            array = (
+                stored.view(kind).reshape(reference["shape"]) if kind.itemsize else np.zeros(reference["shape"], kind)
+            )
+            self._given[identity] = np.asfortranarray(array) if reference.get("order") == "F" else array
+        return self._given[identity]
+
+    def _make(self, reference: dict[str, Any]) -> torch.Tensor:
+        if "sparse" in reference:
+            indices, values, shape, is_coalesced = reference["sparse"]
+            return torch.sparse_coo_tensor(
+                self.tensor(indices), self.tensor(values), shape, is_coalesced=is_coalesced, check_invariants=True
+            )
+        tensor = self._base(reference)
+        if "view" in reference:
+            tensor = _view(tensor, reference["view"])
+        if reference.get("parameter"):
+            return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
+        tensor = tensor.detach()
+        return tensor.requires_grad_() if reference.get("requires_grad") else tensor
+
+    def _base(self, reference: dict[str, Any]) -> torch.Tensor:
+        """The stored tensor behind a reference, with its own type and strides; one object for all that share it."""
+        place = (reference["file"], reference["key"])
+        if ("", *place) not in self._given:
+            tensor = self._stored[place]
+            if "dtype" in reference:
+                tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
+            if "stride" in reference:
+                tensor = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype).copy_(tensor)
+            self._given["", *place] = _located(tensor, reference.get("device", "cpu"), self._map_location)
+        base: torch.Tensor = self._given["", *place]
+        return base
+
+
+def _view(base: torch.Tensor, view: dict[str, Any]) -> torch.Tensor:
+    part = as_uint8(base)[view["offset"] : view["offset"] + view["span"]]
+    return part.view(element_type(view["dtype"])).as_strided(view["shape"], view["stride"])
+
+
+def _located(tensor: torch.Tensor, saved_device: str, map_location: MapLocation) -> torch.Tensor:
+    """`tensor` where `map_location` wants what was on `saved_device`."""
+    if map_location is None:
+        return tensor
+    if callable(map_location):
+        storage = map_location(tensor.untyped_storage(), saved_device)
+        return tensor if storage is None else tensor.to(storage.device)
+    if isinstance(map_location, dict):
+        return tensor.to(map_location.get(saved_device, saved_device))
+    return tensor.to(map_location)
+
+
+def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
+    """Module versions beside the weights, where torch's ``load_state_dict`` looks for them."""
+    ordered = OrderedDict(weights)
+    if metadata is not None:
+        ordered._metadata = metadata  # type: ignore[attr-defined]
+    return ordered
+
+
+def _read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
+    data = find_file(record, entry).read_bytes()
+    check_file(record, entry, len(data), xxhash.xxh3_128_hexdigest(data))
+    return data
+
+
+def _read_tensors(record: CheckpointRecord, entry: FileEntry, as_arrays: bool) -> dict[str, Any]:
+    """Tensors (or arrays) of one file; none is handed out before the whole file is proven."""
+    hasher = xxhash.xxh3_128()
+    tensors: dict[str, Any] = {}
+    with open(find_file(record, entry), "rb", buffering=0) as file:
+        length = _take(file, memoryview(bytearray(8)), hasher)
+        header_size = int.from_bytes(length, "little")
+        if header_size > entry.size - 8:
+            raise BrokenCheckpointError(record.name, f"{entry.path} has a header longer than the file")
+        try:
+            layout = parse_header(bytes(_take(file, memoryview(bytearray(header_size)), hasher)))
+            for key, stored in layout.items():
+                tensors[key], memory = _allocate(stored, as_arrays)
+                if len(memory) != stored.end - stored.begin:
+                    raise ValueError(
+                        f"{key!r} has {stored.end - stored.begin} bytes, but its shape needs {len(memory)}"
+                    )
+                _take(file, memory, hasher)
+        except (ValueError, KeyError, EOFError) as error:
+            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
+        position = file.tell()
+    check_file(record, entry, position, hasher.hexdigest())
+    return tensors
+
+
+def _take(file: Any, memory: memoryview, hasher: Any) -> memoryview:
+    """Fill `memory` from `file`, in pieces that are hashed while they are in the cache."""
+    for start in range(0, len(memory), _PIECE):
+        piece = memory[start : start + _PIECE]
+        filled = 0
+        while filled < len(piece):
+            count = file.readinto(piece[filled:])
+            if not count:
+                raise EOFError("it ends early")
+            filled += count
+        hasher.update(piece)
+    return memory
+
+
+def _allocate(stored: TypedShape, as_arrays: bool) -> tuple[Any, memoryview]:
+    if as_arrays:
+        array = np.empty(stored.end - stored.begin, np.uint8)
+        return array, array.data
+    return empty_tensor(_TYPE_OF_FORMAT[stored.dtype], stored.shape)
+
+
+def _tuples(description: list[Any]) -> list[Any]:
+    """A structured NumPy type's description, whose tuples JSON turned into lists."""
+    return [
+        tuple(
+            _tuples(part) if isinstance(part, list) and index == 1 else _tuple(part) for index, part in enumerate(field)
+        )
+        for field in description
+    ]
+
+
+def _tuple(part: Any) -> Any:
+    return tuple(part) if isinstance(part, list) else part

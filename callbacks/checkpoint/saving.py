@@ -1,0 +1,232 @@
+"""Saving a checkpoint: take the state apart, then write it.
+
+`prepare` runs in the training thread and touches no disk; `write` runs in any thread. Between the two, an asynchronous
+save copies the tensors (`snapshot`), because training goes on changing them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...adapter.exceptions import CheckpointError, UnstorableStateError
+from .buffers import bytes_of
+from .commit import STATE_MARKER, Staging, commit, folder_for, hash_file, move_aside, require_space, stage, write_file
+from .layout import STATE_FILE, TRAINER_FOLDER, record_path
+from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
+from .safetensors_format import build_header
+from .state_tree import encode
+from .tensor_table import Entry, TensorTable
+
+__all__ = ["CONTRACT_KEY", "Prepared", "prepare", "save", "write"]
+
+CONTRACT_KEY = "genlight"
+"""The member of a Lightning checkpoint that holds what the trainer contract adds; its ``state`` is the payload."""
+
+_WEIGHTS = "state_dict"
+_SPACE_FOR_THE_REST = 1 << 20
+"""Bytes beside tensors and JSON: headers, the record, folders."""
+
+
+@dataclass
+class Prepared:
+    """A checkpoint that was taken apart and is not written yet."""
+
+    meta: RecordMeta
+    step: int
+    state: Any
+    """The trainer's payload, encoded; it goes into the record."""
+    rest: bytes
+    """Everything else that is no tensor; the content of the state file."""
+    entries: list[Entry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `write` will write, about."""
+        return len(self.rest) + sum(entry.nbytes for entry in self.entries)
+
+
+def save(
+    path: str | os.PathLike[str],
+    checkpoint: Mapping[str, Any],
+    *,
+    meta: RecordMeta | None = None,
+    staging: Staging | None = None,
+) -> CheckpointRecord:
+    """Write a checkpoint; whole and durable when this returns.
+
+    Args:
+        path: Its record, with or without suffix: ``<directory>/step-00000200``.
+        checkpoint: Lightning's dump, or any dictionary. ``checkpoint["genlight"]["state"]`` goes into the record.
+        meta: What the record says beside that.
+        staging: The folder that already holds what the trainer's hook wrote to its ``trainer`` folder.
+
+    Raises:
+        UnstorableStateError: A value cannot be stored; nothing was written.
+        CheckpointError: The disk has no space for it; nothing was written.
+        OSError: It could not be written; the checkpoint that was there before still is.
+    """
+    return write(record_path(path), prepare(checkpoint, meta or RecordMeta()), staging=staging)
+
+
+def prepare(checkpoint: Mapping[str, Any], meta: RecordMeta) -> Prepared:
+    """Take a checkpoint apart into JSON and tensors; its tensors are referred to, not copied.
+
+    Raises:
+        UnstorableStateError: A value cannot be stored; names its path.
+    """
+    table = TensorTable()
+    rest = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, CONTRACT_KEY)}
+    encoded = {}
+    if _WEIGHTS in checkpoint:
+        encoded[_WEIGHTS] = _encode_weights(checkpoint[_WEIGHTS], table)
+    encoded |= {name: encode(value, table, root=("checkpoint", name)) for name, value in rest.items()}
+    contract = dict(checkpoint.get(CONTRACT_KEY, {}))
+    state = encode(contract.pop("state", {}), table, root="state")
+    if CONTRACT_KEY in checkpoint:
+        encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
+    _check_json(meta.trainer_checkpoint)
+    entries = sorted(table.entries(), key=lambda entry: entry.file)
+    step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
+    metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
+    return Prepared(meta, step, state, _state_file(encoded, metadata), entries)
+
+
+def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> CheckpointRecord:
+    """Write what `prepare` took apart; whole and durable when this returns.
+
+    Raises:
+        CheckpointError: The disk has no space for it; nothing was written.
+        OSError: It could not be written; the checkpoint that was there before still is.
+    """
+    try:
+        require_space(path.parent, prepared.nbytes + _SPACE_FOR_THE_REST)
+        staging = staging or stage(path)
+        folder, replaced = folder_for(path)
+        files = _write_files(staging, folder, prepared)
+        record = serialise_record(
+            _relative_primary(prepared.meta, staging),
+            step=prepared.step,
+            state=prepared.state,
+            folder=folder,
+            files=files,
+            created_at_ms=time.time_ns() // 1_000_000,
+        )
+        commit(staging, folder, record)
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise
+    if replaced is not None and replaced != folder:
+        move_aside(path.parent / replaced)
+    return read_record(path)
+
+
+def _encode_weights(weights: Any, table: TensorTable) -> Any:
+    """Like `encode`, with the model's own names for its tensors."""
+    import torch
+
+    if not isinstance(weights, Mapping) or not all(type(name) is str for name in weights):
+        return encode(weights, table, root=("checkpoint", _WEIGHTS))
+    return {
+        "$dict": [
+            [
+                name,
+                {"$tensor": table.add_model_tensor(name, value, ("checkpoint", _WEIGHTS, name))}
+                if isinstance(value, torch.Tensor) and value.layout == torch.strided
+                else encode(value, table, root=("checkpoint", _WEIGHTS, name)),
+            ]
+            for name, value in weights.items()
+        ]
+    }
+
+
+def _state_file(encoded: dict[str, Any], weights_metadata: Any) -> bytes:
+    content = {
+        "format_version": 1,
+        "weights_metadata": weights_metadata,
+        "checkpoint": {"$dict": list(encoded.items())},
+    }
+    return STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
+
+
+def _write_files(staging: Staging, folder: str, prepared: Prepared) -> list[FileEntry]:
+    written = [(TRAINER_FOLDER + "/" + name, *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
+    by_file: dict[str, list[Entry]] = {}
+    for entry in prepared.entries:
+        by_file.setdefault(entry.file, []).append(entry)
+    for file, entries in by_file.items():
+        # Large elements first, so that every tensor of the file is aligned.
+        entries.sort(key=lambda entry: -_alignment(entry))
+        header = build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
+        buffers = (bytes_of(entry.source) for entry in entries)
+        written.append((file, *write_file(staging.path / file, _chained(header, buffers))))
+    written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [prepared.rest])))
+    return [FileEntry(f"{folder}/{name}", size, digest) for name, size, digest in sorted(written)]
+
+
+def _alignment(entry: Entry) -> int:
+    """Bytes of one element, also of those that are stored as raw bytes."""
+    return int(entry.source.dtype.itemsize)
+
+
+def _chained(first: bytes, rest: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+    yield first
+    yield from rest
+
+
+def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
+    """Make durable what the trainer's hook wrote; name within `folder`, then size and digest of each file."""
+    found = []
+    for path, folders, files in os.walk(folder):
+        for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
+            file = Path(path) / name
+            if file.is_symlink():
+                _replace_link(file)
+            _fsync_file(file)
+            found.append((file.relative_to(folder).as_posix(), hash_file(file)))
+    return found
+
+
+def _replace_link(link: Path) -> None:
+    """Put the file that a link points to in its place: a link would not survive a move, nor be durable."""
+    target = link.resolve()
+    if not target.is_file():
+        raise CheckpointError(f"save_checkpoint left a link that is not one to a file: {link.name} -> {target}")
+    link.unlink()
+    shutil.copyfile(target, link)
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _relative_primary(meta: RecordMeta, staging: Staging) -> RecordMeta:
+    """`meta` with a ``primary_path`` that holds after the folder got its name, and wherever it is moved to."""
+    named = (meta.trainer_checkpoint or {}).get("primary_path")
+    if meta.trainer_checkpoint is None or not isinstance(named, (str, os.PathLike)):
+        return meta
+    path, output = Path(named), (staging.path / TRAINER_FOLDER).absolute()
+    if path.is_absolute() and path.is_relative_to(output):
+        path = path.relative_to(output)
+    return replace(meta, trainer_checkpoint={**meta.trainer_checkpoint, "primary_path": str(path)})
+
+
+def _check_json(value: Mapping[str, Any] | None) -> None:
+    """What the hook returned goes into the record as it is, where orchestrators read it."""
+    if value is None:
+        return
+    try:
+        json.dumps({**value, "primary_path": str(value.get("primary_path"))}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UnstorableStateError("save_checkpoint()", f"{type(value).__name__} ({error})", "return JSON") from None

@@ -1,0 +1,171 @@
+"""Saving and loading whole checkpoints."""
+
+import json
+import os
+
+import pytest
+import torch
+from genlight.adapter.exceptions import BrokenCheckpointError, UnstorableStateError
+from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, stage, verify
+from safetensors import safe_open
+
+
+@pytest.fixture
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def dump(model, optimizer, state=None):
+    return {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "global_step": 7,
+        "genlight": {"state": state or {}, "attempt": 1},
+    }
+
+
+def test_what_was_saved_is_loaded(tmp_path, trained):
+    model, optimizer = trained
+    save(tmp_path / "step-00000007", dump(model, optimizer, {"best": 0.5, "ids": (1, 2)}))
+
+    loaded = load(tmp_path / "step-00000007.json")
+
+    assert loaded["genlight"]["state"] == {"best": 0.5, "ids": (1, 2)}
+    assert loaded["genlight"]["attempt"] == 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded["state_dict"][name], tensor)
+    stored = loaded["optimizer_states"][0]
+    assert stored["param_groups"] == optimizer.state_dict()["param_groups"]
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, tensor in state.items():
+            assert torch.equal(stored["state"][index][name], tensor)
+
+
+def test_module_versions_are_kept(tmp_path, trained):
+    save(tmp_path / "a", dump(*trained))
+    assert load(tmp_path / "a")["state_dict"]._metadata == trained[0].state_dict()._metadata
+
+
+def test_the_layout_on_disk_is_a_record_beside_a_folder(tmp_path, trained):
+    record = save(tmp_path / "step-00000007", dump(*trained), meta=RecordMeta(run_id="r", attempt=2))
+    assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000007.json"]
+    content = json.loads((tmp_path / "step-00000007.json").read_text())
+    assert (content["step"], content["run_id"], content["attempt"]) == (7, "r", 2)
+    assert {file.path for file in record.files} == {
+        f"step-00000007/{name}" for name in os.listdir(tmp_path / "step-00000007")
+    }
+
+
+def test_model_file_is_readable_by_safetensors(tmp_path, trained):
+    model, optimizer = trained
+    save(tmp_path / "a", dump(model, optimizer))
+    with safe_open(tmp_path / "a" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(file.get_tensor(name), tensor)
+
+
+def test_model_file_is_complete_though_weights_are_tied(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    save(tmp_path / "a", {"state_dict": model.state_dict()})
+    with safe_open(tmp_path / "a" / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("0.weight"), file.get_tensor("1.weight"))
+    weights = load(tmp_path / "a")["state_dict"]
+    assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
+
+
+def test_what_the_trainer_shares_with_the_model_is_stored_once(tmp_path, trained):
+    model, optimizer = trained
+    alone = save(tmp_path / "a", dump(model, optimizer))
+    shared = save(tmp_path / "b", dump(model, optimizer, {"model": model.state_dict(), "opt": optimizer.state_dict()}))
+    tensors = [
+        {f.path.split("/")[1]: f.size for f in record.files if f.path.endswith(".safetensors")}
+        for record in (alone, shared)
+    ]
+    assert tensors[0] == tensors[1]
+    loaded = load(tmp_path / "b")
+    assert loaded["genlight"]["state"]["model"]["0.weight"] is loaded["state_dict"]["0.weight"]
+
+
+def test_a_moved_checkpoint_still_loads(tmp_path, trained):
+    save(tmp_path / "a" / "step-00000007", dump(*trained))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert load(tmp_path / "b" / "step-00000007")["global_step"] == 7
+
+
+def test_replacing_a_checkpoint_leaves_one_folder(tmp_path):
+    for value in range(3):
+        save(tmp_path / "last.ckpt", {"value": torch.tensor(value)})
+        assert int(load(tmp_path / "last.ckpt")["value"]) == value
+        assert len(os.listdir(tmp_path)) == 2
+
+
+def test_an_unstorable_value_is_refused_by_path_and_nothing_is_written(tmp_path):
+    with pytest.raises(UnstorableStateError) as refused:
+        save(tmp_path / "a", {"genlight": {"state": {"cache": [0, 1, 2, (n for n in ())]}}})
+    assert refused.value.path == 'state["cache"][3]'
+    assert str(refused.value).startswith('state["cache"][3]: generator')
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_the_trainers_hook_belong_to_the_checkpoint(tmp_path):
+    elsewhere = tmp_path / "base.bin"
+    elsewhere.write_bytes(b"weights")
+    staging = stage(tmp_path / "c" / "step-00000001.json")
+    output = staging.folder("trainer")
+    (output / "sub").mkdir()
+    (output / "sub" / "lora.bin").write_bytes(b"lora")
+    (output / "link.bin").symlink_to(elsewhere)
+    meta = RecordMeta(trainer_checkpoint={"primary_path": str(output / "sub" / "lora.bin"), "rank": 4})
+
+    record = save(tmp_path / "c" / "step-00000001", {}, meta=meta, staging=staging)
+
+    assert record.trainer_checkpoint == {"primary_path": "sub/lora.bin", "rank": 4}
+    assert record.primary_path.read_bytes() == b"lora"
+    assert (record.trainer_folder / "link.bin").read_bytes() == b"weights"
+    assert not (record.trainer_folder / "link.bin").is_symlink()
+    assert {record.file_name(file) for file in record.files} >= {"trainer/sub/lora.bin", "trainer/link.bin"}
+    record.primary_path.write_bytes(b"LORA")
+    with pytest.raises(BrokenCheckpointError, match=r"sub/lora\.bin"):
+        verify(record.path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"step":1}', b'{"state":{},"step":1,"format":"x"}', b"\xff\xfe"]
+)
+def test_what_is_no_record_is_broken(tmp_path, content):
+    (tmp_path / "step-00000001.json").write_bytes(content)
+    with pytest.raises(BrokenCheckpointError, match="step-00000001"):
+        read_record(tmp_path / "step-00000001.json")
+
+
+def test_an_older_runtimes_record_gives_its_state_as_it_is(tmp_path):
+    state = {"w": [1.5], "$tuple": [1]}
+    (tmp_path / "step-00000012.json").write_text(json.dumps({"state": state, "request_id": "old"}))
+    record = read_record(tmp_path / "step-00000012.json")
+    assert (record.is_old, record.step, record.run_id) == (True, 12, "old")
+    assert load(tmp_path / "step-00000012")["genlight"]["state"] == state
+
+
+@pytest.mark.parametrize(("name", "content", "step"), [("step-00000005", {"step": 9}, 9), ("resume", {}, 0)])
+def test_an_older_records_step_comes_from_its_content_else_its_name(tmp_path, name, content, step):
+    (tmp_path / f"{name}.json").write_text(json.dumps({"state": {}, **content}))
+    assert read_record(tmp_path / f"{name}.json").step == step
+
+
+def test_a_record_that_names_files_outside_of_its_folder_is_refused(tmp_path):
+    from genlight.callbacks.checkpoint.record import FileEntry, serialise_record
+
+    (tmp_path / "secret").write_text("x")
+    files = [FileEntry("../secret", 1, "0" * 32)]
+    data = serialise_record(RecordMeta(), step=1, state={}, folder="a", files=files, created_at_ms=0)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.json").write_bytes(data)
+    with pytest.raises(BrokenCheckpointError, match="outside"):
+        verify(tmp_path / "c" / "a.json")
