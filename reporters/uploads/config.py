@@ -1,0 +1,84 @@
+"""Where the artifacts of a run go and with which patience."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..http import trusted_origins
+
+__all__ = ["SPOOL_DIRECTORY", "UploadConfig"]
+
+SPOOL_DIRECTORY = "uploads"
+"""Name of the spool within a run's artifacts directory."""
+
+
+@dataclass(frozen=True)
+class UploadConfig:
+    """Destinations, credentials and limits of a run's uploads; a destination that is not set is not used.
+
+    Raises:
+        ValueError: `run_id` is empty, a number is out of range, or a URL is none.
+    """
+
+    run_id: str
+    spool_dir: str | Path
+    """Directory of the spool, best within the run's artifacts: paths inside its parent are kept relative, so that a
+    folder that was moved still delivers."""
+    owner: str = ""
+    token: str | None = field(default=None, repr=False)
+    metrics_url: str | None = None
+    checkpoint_url: str | None = None
+    sample_url: str | None = None
+    terminal_url: str | None = None
+    file_store_url: str | None = None
+    """Base of the file store (``TENSORHUB_URL``); used where `owner` and `token` are set too."""
+    token_origins: Sequence[str] = ()
+    """Further origins that may be sent the token, beside those of the URLs above."""
+    targets: Sequence[str] = ()
+    """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
+    deadline_s: float = 60.0
+    """Seconds that the end of a run waits for uploads to settle."""
+    timeout_s: float = 30.0
+    """Seconds without a byte moving after which a transfer counts as stalled."""
+    backoff_base_s: float = 0.5
+    backoff_cap_s: float = 60.0
+    max_pending_metrics: int = 2000
+    """Metric entries kept while the endpoint is away; the oldest are dropped first."""
+    resume_from_bytes: int = 8 * 2**20
+    """Size from which an interrupted file asks the store how much has arrived."""
+
+    def __post_init__(self) -> None:
+        if not self.run_id.strip():
+            raise ValueError(f"Invalid `run_id`. Expected a text that is not empty, but received {self.run_id!r}.")
+        for name in ("deadline_s", "backoff_base_s", "backoff_cap_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {getattr(self, name)}.")
+        for name in ("timeout_s", "max_pending_metrics", "resume_from_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {getattr(self, name)}.")
+        self.origins()
+
+    def urls(self) -> dict[str, str]:
+        """The contract's destinations that are set, by field name."""
+        names = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url")
+        return {name: url for name in names if (url := getattr(self, name))}
+
+    def origins(self) -> frozenset[str]:
+        """Origins that may be sent the token."""
+        return trusted_origins(self.urls().values(), self.token_origins)
+
+    def url_of(self, kind: str) -> str | None:
+        """The endpoint for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal`` message."""
+        return self.urls().get(f"{kind}_url")
+
+    def stores_files(self) -> bool:
+        """Whether the bytes of artifacts go to the file store."""
+        return bool(self.file_store_url and self.owner and self.token)
+
+    def wants(self, kind: str) -> bool:
+        """Whether anything is to be sent for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal``."""
+        if self.url_of(kind):
+            return True
+        return kind in ("checkpoint", "sample") and (self.stores_files() or bool(self.targets))

@@ -1,0 +1,250 @@
+"""The delivery of one entry of the spool, one request at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .client import Wire, facts_of
+from .config import UploadConfig
+from .parcel import Parcel, unpack
+from .retry import Contradicted, Refused
+from .spool import Entry, Spool
+from .targets import Shipment, Target
+from .wire import (
+    FileFacts,
+    UploadedFile,
+    artifact_payload,
+    encode,
+    file_url,
+    idempotency_key,
+    metrics_payload,
+    remote_name,
+)
+
+__all__ = ["Delivery", "receipt_key"]
+
+CONTRADICTIONS_ALLOWED = 2
+"""How often a store may report another digest than ours for one entry, before it counts as final."""
+
+
+def receipt_key(kind: str, local_path: str) -> str:
+    """Under which name the spool remembers the delivery of an artifact."""
+    return f"{kind}:{local_path}"
+
+
+@dataclass
+class _Progress:
+    """What is known of an artifact while it is being delivered."""
+
+    looked: bool = False
+    """Whether it was decided that it must be sent."""
+    facts: dict[tuple[str, int, int], FileFacts] = field(default_factory=dict)
+    contradictions: int = 0
+
+
+class Delivery:
+    """Brings entries to their destinations; for use by one thread.
+
+    An artifact is delivered in parts (each file, each target, the message), and each part that arrived is noted in the
+    spool, so that neither a failure nor a restart sends it again.
+    """
+
+    def __init__(
+        self,
+        config: UploadConfig,
+        spool: Spool,
+        wire: Wire,
+        targets: Mapping[str, Target],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._spool = spool
+        self._wire = wire
+        self._targets = targets
+        self._interrupted = interrupted
+        self._root = spool.directory.parent
+        self._progress: dict[int, _Progress] = {}
+
+    def advance(self, entry: Entry) -> bool:
+        """Make the next request for `entry`; True once nothing is left to do for it.
+
+        Raises:
+            TryAgain: The request failed in a way that may pass.
+            Refused: It can't succeed.
+            Interrupted: The uploader is closing.
+        """
+        if entry.kind == "metrics":
+            return self._send_metrics(entry)
+        if entry.kind == "terminal":
+            return self._send_terminal(entry)
+        progress = self._progress.setdefault(entry.seq, _Progress())
+        try:
+            done = self._advance_artifact(entry, unpack(entry.body), progress)
+        except BaseException:
+            progress.looked = False  # what is on disk may be the reason
+            raise
+        if done:
+            del self._progress[entry.seq]
+        return done
+
+    def forget(self, entry: Entry) -> None:
+        """`entry` was given up; drop what is remembered of its files."""
+        self._progress.pop(entry.seq, None)
+
+    def _send_metrics(self, entry: Entry) -> bool:
+        body = encode(metrics_payload(self._config.run_id, entry.step, entry.body["metrics"]))
+        self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
+        return True
+
+    def _send_terminal(self, entry: Entry) -> bool:
+        self._post(entry, self._config.terminal_url, encode(entry.body["payload"]), entry.body["key"], "")
+        self._spool.add_receipt(entry.body["key"], {"step": entry.step})
+        return True
+
+    def _advance_artifact(self, entry: Entry, parcel: Parcel, progress: _Progress) -> bool:
+        if not progress.looked and (self._is_superseded(entry, parcel) or self._was_delivered(entry, parcel)):
+            self._let_go(parcel)
+            return True
+        progress.looked = True
+        self._deliver_part(entry, parcel, self._next_part(entry, parcel))
+        if self._next_part(entry, parcel):
+            return False
+        self._remember(entry, parcel)
+        self._let_go(parcel)
+        return True
+
+    def _parts(self, entry: Entry, parcel: Parcel) -> list[str]:
+        files = [f"put:{index}" for index in range(len(parcel.files))] if self._config.stores_files() else []
+        message = ["post"] if self._config.url_of(entry.kind) else []
+        return [*files, *(f"to:{name}" for name in self._targets), *message]
+
+    def _next_part(self, entry: Entry, parcel: Parcel) -> str:
+        """The first part that has not arrived; empty when all have."""
+        return next((part for part in self._parts(entry, parcel) if not self._has_arrived(entry, parcel, part)), "")
+
+    def _has_arrived(self, entry: Entry, parcel: Parcel, part: str) -> bool:
+        receipt = entry.parts.get(part)
+        if receipt is None or not part.startswith("put:"):
+            return receipt is not None
+        return bool(
+            receipt["sha256"] == self._facts_of(entry, parcel, int(part[4:])).sha256
+        )  # else the file was replaced
+
+    def _deliver_part(self, entry: Entry, parcel: Parcel, part: str) -> None:
+        if part.startswith("put:"):
+            self._put(entry, parcel, int(part[4:]))
+        elif part.startswith("to:"):
+            self._targets[part[3:]].deliver(self._shipment(entry, parcel))
+            self._spool.note_part(entry, part, {})
+        elif part == "post":
+            self._post_artifact(entry, parcel)
+            self._spool.note_part(entry, part, {})
+
+    def _put(self, entry: Entry, parcel: Parcel, index: int) -> None:
+        file, facts = parcel.files[index], self._facts_of(entry, parcel, index)
+        name = remote_name(entry.step, file.name, final=parcel.final)
+        config = self._config
+        url = file_url(config.file_store_url or "", config.owner, config.run_id, entry.kind, name)
+        key = idempotency_key(config.run_id, "file", entry.step, name, facts.sha256 or "")
+        resume, entry.attempted = entry.attempted, True
+        try:
+            uploaded = self._wire.put_file(url, file.location(self._root), facts, key, resume=resume)
+        except Contradicted as error:
+            progress = self._progress[entry.seq]
+            progress.facts.clear()  # the file itself may have been replaced
+            progress.contradictions += 1
+            if progress.contradictions > CONTRADICTIONS_ALLOWED:
+                raise Refused(error.reason) from error
+            raise
+        self._spool.note_part(entry, f"put:{index}", msgspec.to_builtins(uploaded))
+
+    def _post_artifact(self, entry: Entry, parcel: Parcel) -> None:
+        facts, uploaded = self._subject(entry, parcel)
+        local_path = str(self._root / parcel.local_path)
+        payload = artifact_payload(
+            self._config.run_id, entry.kind, entry.step, local_path, facts, uploaded, final=parcel.final
+        )
+        digest = facts.sha256 or self._facts_of(entry, parcel, len(parcel.files) - 1).sha256 or ""
+        name = Path(local_path).name
+        url = self._config.url_of(entry.kind)
+        self._post(entry, url, encode(payload), digest, f"final/{name}" if parcel.final else name)
+
+    def _subject(self, entry: Entry, parcel: Parcel) -> tuple[FileFacts, UploadedFile | None]:
+        """What the message describes: a file and what the store said of it, or a directory."""
+        if parcel.subject is None:
+            return facts_of(self._root / parcel.local_path), None
+        receipt = entry.parts.get(f"put:{parcel.subject}")
+        uploaded = msgspec.convert(receipt, UploadedFile) if receipt else None
+        return self._facts_of(entry, parcel, parcel.subject), uploaded
+
+    def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
+        if not url:
+            raise Refused(f"no URL is set for {entry.kind}")
+        entry.attempted = True
+        self._wire.post(url, body, idempotency_key(self._config.run_id, entry.kind, entry.step, name, digest))
+
+    def _shipment(self, entry: Entry, parcel: Parcel) -> Shipment:
+        title = "final" if parcel.final else f"step-{entry.step:08d}"
+        record = len(parcel.files) - 1
+        files = tuple(
+            (file.name if index == record else f"{title}/{file.name}", file.location(self._root))
+            for index, file in enumerate(parcel.files)
+        )
+        return Shipment(self._config.run_id, f"{entry.kind}s", title, files, self._interrupted)
+
+    def _facts_of(self, entry: Entry, parcel: Parcel, index: int) -> FileFacts:
+        path = parcel.files[index].location(self._root)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
+        cache_key = (str(path), found.st_size, found.st_mtime_ns)
+        known = self._progress[entry.seq].facts
+        if cache_key not in known:
+            known[cache_key] = facts_of(path)
+        return known[cache_key]
+
+    def _is_superseded(self, entry: Entry, parcel: Parcel) -> bool:
+        """Whether the files were replaced and a later entry delivers what is there now."""
+        if all(file.is_unchanged(self._root) for file in parcel.files):
+            return False
+        later = (other for other in self._spool.entries(entry.kind) if other.seq > entry.seq)
+        return any(other.body.get("local_path") == parcel.local_path for other in later)
+
+    def _was_delivered(self, entry: Entry, parcel: Parcel) -> bool:
+        """Whether exactly this was delivered before: a resumed run writes the same checkpoint again."""
+        receipt = self._spool.receipt(receipt_key(entry.kind, parcel.local_path))
+        if receipt is None or entry.parts:
+            return False
+        return bool(receipt["content"] == self._content_digest(entry, parcel))
+
+    def _content_digest(self, entry: Entry, parcel: Parcel) -> str:
+        digests = [self._facts_of(entry, parcel, index).sha256 for index in range(len(parcel.files))]
+        identity = [entry.step, parcel.final, digests, self._parts(entry, parcel)]
+        return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+
+    def _remember(self, entry: Entry, parcel: Parcel) -> None:
+        facts, uploaded = self._subject(entry, parcel)
+        receipt: dict[str, Any] = {
+            "content": self._content_digest(entry, parcel),
+            "ref": uploaded.ref if uploaded else None,
+            "sha256": uploaded.sha256 if uploaded else facts.sha256,
+            "size_bytes": facts.size_bytes,
+        }
+        self._spool.add_receipt(receipt_key(entry.kind, parcel.local_path), receipt)
+
+    def _let_go(self, parcel: Parcel) -> None:
+        if parcel.held:
+            for file in parcel.files:
+                location = file.location(self._root)
+                with contextlib.suppress(OSError):
+                    location.unlink()
+                    location.parent.rmdir()

@@ -1,0 +1,64 @@
+"""What became of a run's uploads, in words for the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...adapter.exceptions import UploadError
+from .wire import Kind
+
+__all__ = ["REQUIRED_KINDS", "SettleResult", "Undelivered"]
+
+REQUIRED_KINDS: tuple[Kind, ...] = ("checkpoint", "sample", "terminal")
+"""Kinds without whose delivery a run is not complete; metrics are best effort."""
+
+
+@dataclass(frozen=True)
+class Undelivered:
+    """One thing that did not arrive."""
+
+    kind: Kind
+    step: int
+    name: str
+    reason: str
+    """Safe text."""
+    auth: bool
+    """Whether the server refused our credentials."""
+    permanent: bool
+    """Whether a repetition within this attempt is pointless."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of step {self.step} ({self.name}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class SettleResult:
+    """What is left after waiting for uploads.
+
+    `lost_metrics` counts metric entries that were refused, or dropped because the spool was full.
+    """
+
+    undelivered: Sequence[Undelivered] = ()
+    """Required uploads that did not arrive, oldest first."""
+    pending_metrics: int = 0
+    lost_metrics: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every required upload was acknowledged."""
+        return not self.undelivered
+
+    @property
+    def auth(self) -> bool:
+        """Whether credentials were refused."""
+        return any(item.auth for item in self.undelivered)
+
+    def error(self) -> UploadError | None:
+        """The exception that a run ends with, or None. Its text is safe."""
+        if self.ok:
+            return None
+        first = next((item for item in self.undelivered if item.auth), self.undelivered[0])
+        count = len(self.undelivered)
+        others = f" and {count - 1} more" if count > 1 else ""
+        return UploadError(f"{first}{others} not delivered; kept for the next start", auth=self.auth)

@@ -1,0 +1,144 @@
+"""The files of one checkpoint or sample, as the spool remembers them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...adapter.exceptions import UploadError
+
+__all__ = ["Parcel", "ParcelFile", "pack", "stored_path", "unpack"]
+
+
+@dataclass(frozen=True)
+class ParcelFile:
+    """One file: where it lies (relative to the run's folder where it is inside), and its name within the artifact."""
+
+    path: str
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+    def location(self, root: Path) -> Path:
+        """Where the file lies, the run's folder being at `root`."""
+        return root / self.path
+
+    def is_unchanged(self, root: Path) -> bool:
+        """Whether the file still has the size and time that it was queued with."""
+        try:
+            found = os.stat(self.location(root))
+        except FileNotFoundError:
+            return False
+        return (found.st_size, found.st_mtime_ns) == (self.size_bytes, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one upload consists of; the file that makes the others count (a checkpoint's record) comes last."""
+
+    local_path: str
+    """The path that is reported (relative to the run's folder where it is inside)."""
+    files: tuple[ParcelFile, ...]
+    subject: int | None
+    """Index of the file that the message describes; None where `local_path` is a directory."""
+    final: bool = False
+    held: bool = False
+    """Whether the files are links of ours, which go away with the entry."""
+
+    def body(self) -> dict[str, Any]:
+        """The parcel as plain data."""
+        built: dict[str, Any] = msgspec.to_builtins(self)
+        return built
+
+
+def unpack(body: dict[str, Any]) -> Parcel:
+    """The parcel that `Parcel.body` described."""
+    return msgspec.convert(body, Parcel)
+
+
+def pack(
+    root: Path,
+    main: str | os.PathLike[str],
+    files: Iterable[str | os.PathLike[str]],
+    *,
+    primary: str | os.PathLike[str] | None = None,
+    reported: str | None = None,
+    final: bool = False,
+    held: bool = False,
+) -> Parcel:
+    """Look at the files of an artifact and put them in order.
+
+    Args:
+        root: The run's folder; paths inside it are remembered relative to it.
+        main: The commit record of a checkpoint, the JSON of a sample, or the only file.
+        files: The files that belong to it; a directory stands for all files in it.
+        primary: The path that the message describes instead of `main`; a file or a directory.
+        reported: What the message calls `main`; None for its absolute path.
+        final: Whether this is the end of the run.
+        held: Whether the files are links of ours.
+
+    Raises:
+        UploadError: A file does not exist, or two would have the same name in a store.
+    """
+    main_path = Path(os.path.abspath(main))
+    subject_path = Path(os.path.abspath(primary)) if primary is not None else main_path
+    ordered = _in_order(main_path, files, subject_path)
+    packed = tuple(_look_at(path, root, main_path) for path in ordered)
+    _refuse_same_names(packed)
+    subject = None if subject_path.is_dir() else ordered.index(subject_path)
+    named = subject_path if primary is not None or reported is None else reported
+    return Parcel(stored_path(named, root), packed, subject, final, held)
+
+
+def stored_path(path: str | os.PathLike[str], root: Path) -> str:
+    """`path` as the spool remembers it: relative to `root` when inside, else absolute."""
+    absolute = Path(os.path.abspath(path))
+    return str(absolute.relative_to(root) if absolute.is_relative_to(root) else absolute)
+
+
+def _in_order(main: Path, files: Iterable[str | os.PathLike[str]], subject: Path) -> list[Path]:
+    """Every file once: the given ones, the subject's, and `main` last."""
+    found: dict[Path, None] = {}
+    for given in (*files, subject):
+        found.update(dict.fromkeys(_files_in(Path(os.path.abspath(given)))))
+    last = list(_files_in(main))
+    return [path for path in found if path not in last] + last
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    for top, folders, names in os.walk(path):
+        folders.sort()
+        yield from (Path(top, name) for name in sorted(names))
+
+
+def _look_at(path: Path, root: Path, main: Path) -> ParcelFile:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
+    return ParcelFile(stored_path(path, root), _name_within(path, main), found.st_size, found.st_mtime_ns)
+
+
+def _name_within(path: Path, main: Path) -> str:
+    """`trainer/lora.safetensors` for a file in a checkpoint's folder; the bare name for what lies elsewhere."""
+    folders = (main, main.with_suffix("")) if path != main else ()
+    folder = next((folder for folder in folders if path.is_relative_to(folder)), path.parent)
+    return path.relative_to(folder).as_posix()
+
+
+def _refuse_same_names(files: Sequence[ParcelFile]) -> None:
+    taken: dict[str, str] = {}
+    for file in files:
+        other = taken.setdefault(file.name.replace("/", "_"), file.path)
+        if other != file.path:
+            raise UploadError(
+                f"{other} and {file.path} would have the same name in the file store; rename one of them."
+            )

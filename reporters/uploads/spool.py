@@ -1,0 +1,326 @@
+"""What is still to be delivered, in a journal on disk that survives the process.
+
+The journal is a file of JSON lines. One ``write`` adds an entry, notes that a part of it was delivered, or removes
+it, so that a process that is killed loses nothing and a new one finds what its predecessor left; a torn last line is
+cut off. Plain files rather than a database, because a write-ahead log in shared memory does not work on the network
+file systems that clusters keep their runs on.
+
+The journal holds paths, digests and payloads. It never holds a token or a URL.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from ...adapter.exceptions import UploadError
+from ..durable import fsync_directory, write_all, write_bytes_durably
+from .wire import Kind
+
+__all__ = ["Entry", "Spool", "read_journal"]
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+REWRITE_FROM_BYTES = 1 << 20
+MAX_RECEIPTS = 1024
+
+_spools_of_this_process: set[str] = set()
+_guard_spools = threading.Lock()
+
+
+class Entry(msgspec.Struct):
+    """One thing to deliver, and how far its delivery has come."""
+
+    seq: int
+    kind: Kind
+    step: int
+    body: dict[str, Any]
+    parts: dict[str, dict[str, Any]] = {}
+    """Receipts of the parts that were delivered, by the name of the part."""
+    failure: str | None = None
+    """Why it can't be delivered, in safe text; None while it can be tried."""
+    auth: bool = False
+    attempted: bool = True
+    """Whether a request for it may have been sent; an entry read back from disk counts as attempted."""
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    op: str
+    seq: int = 0
+    entry: Entry | None = None
+    part: str = ""
+    receipt: dict[str, Any] | None = None
+    body: dict[str, Any] | None = None
+    failure: str | None = None
+    auth: bool = False
+    key: str = ""
+
+
+class _Content:
+    """What the lines of a journal amount to."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Kind, dict[int, Entry]] = {kind: {} for kind in get_args(Kind)}
+        self.by_seq: dict[int, Entry] = {}
+        self.receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.next_seq = 1
+
+    def apply(self, line: _Line) -> None:
+        if line.op == "add" and line.entry is not None:
+            self.by_seq[line.entry.seq] = self.entries[line.entry.kind][line.entry.seq] = line.entry
+            self.next_seq = max(self.next_seq, line.entry.seq + 1)
+        elif line.op == "next":
+            self.next_seq = max(self.next_seq, line.seq)
+        elif line.op == "receipt":
+            self.receipts[line.key] = line.receipt or {}
+            self.receipts.move_to_end(line.key)
+            while len(self.receipts) > MAX_RECEIPTS:
+                self.receipts.popitem(last=False)
+        elif line.seq in self.by_seq:
+            self._change(self.by_seq[line.seq], line)
+
+    def _change(self, entry: Entry, line: _Line) -> None:
+        if line.op == "part":
+            entry.parts[line.part] = line.receipt or {}
+        elif line.op == "body" and line.body is not None:
+            entry.body = line.body
+        elif line.op == "failed":
+            entry.failure, entry.auth = line.failure, line.auth
+        elif line.op == "gone":
+            del self.by_seq[line.seq], self.entries[entry.kind][line.seq]
+
+    def lines(self) -> Iterable[_Line]:
+        yield _Line("next", seq=self.next_seq)
+        for key, receipt in self.receipts.items():
+            yield _Line("receipt", key=key, receipt=receipt)
+        for entry in self.by_seq.values():
+            yield _Line("add", entry=entry)
+
+
+def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
+    """The entries that wait in the spool at `directory`, oldest first; takes no lock and changes nothing.
+
+    Raises:
+        UploadError: A line in the middle of the journal is damaged.
+    """
+    content, _ = _read(Path(directory) / JOURNAL)
+    return list(content.by_seq.values())
+
+
+def _read(path: Path) -> tuple[_Content, int]:
+    """The content of a journal and the length of its whole lines in bytes."""
+    content, length = _Content(), 0
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return content, 0
+    decoder = msgspec.json.Decoder(_Line)
+    for number, raw in enumerate(data.splitlines(keepends=True), start=1):
+        if not raw.endswith(b"\n"):
+            break
+        try:
+            content.apply(decoder.decode(raw))
+        except msgspec.DecodeError as error:
+            raise UploadError(
+                f"The upload journal {path} is damaged in line {number} ({error}). Move it aside to go on without "
+                "what it holds."
+            ) from error
+        length += len(raw)
+    return content, length
+
+
+class Spool:
+    """The journal of one run, open for change by one process; its methods may be called from several threads.
+
+    Raises:
+        UploadError: Another process has the spool open, or the journal is damaged.
+        OSError: The directory cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._mutex = threading.RLock()
+        self._lock_descriptor = _take_lock(self.directory)
+        self._path = self.directory / JOURNAL
+        self._descriptor = -1
+        try:
+            self._content, whole = _read(self._path)
+            for entry in self._content.by_seq.values():
+                entry.failure, entry.auth = None, False  # a new start is a new chance
+                entry.attempted = True
+            self._open_journal()
+            os.ftruncate(self._descriptor, whole)
+            self._size = whole
+            self._live_size = 0
+            if whole:
+                self.rewrite()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_journal(self) -> None:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def add(self, kind: Kind, step: int, body: dict[str, Any]) -> Entry:
+        """Append an entry; it survives the process when this returns.
+
+        Raises:
+            OSError: The line could not be written; the journal is as before.
+        """
+        with self._mutex:
+            entry = Entry(self._content.next_seq, kind, step, body, parts={}, attempted=False)
+            self._append(_Line("add", entry=entry))
+            return entry
+
+    def replace_body(self, entry: Entry, body: dict[str, Any]) -> None:
+        """Change an entry that was not attempted yet."""
+        self._append(_Line("body", seq=entry.seq, body=body))
+
+    def note_part(self, entry: Entry, part: str, receipt: dict[str, Any]) -> None:
+        """A part of `entry` was delivered and must not be sent again."""
+        self._append(_Line("part", seq=entry.seq, part=part, receipt=receipt))
+
+    def fail(self, entry: Entry, reason: str, *, auth: bool) -> None:
+        """`entry` can't be delivered in this attempt; it stays for the next one."""
+        self._append(_Line("failed", seq=entry.seq, failure=reason, auth=auth))
+
+    def remove(self, entry: Entry) -> None:
+        """`entry` was delivered, or is given up for good."""
+        self._append(_Line("gone", seq=entry.seq))
+
+    def add_receipt(self, key: str, receipt: dict[str, Any]) -> None:
+        """Remember a delivery beyond the life of its entry, durably; the newest 1024 are kept."""
+        self._append(_Line("receipt", key=key, receipt=receipt))
+        with self._mutex:
+            if self._descriptor >= 0:
+                os.fdatasync(self._descriptor)
+
+    def receipt(self, key: str) -> dict[str, Any] | None:
+        """What `add_receipt` remembered."""
+        with self._mutex:
+            return self._content.receipts.get(key)
+
+    def entries(self, kind: Kind | None = None) -> list[Entry]:
+        """The entries that wait, oldest first."""
+        with self._mutex:
+            return list((self._content.by_seq if kind is None else self._content.entries[kind]).values())
+
+    def head(self, kind: Kind) -> Entry | None:
+        """The oldest entry of `kind` that can be tried."""
+        with self._mutex:
+            return next((entry for entry in self._content.entries[kind].values() if entry.failure is None), None)
+
+    def newest(self, kind: Kind) -> Entry | None:
+        """The entry of `kind` that was added last."""
+        with self._mutex:
+            return next(reversed(self._content.entries[kind].values()), None)
+
+    def count(self, kind: Kind) -> int:
+        """How many entries of `kind` wait."""
+        with self._mutex:
+            return len(self._content.entries[kind])
+
+    def sync(self) -> None:
+        """Make what was added survive a power cut as well."""
+        with self._mutex:
+            if self._descriptor >= 0:
+                os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        """Release the spool to other processes; what waits stays on disk."""
+        with self._mutex:
+            for descriptor in (self._descriptor, self._lock_descriptor):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            if self._lock_descriptor >= 0:
+                with _guard_spools:
+                    _spools_of_this_process.discard(os.path.realpath(self.directory))
+            self._descriptor = self._lock_descriptor = -1
+
+    def _append(self, line: _Line) -> None:
+        data = msgspec.json.encode(line) + b"\n"
+        with self._mutex:
+            if self._descriptor < 0:
+                raise UploadError(f"The spool {self.directory} is closed.")
+            try:
+                write_all(self._descriptor, data)
+            except OSError:
+                os.ftruncate(self._descriptor, self._size)  # the next line must not be glued to half of this one
+                raise
+            self._size += len(data)
+            self._content.apply(line)
+
+    def rewrite_when_worthwhile(self) -> None:
+        """Drop the lines of what is gone once they are most of the journal."""
+        if self._size > max(REWRITE_FROM_BYTES, 4 * self._live_size):
+            self.rewrite()
+
+    def rewrite(self) -> None:
+        """Write the journal anew with what still waits.
+
+        The mutex is not held while the disk syncs, because a training step may be waiting to add an entry: lines that
+        are added meanwhile are carried over.
+        """
+        with self._mutex:
+            snapshot = b"".join(msgspec.json.encode(line) + b"\n" for line in self._content.lines())
+            taken_at = self._size
+        fresh = self._path.with_name(JOURNAL + ".new")
+        write_bytes_durably(fresh, snapshot, mode=0o600)
+        with self._mutex:
+            if self._descriptor < 0:
+                fresh.unlink()
+                return
+            self._adopt(fresh, len(snapshot), taken_at)
+
+    def _adopt(self, fresh: Path, snapshot_size: int, taken_at: int) -> None:
+        added = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        target = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            late = os.pread(added, self._size - taken_at, taken_at)
+            write_all(target, late)
+        except BaseException:
+            os.close(target)
+            raise
+        finally:
+            os.close(added)
+        os.replace(fresh, self._path)
+        os.close(self._descriptor)
+        self._descriptor = target
+        self._size = snapshot_size + len(late)
+        self._live_size = snapshot_size
+
+
+def _take_lock(directory: Path) -> int:
+    """Lock the spool for this process.
+
+    A POSIX record lock, because it is not inherited: data loader workers that outlive a killed run don't keep it.
+    It does not tell two holders in one process apart, so those are counted beside it.
+    """
+    real = os.path.realpath(directory)
+    with _guard_spools:
+        if real in _spools_of_this_process:
+            raise _in_use(directory)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fsync_directory(directory)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(descriptor)
+            raise _in_use(directory) from error
+        _spools_of_this_process.add(real)
+        return descriptor
+
+
+def _in_use(directory: Path) -> UploadError:
+    return UploadError(f"The upload spool {directory} is in use by another run. Wait for it to end, or stop it.")

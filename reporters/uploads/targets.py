@@ -1,0 +1,172 @@
+"""Further destinations of checkpoints and samples: a Hugging Face repository, or anything that fsspec opens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...adapter.exceptions import UploadError
+from ..durable import temporary_name
+from ..http import safe_url
+from .retry import Interrupted, Refused, TryAgain, outcome_of_status
+
+__all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target"]
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The files of one artifact on their way to a target."""
+
+    run_id: str
+    folder: str
+    """``checkpoints`` or ``samples``."""
+    title: str
+    """``step-00000200`` or ``final``."""
+    files: tuple[tuple[str, Path], ...]
+    """Path below `folder` and local file, the one that makes the others count last."""
+    interrupted: Callable[[], bool] = lambda: False
+
+
+class Target(Protocol):
+    """Somewhere to put a whole artifact.
+
+    One method, because a target knows best what "all or nothing" means for it: one commit, or the record last.
+    Delivering the same shipment again must leave the target as after the first time. Credentials are the target's own
+    (``HF_TOKEN``, ``AWS_…``); a run's token never reaches it.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the spool and messages call it; no secrets."""
+        ...
+
+    def deliver(self, shipment: Shipment) -> None:
+        """Put every file of `shipment` there.
+
+        Raises:
+            TryAgain: It may succeed later.
+            Refused: It can't.
+            Interrupted: The uploader is closing.
+        """
+
+
+def open_target(url: str) -> Target:
+    """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows.
+
+    Raises:
+        ValueError: The URL has no scheme, or names no repository.
+        UploadError: The package for the scheme is not installed.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or not rest:
+        raise ValueError(
+            "Invalid upload target. Expected hf://owner/name, s3://…, gs://… or file://…, "
+            f"but received {safe_url(url)!r}."
+        )
+    if scheme == "hf":
+        repository, _, revision = rest.strip("/").partition("@")
+        return HuggingFaceTarget(repository, revision or "main")
+    return FsspecTarget(url)
+
+
+class HuggingFaceTarget:
+    """A model repository; each artifact is one commit, so that a reader never sees half of it.
+
+    Args:
+        repository: ``owner/name``; made, private, when it does not exist.
+        revision: Branch.
+
+    Raises:
+        ValueError: `repository` is not ``owner/name``.
+    """
+
+    def __init__(self, repository: str, revision: str = "main") -> None:
+        if repository.count("/") != 1 or not all(repository.split("/")):
+            raise ValueError(f"Invalid upload target. Expected hf://owner/name, but received 'hf://{repository}'.")
+        self.repository = repository
+        self.revision = revision
+        self._repository_exists = False
+
+    @property
+    def name(self) -> str:
+        """``hf://owner/name@branch``."""
+        return f"hf://{self.repository}@{self.revision}"
+
+    def deliver(self, shipment: Shipment) -> None:
+        """Commit the files; what the repository holds already is not sent again."""
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        api = HfApi()
+        operations = [
+            CommitOperationAdd(path_in_repo=f"{shipment.run_id}/{shipment.folder}/{name}", path_or_fileobj=path)
+            for name, path in shipment.files
+        ]
+        message = f"{shipment.run_id}: {shipment.folder[:-1]} {shipment.title}"
+        try:
+            if not self._repository_exists:
+                api.create_repo(self.repository, private=True, exist_ok=True)
+                self._repository_exists = True
+            api.create_commit(self.repository, operations, commit_message=message, revision=self.revision)
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            raise outcome_of_status(status, error.response.headers, self.name) or TryAgain(self.name) from error
+        except (FileNotFoundError, ValueError) as error:
+            raise Refused(f"{self.name}: {type(error).__name__}") from error
+        except Exception as error:
+            raise TryAgain(f"{self.name}: {type(error).__name__}") from error
+
+
+class FsspecTarget:
+    """A folder that fsspec opens; files keep their layout, and the record arrives last.
+
+    Args:
+        url: Such as ``s3://bucket/prefix`` or ``file:///mnt/archive``.
+
+    Raises:
+        ValueError: fsspec does not know the scheme.
+        UploadError: The package for the scheme is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.name = safe_url(url)
+        try:
+            filesystem, root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise UploadError(f"{self.name} needs another package: {error}") from error
+        self._fs: Any = filesystem
+        self._root = str(root).rstrip("/")
+
+    def deliver(self, shipment: Shipment) -> None:
+        """Put the files one by one, each whole or not at all."""
+        for name, path in shipment.files:
+            if shipment.interrupted():
+                raise Interrupted
+            try:
+                self._put(path, f"{self._root}/{shipment.run_id}/{shipment.folder}/{name}")
+            except PermissionError as error:
+                raise Refused(f"{self.name}: {error.strerror or 'permission denied'}", auth=True) from error
+            except Exception as error:
+                if not path.exists():
+                    raise Refused(f"{path.name} is gone") from error
+                raise TryAgain(f"{self.name}: {type(error).__name__}") from error
+
+    def _put(self, path: Path, destination: str) -> None:
+        """Object stores show an object once it is whole; file systems need the rename."""
+        folder, _, last = destination.rpartition("/")
+        self._fs.makedirs(folder, exist_ok=True)
+        arriving = f"{folder}/{temporary_name(last)}" if self._renames() else destination
+        self._fs.put_file(os.fspath(path), arriving)
+        if arriving != destination:
+            self._fs.mv(arriving, destination)
+        if self._fs.size(destination) != path.stat().st_size:
+            raise OSError("the target holds another number of bytes")
+
+    def _renames(self) -> bool:
+        protocol = self._fs.protocol
+        return bool({"file", "local"} & set((protocol,) if isinstance(protocol, str) else protocol))
