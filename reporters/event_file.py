@@ -13,11 +13,12 @@ import stat
 import threading
 import weakref
 from pathlib import Path
-
-import msgspec
+from types import TracebackType
+from typing import Self
 
 from ..adapter.exceptions import EventLogError
 from .durable import fsync_directory, write_all
+from .event_reader import decode_object
 
 __all__ = ["LineFile"]
 
@@ -27,7 +28,7 @@ _open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 class LineFile:
     """Appends whole lines to a file that this process alone may write.
 
-    Not thread-safe: the caller serialises `append`, `sync` and `close`. In a forked child the file is closed, so that
+    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed, so that
     a data loader worker that outlives its parent cannot keep the lock.
 
     Attributes:
@@ -122,6 +123,14 @@ class LineFile:
             _open_files.discard(self)
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _recover(self) -> None:
         """Mend what an earlier call left behind, or say why that cannot be."""
@@ -280,8 +289,8 @@ def _last_whole_line(content: mmap.mmap) -> tuple[bytes | None, int]:
 
 def _check_object(line: bytes, path: Path) -> None:
     try:
-        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
+        decode_object(line)
+    except ValueError as error:
         raise EventLogError(
             f"the last line of {path} is not a JSON object ({error}); move the file aside, or write to another one"
         ) from error

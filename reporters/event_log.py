@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -56,7 +55,7 @@ class EventLog:
     ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
     ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
     Started, checkpoint, completed and failed are durable when the call returns, the others within about 50 ms.
-    Any thread may call. In a forked child the log is closed.
+    Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
 
     Args:
         path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
@@ -121,9 +120,12 @@ class EventLog:
         """
         if not self.run_id or run_id not in {None, self.run_id}:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
-        with self._writing("started", "new"):
+        self._require_open("started")
+        with self._lock:
+            self._require("started", "new")
             attempt = self._attempt if self._attempt > 1 else msgspec.UNSET
             self._turn(Started(attempt, "started", self.run_id, SCHEMA_VERSION, self.seq + 1, self._now()), "started")
+        self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
         """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
@@ -139,8 +141,7 @@ class EventLog:
         if type(step) is not int or step < 0 or step > MAX_STEP:
             step = checked_step(step)
         number, text = finite_float(name, value)
-        if self._file.closed:
-            raise self._refusal("metric", "closed")
+        self._require_open("metric")
         with self._lock:
             if self._phase != "started":
                 raise self._refusal("metric", self._phase)
@@ -177,15 +178,19 @@ class EventLog:
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         artifact, step = path_text("path", path), checked_step(step)
-        with self._writing("checkpoint", "started"):
+        self._require_open("checkpoint")
+        with self._lock:
+            self._require("checkpoint", "started")
             self._checkpointed.add(step)
             self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
-            self._file.sync()
+        self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A sample was written; raises as `checkpoint` does."""
         artifact, step = path_text("path", path), checked_step(step)
-        with self._writing("sample", "started"):
+        self._require_open("sample")
+        with self._lock:
+            self._require("sample", "started")
             self._file.append(encode_line(self._artifact("sample", artifact, step)))
 
     def completed(
@@ -206,9 +211,12 @@ class EventLog:
         step = checked_step(step)
         final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
-        with self._writing("completed", "started"):
+        self._require_open("completed")
+        with self._lock:
+            self._require("completed", "started")
             event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
             self._turn(event, "ended")
+        self._file.sync()
 
     def failed(
         self, *, step: int, error: str, category: FailureCategory | StopReason | None = None, resumable: bool = False
@@ -231,7 +239,9 @@ class EventLog:
         if category is None:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
         text = error_text(error, category)
-        with self._writing("failed", "new", "started"):
+        self._require_open("failed")
+        with self._lock:
+            self._require("failed", "new", "started")
             event = Failed(
                 category,
                 text,
@@ -244,6 +254,7 @@ class EventLog:
                 self._now(),
             )
             self._turn(event, "ended")
+        self._file.sync()
 
     def is_canceled(self) -> bool:
         """False: a log never asks for a stop."""
@@ -268,16 +279,14 @@ class EventLog:
     def _artifact(self, event: str, path: str, step: int) -> Artifact:
         return Artifact(event, path, self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now())
 
-    @contextmanager
-    def _writing(self, event: str, *phases: Phase) -> Iterator[None]:
-        """Hold the log for one line, which only these phases allow."""
-        # Before the lock: another thread may have held it when this process was forked off.
+    def _require_open(self, event: str) -> None:
+        # Before the lock is taken: another thread may have held it when this process was forked off.
         if self._file.closed:
             raise self._refusal(event, "closed")
-        with self._lock:
-            if self._phase not in phases:
-                raise self._refusal(event, self._phase)
-            yield
+
+    def _require(self, event: str, *phases: Phase) -> None:
+        if self._phase not in phases:
+            raise self._refusal(event, self._phase)
 
     def _turn(self, event: Started | Completed | Failed, phase: Phase) -> None:
         """Write an event that changes the phase; an interrupt leaves both changed, or neither."""
@@ -289,7 +298,6 @@ class EventLog:
             if self._file.lines == lines:
                 self._phase = before
             raise
-        self._file.sync()
 
     def _note_resume(self, value: float | None, step: int) -> None:
         if self._resumed or value != step:
@@ -324,7 +332,7 @@ def _last_seq(file: LineFile) -> int:
         return 0
     try:
         return msgspec.json.decode(file.last_line, type=_Tail).seq
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise EventLogError(
             f"{file.path} is no event log of {SCHEMA_VERSION}: its last line says otherwise ({error}); "
             "move it aside, or write to another file"

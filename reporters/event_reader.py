@@ -14,11 +14,23 @@ import msgspec
 from ..adapter.exceptions import EventLogError
 from .event_lines import TERMINAL_EVENTS
 
-__all__ = ["count_started", "follow", "read_events", "whole_lines"]
+__all__ = ["count_started", "decode_object", "follow", "read_events", "whole_lines"]
 
 # A quote within a JSON string is escaped, so these bytes are never part of a text.
 _STARTED = re.compile(rb'"event"\s*:\s*"started"')
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def decode_object(line: bytes) -> dict[str, Any]:
+    """The JSON object on a line.
+
+    Raises:
+        ValueError: It is not one JSON object in UTF-8.
+    """
+    try:
+        return _decode(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -104,8 +116,8 @@ def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
 
 def _event(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
     try:
-        return _decode(line)
-    except msgspec.DecodeError as error:
+        return decode_object(line)
+    except ValueError as error:
         raise EventLogError(
             f"line {number} of event log {os.fspath(path)!s} is not a JSON object ({error}); "
             "`genlight events FILE --check` lists every fault"
@@ -134,7 +146,7 @@ def _run_at(content: mmap.mmap, at: int) -> str | None:
     start = content.rfind(b"\n", 0, at) + 1
     end = content.find(b"\n", at)
     try:
-        run_id = _decode(content[start:end])["run_id"] if end >= 0 else None
-    except (msgspec.DecodeError, KeyError):
+        run_id = decode_object(content[start:end])["run_id"] if end >= 0 else None
+    except (ValueError, KeyError):
         return None
     return run_id if isinstance(run_id, str) else None

@@ -40,8 +40,8 @@ def event_faults(event: object) -> list[str]:
         for name, (test, expected) in fields.items()
         if name in event and not test(event[name])
     ]
-    if not faults:
-        faults += _FAULTS_BETWEEN_FIELDS.get(kind, _no_faults)(event)
+    if not faults and kind in _FAULTS_BETWEEN_FIELDS:
+        faults = _FAULTS_BETWEEN_FIELDS[kind](event)
     return faults
 
 
@@ -75,9 +75,9 @@ _BOOLEAN: Final[_Field] = (lambda value: isinstance(value, bool), "true or false
 _STEP: Final = _integer(0, MAX_STEP)
 
 
-def _kind(name: str, *optional: str, **own: _Field) -> tuple[dict[str, _Field], frozenset[str]]:
+def _kind(kind: str, /, *optional: str, **own: _Field) -> tuple[dict[str, _Field], frozenset[str]]:
     common = {
-        "event": _one_of(name),
+        "event": _one_of(kind),
         "run_id": _NAME,
         "schema_version": _one_of(SCHEMA_VERSION),
         "seq": _integer(1),
@@ -108,10 +108,6 @@ _KINDS: Final[Mapping[str, tuple[dict[str, _Field], frozenset[str]]]] = {
         step=_STEP,
     ),
 }
-
-
-def _no_faults(event: Mapping[str, Any]) -> list[str]:
-    return []
 
 
 def _metric_faults(event: Mapping[str, Any]) -> list[str]:

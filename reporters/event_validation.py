@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from .event_lines import RESUMED_METRIC, TERMINAL_EVENTS
-from .event_reader import whole_lines
+from .event_reader import decode_object, whole_lines
 from .event_schema import event_faults
 
 __all__ = ["Violation", "validate_events"]
@@ -79,11 +77,9 @@ _Fault = tuple[str, str]
 def _parse(line: bytes) -> tuple[dict[str, Any] | None, list[_Fault]]:
     """The event of a line, None where it is no object, and the faults of how it is written."""
     try:
-        event = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+        event = decode_object(line)
+    except ValueError as error:
         return None, [("json", str(error))]
-    if not isinstance(event, dict):
-        return None, [("json", "expected an object")]
     faults: list[_Fault] = []
     keys: list[str] = [key for key, _ in json.loads(line, object_pairs_hook=list)]
     faults += [("json", f"key {key!r} comes {count} times") for key, count in Counter(keys).items() if count > 1]
@@ -122,12 +118,12 @@ class _Rules:
         return []
 
     def _check_seq(self, seq: object) -> Iterator[_Fault]:
-        if not isinstance(seq, int) or isinstance(seq, bool):
+        if isinstance(seq, bool) or not isinstance(seq, (int, float)):
             self._seq = None  # a fault of the schema
             return
         if self._seq is not None and seq != self._seq + 1:
             yield "seq", f"expected {self._seq + 1}, found {seq}"
-        self._seq = seq
+        self._seq = int(seq)
 
     def _check_place(self, number: int, event: dict[str, Any]) -> Iterator[_Fault]:
         kind = event.get("event")

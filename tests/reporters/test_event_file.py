@@ -1,0 +1,285 @@
+"""The event log against kills, full disks, forks, interrupts and power cuts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from genlight.adapter.exceptions import EventLogError
+from genlight.reporters.event_file import LineFile
+from genlight.reporters.event_log import EventLog
+from genlight.reporters.event_reader import read_events
+from genlight.reporters.event_validation import validate_events
+
+WRITER = """
+import itertools, sys
+from genlight.reporters.event_log import EventLog
+log = EventLog(sys.argv[1], run_id="r")
+log.started()
+for step in itertools.count():
+    log.metric(name="train/loss", value=step / 7, step=step)
+    if step % 50 == 49:
+        log.checkpoint(path=f"/c/{step}", step=step)
+"""
+
+LIMITED_WRITER = """
+import resource, sys
+from genlight.adapter.exceptions import EventLogError
+from genlight.reporters.event_log import EventLog
+with EventLog(sys.argv[1], run_id="r") as log:
+    log.started()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), hard))
+    refused = 0
+    for step in range(100):
+        try:
+            log.metric(name="train/loss", value=step, step=step)
+        except EventLogError as error:
+            assert sys.argv[1] in str(error) and "File too large" in str(error), error
+            refused += 1
+    try:
+        log.completed(step=100, final_checkpoint=None)
+    except EventLogError:
+        assert log.phase == "started"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    log.metric(name="after", value=refused, step=100)
+    log.completed(step=100, final_checkpoint=None)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def wait_until(condition, *, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.002)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def kill_while_writing(path: Path, delay_s: float) -> None:
+    before = size_of(path)
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) as process:
+        try:
+            wait_until(lambda: size_of(path) > before or process.poll() is not None)
+            time.sleep(delay_s)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_log_whose_writer_is_killed_twenty_times_stays_sound(path):
+    randomness = random.Random(0)
+    for _ in range(20):
+        kill_while_writing(path, randomness.uniform(0, 0.03))
+    with EventLog(path, run_id="r") as log:
+        assert log.attempt == 21
+        log.started()
+        log.completed(step=1, final_checkpoint=None)
+    assert validate_events(path) == []
+    events = list(read_events(path))
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert sum(event["event"] == "started" for event in events) == 21
+
+
+def test_a_writer_in_another_process_is_named_by_its_pid_and_the_lock_dies_with_it(path):
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) as process:
+        try:
+            wait_until(lambda: size_of(path) > 0)
+            with pytest.raises(EventLogError, match=f"process {process.pid}"):
+                EventLog(path, run_id="r")
+        finally:
+            process.kill()
+    EventLog(path, run_id="r").close()
+
+
+@pytest.mark.parametrize("limit", range(130, 2000, 311))
+def test_a_disk_that_fills_up_costs_lines_but_never_tears_one(path, limit):
+    subprocess.run([sys.executable, "-c", LIMITED_WRITER, str(path), str(limit)], check=True, timeout=60)
+    assert validate_events(path) == []
+    events = list(read_events(path))
+    written = sum(event.get("name") == "train/loss" for event in events)
+    assert written + int(events[-2]["value"]) == 100
+    assert written < 100
+    assert events[-1]["event"] == "completed"
+
+
+def test_a_torn_line_that_cannot_be_cut_off_is_cut_off_before_the_next(path, monkeypatch):
+    truncate, write = os.ftruncate, os.write
+
+    def refuse(*_args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:10])) and refuse())
+            patch.setattr(os, "ftruncate", refuse)
+            with pytest.raises(EventLogError, match="cannot write"):
+                log.metric(name="a", value=1, step=1)
+            with pytest.raises(EventLogError, match="cannot cut a torn line"):
+                log.metric(name="a", value=1, step=1)
+        assert os.ftruncate is truncate
+        log.metric(name="b", value=1, step=1)
+    assert [event.get("name") for event in read_events(path)] == [None, "b"]
+    assert validate_events(path) == []
+
+
+class Interrupt(BaseException):
+    """Stands for a KeyboardInterrupt, which pytest would take for its own."""
+
+
+@pytest.mark.timeout(60, method="thread")  # the signal method needs the very timer that interrupts here
+def test_an_interrupt_at_any_moment_leaves_a_sound_log(path):
+    def interrupt(_signal, _frame):
+        raise Interrupt
+
+    interrupts = 0
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with EventLog(path, run_id="r") as log:
+            log.started()
+            randomness = random.Random(0)
+            for step in range(600):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-5))
+                    for _ in range(100):
+                        log.metric(name="a", value=1.0, step=step)
+                except Interrupt:
+                    interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            log.completed(step=600, final_checkpoint=None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupts > 300
+    assert validate_events(path) == []
+
+
+def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
+    log = EventLog(path, run_id="r")
+    log.started()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # a data loader worker that outlives its parent
+        status = 1
+        try:
+            try:
+                log.metric(name="a", value=1, step=1)
+            except EventLogError as error:
+                status = 0 if log.closed and str(os.getpid()) in str(error) else 2
+            log.close()
+            os.close(write_end)
+            os.read(read_end, 1)
+        finally:
+            os._exit(status)
+    try:
+        os.close(read_end)
+        log.metric(name="a", value=1, step=1)
+        with pytest.raises(EventLogError, match="is being written"):
+            EventLog(path, run_id="r")
+        log.close()
+        EventLog(path, run_id="r").close()
+    finally:
+        os.close(write_end)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert validate_events(path) == []
+
+
+@pytest.fixture
+def synced_sizes(monkeypatch):
+    """Sizes of the file at the moments at which it was made durable."""
+    sizes = []
+    sync = os.fdatasync
+
+    def record(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        sync(descriptor)
+        sizes.append(size)
+
+    monkeypatch.setattr(os, "fdatasync", record)
+    return sizes
+
+
+def test_started_checkpoint_and_the_terminal_event_are_durable_when_the_call_returns(path, synced_sizes):
+    with EventLog(path, run_id="r") as log:
+        for write in (
+            lambda: log.started(),
+            lambda: log.checkpoint(path="c", step=1),
+            lambda: log.completed(step=1, final_checkpoint=None),
+        ):
+            write()
+            assert size_of(path) in synced_sizes
+    with EventLog(path, run_id="q") as log:
+        log.failed(step=0, error="boom")
+        assert size_of(path) in synced_sizes
+
+
+def test_a_metric_becomes_durable_on_its_own(path, synced_sizes):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        for step in range(3):
+            log.metric(name="a", value=1, step=step)
+            wait_until(lambda: size_of(path) in synced_sizes)
+
+
+def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001) as file:
+        file.append(b"{}\n")
+        wait_until(lambda: synced_sizes)
+        time.sleep(0.05)
+        assert len(synced_sizes) == 1
+
+
+def test_many_lines_share_a_sync(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.05) as file:
+        for _ in range(1000):
+            file.append(b"{}\n")
+    assert synced_sizes[-1] == 3000
+    assert len(synced_sizes) < 500
+
+
+def test_a_disk_that_refuses_to_sync_in_the_background_is_reported_by_the_next_line(path, monkeypatch):
+    def refuse(_descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", refuse)
+            log.metric(name="a", value=1, step=1)
+            wait_until(lambda: log._file._flush_error is not None)
+            with pytest.raises(EventLogError, match="durable: Input/output error"):
+                log.metric(name="a", value=1, step=2)
+        log.metric(name="a", value=1, step=3)
+        log.completed(step=3, final_checkpoint=None)
+    assert [event.get("step") for event in read_events(path)] == [None, 1, 3, 3]
+    assert validate_events(path) == []
+
+
+def test_new_directories_are_durable_with_their_names(tmp_path, monkeypatch):
+    synced = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with LineFile(tmp_path / "a" / "b" / "events.jsonl"):
+        pass
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
