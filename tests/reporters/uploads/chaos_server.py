@@ -1,0 +1,214 @@
+"""An orchestrator and file store that fails in every way a network has; run as a process of its own.
+
+Usage: ``python chaos_server.py DIRECTORY``; prints its port. ``POST /__control`` with JSON changes its behaviour,
+``GET /__state`` tells what it has accepted. What it accepts is applied once per idempotency key, like the real one.
+"""
+
+import asyncio
+import hashlib
+import json
+import random
+import socket
+import struct
+import sys
+from pathlib import Path
+
+DEFAULTS = {
+    "seed": 7,
+    "rate": 0.0,
+    "faults": [],
+    "script": [],  # faults for the next requests, one each, before any dice; "ok" for none
+    "script_paths": "",  # only requests whose path contains this follow the script
+    "outage": False,
+    "tokens": None,  # accepted tokens; None accepts all
+    "resume": False,
+    "stall_s": 3.0,
+    "redirect_to": "",
+    "retry_after": "0",
+    "wrong_ref": False,
+}
+ALL_FAULTS = [
+    "500",
+    "503",
+    "429",
+    "reset-before",
+    "reset-mid-body",
+    "reset-after",
+    "stall",
+    "half-close",
+    "truncated",
+    "slow-read",
+    "duplicate",
+    "wrong-digest",
+    "garbage",
+]
+
+
+class Reset(Exception):
+    pass
+
+
+class Server:
+    def __init__(self, directory):
+        self.files = Path(directory) / "files"
+        self.files.mkdir(parents=True, exist_ok=True)
+        self.options = dict(DEFAULTS)
+        self.dice = random.Random(self.options["seed"])
+        self.answers = {}  # key -> answer
+        self.applied = []  # what was applied, in order
+        self.requests = []  # every request that was read
+        self.partial = {}
+        self.connections = 0
+
+    async def serve(self, reader, writer):
+        self.connections += 1
+        try:
+            while await self.exchange(reader, writer):
+                pass
+        except Reset:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
+            pass
+        finally:
+            writer.close()
+
+    async def exchange(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, path, _ = first.split(" ", 2)
+        headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
+        length = int(headers.get("content-length", 0))
+        if path.startswith("/__"):
+            return await self.control(path, await reader.readexactly(length), writer)
+        request = {"method": method, "path": path, "key": headers.get("idempotency-key"), "headers": headers}
+        request["fault"] = fault = self.pick_fault(path)
+        self.requests.append(request)
+        if self.options["outage"] or fault == "reset-before":
+            raise Reset
+        if fault == "early-401":
+            await self.answer(writer, 401, {}, close=True)
+            return False
+        if method == "HEAD":
+            held = len(self.partial.get(request["key"], b""))
+            extra = f"Upload-Offset: {held}\r\n" if self.options["resume"] else ""
+            writer.write(f"HTTP/1.1 200 OK\r\n{extra}Content-Length: 0\r\n\r\n".encode())
+            await writer.drain()
+            return True
+        body = await self.read_body(reader, length, fault, request)
+        return await self.respond(request, body, fault, writer)
+
+    def pick_fault(self, path):
+        script = self.options["script"]
+        if script and self.options["script_paths"] in path:
+            return script.pop(0)
+        if self.options["faults"] and self.dice.random() < self.options["rate"]:
+            return self.dice.choice(self.options["faults"])
+        return "ok"
+
+    async def read_body(self, reader, length, fault, request):
+        body = bytearray()
+        limit = length // 2 if fault == "reset-mid-body" else length
+        while len(body) < limit:
+            piece = await reader.read(min(limit - len(body), 4096 if fault == "slow-read" else 1 << 16))
+            if not piece:
+                raise ConnectionError
+            body += piece
+            if fault == "slow-read":
+                await asyncio.sleep(0.0005)
+        request["received"] = len(body)
+        if fault == "reset-mid-body":
+            if request["method"] == "PUT" and self.options["resume"]:
+                self.partial[request["key"]] = self.whole(request, body)
+            raise Reset
+        return self.whole(request, body) if request["method"] == "PUT" else bytes(body)
+
+    def whole(self, request, body):
+        given = request["headers"].get("content-range")
+        if given is None:
+            return bytes(body)
+        held = self.partial.get(request["key"], b"")
+        start = len(held) if given.startswith("bytes */") else int(given[6:].partition("-")[0])
+        assert start == len(held), (given, len(held))
+        return held + bytes(body)
+
+    async def respond(self, request, body, fault, writer):
+        token = request["headers"].get("authorization", "").removeprefix("Bearer ")
+        if self.options["tokens"] is not None and token not in self.options["tokens"]:
+            return await self.answer(writer, 401, {"error": f"expired: {token}"})
+        if fault.isdigit():
+            extra = f"Retry-After: {self.options['retry_after']}\r\n" if fault in ("429", "503") else ""
+            return await self.answer(writer, int(fault), {"error": fault, "echo": token}, extra)
+        if fault in ("301", "302", "307", "308") or self.options["redirect_to"]:
+            code = int(fault) if fault.isdigit() else 307
+            return await self.answer(writer, code, {}, f"Location: {self.options['redirect_to']}{request['path']}\r\n")
+        if fault == "stall":
+            await asyncio.sleep(self.options["stall_s"])
+            raise Reset
+        if fault == "garbage":
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n<html></html>" if request["method"] == "PUT" else
+                         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+            await writer.drain()
+            return True
+        if fault == "wrong-digest" and request["method"] == "PUT":
+            return await self.answer(writer, 200, {"ref": "?", "sha256": "0" * 64, "size_bytes": len(body)})
+        reply = self.apply(request, body)
+        if fault == "reset-after":
+            raise Reset
+        return await self.answer(writer, 200, reply, broken=fault)
+
+    def apply(self, request, body):
+        key = request["key"]
+        if key in self.answers:
+            return self.answers[key]
+        digest = hashlib.sha256(body).hexdigest()
+        if request["method"] == "PUT":
+            name = request["path"].partition("?")[0].rpartition("/")[2]
+            (self.files / name).write_bytes(body)
+            reply = {"ref": f"ref-{name}", "sha256": digest, "size_bytes": len(body)}
+            self.applied.append({"key": key, "file": name, "sha256": digest})
+        else:
+            reply = {}
+            self.applied.append({"key": key, "path": request["path"].partition("?")[0], "body": json.loads(body)})
+        self.answers[key] = reply
+        self.partial.pop(key, None)
+        return reply
+
+    async def answer(self, writer, status, reply, extra="", broken="", close=False):
+        content = json.dumps(reply).encode()
+        head = f"HTTP/1.1 {status} X\r\n{extra}Content-Length: {len(content)}\r\n\r\n".encode()
+        if broken == "half-close":
+            writer.write(head[: len(head) // 2])
+            writer.write_eof()
+        elif broken == "truncated":
+            writer.write(head + content[: len(content) // 2])
+            writer.write_eof()
+        elif broken == "duplicate":
+            writer.write((head + content) * 2)
+        else:
+            writer.write(head + content)
+        await writer.drain()
+        return broken not in ("half-close", "truncated") and not close
+
+    async def control(self, path, body, writer):
+        if path == "/__control":
+            changes = json.loads(body)
+            if "seed" in changes:
+                self.dice = random.Random(changes["seed"])
+            if changes.get("faults") == "all":
+                changes["faults"] = ALL_FAULTS
+            self.options.update(changes)
+        state = {"applied": self.applied, "requests": self.requests, "connections": self.connections}
+        return await self.answer(writer, 200, state if path == "/__state" else {})
+
+
+async def main(directory):
+    server = await asyncio.start_server(Server(directory).serve, "127.0.0.1", 0, limit=1 << 20)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

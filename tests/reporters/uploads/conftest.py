@@ -1,0 +1,137 @@
+"""The chaos server as a process on loopback, and uploaders that do not wait long."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from genlight.reporters.uploads import UploadConfig, Uploader
+
+TOKEN = "t0ken-that-must-not-leak"
+
+
+@dataclass
+class Chaos:
+    port: int
+    directory: Path
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def control(self, **options):
+        self._ask("/__control", json.dumps(options).encode())
+
+    def _ask(self, path, data=None):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+            return json.loads(answer.read())
+
+    @property
+    def state(self):
+        return self._ask("/__state")
+
+    def messages(self, path):
+        """Bodies that were accepted at `path`, in order."""
+        return [item["body"] for item in self.state["applied"] if item.get("path") == path]
+
+    def requests(self, path_part=""):
+        return [item for item in self.state["requests"] if path_part in item["path"]]
+
+    def files(self):
+        return {path.name: path.read_bytes() for path in sorted((self.directory / "files").iterdir())}
+
+
+def start_server(directory):
+    script = Path(__file__).with_name("chaos_server.py")
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(script), str(directory)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    return process, Chaos(int(process.stdout.readline()), directory)
+
+
+def stop_server(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+def start_chaos(tmp_path):
+    """Start a further server; the function returns its `Chaos`."""
+    processes = []
+
+    def start(name):
+        process, chaos = start_server(tmp_path / name)
+        processes.append(process)
+        return chaos
+
+    yield start
+    for process in processes:
+        stop_server(process)
+
+
+@pytest.fixture
+def chaos(start_chaos):
+    return start_chaos("server")
+
+
+@pytest.fixture
+def config_for(tmp_path):
+    """An `UploadConfig` that sends everything to a server and loses no time."""
+
+    def build(chaos, **changes):
+        settings = {
+            "run_id": "run-1",
+            "owner": "me",
+            "token": TOKEN,
+            "spool_dir": tmp_path / "run" / "uploads",
+            "deadline_s": 20.0,
+            "timeout_s": 0.4,
+            "backoff_base_s": 0.004,
+            "backoff_cap_s": 0.05,
+        }
+        for kind in ("metrics", "checkpoint", "sample", "terminal"):
+            settings[f"{kind}_url"] = f"{chaos.url}/{kind}"
+        settings["file_store_url"] = chaos.url
+        return UploadConfig(**(settings | changes))
+
+    return build
+
+
+@pytest.fixture
+def uploader_for(config_for):
+    """A started `Uploader`; all are closed at the end of the test."""
+    opened = []
+
+    def build(chaos, *, start=True, **changes):
+        uploader = Uploader(config_for(chaos, **changes))
+        opened.append(uploader)
+        if start:
+            uploader.start()
+        return uploader
+
+    yield build
+    for uploader in opened:
+        uploader.close()
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path):
+    """Write a checkpoint as genlight lays it out; returns the record and its files."""
+
+    def write(step, size=1000, name=None):
+        folder = tmp_path / "run" / "checkpoints" / (name or f"step-{step:08d}")
+        (folder / "trainer").mkdir(parents=True, exist_ok=True)
+        model, lora = folder / "model.safetensors", folder / "trainer" / "lora.safetensors"
+        model.write_bytes(bytes((step + i) % 251 for i in range(min(size, 997))) * (size // 997 + 1))
+        lora.write_bytes(b"lora %d" % step)
+        record = folder.with_suffix(".json")
+        record.write_text(json.dumps({"step": step}))
+        return record, [model, lora]
+
+    return write

@@ -1,0 +1,205 @@
+"""The uploader against a server that behaves."""
+
+import hashlib
+
+from genlight.reporters.uploads import TerminalPayload
+
+
+def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):
+    uploader = uploader_for(chaos)
+    for step in (10, 20, 30):
+        uploader.enqueue_metrics({"train/loss": 1 / step}, step)
+    assert uploader.settle().ok
+    assert chaos.messages("/metrics") == [
+        {"run_id": "run-1", "kind": "metrics", "step": step, "metrics": {"train/loss": 1 / step}}
+        for step in (10, 20, 30)
+    ]
+    headers = [request["headers"] for request in chaos.requests("/metrics")]
+    assert {header["authorization"] for header in headers} == {"Bearer t0ken-that-must-not-leak"}
+    assert len({header["idempotency-key"] for header in headers}) == 3
+
+
+def test_a_checkpoint_sends_every_file_and_describes_its_record(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(200)
+    uploader.enqueue_checkpoint(record, files, step=200)
+    assert uploader.settle().ok
+    names = [
+        "step-00000200-model.safetensors",
+        "step-00000200-trainer_lora.safetensors",
+        "step-00000200-step-00000200.json",
+    ]
+    assert [item["file"] for item in chaos.state["applied"] if "file" in item] == names
+    assert chaos.files() == dict(zip(names, [f.read_bytes() for f in (*files, record)], strict=True))
+    assert chaos.requests("/api/")[0]["path"] == f"/api/v1/file/v1/me/runs/run-1/checkpoints/{names[0]}"
+    digest = hashlib.sha256(record.read_bytes()).hexdigest()
+    size = record.stat().st_size
+    assert chaos.messages("/checkpoint") == [
+        {
+            "run_id": "run-1",
+            "kind": "checkpoint",
+            "step": 200,
+            "final": False,
+            "local_path": str(record),
+            "size_bytes": size,
+            "sha256": digest,
+            "uploaded_size_bytes": size,
+            "file_ref": f"ref-{names[-1]}",
+        }
+    ]
+    assert uploader.delivered(record).sha256 == digest
+
+
+def test_a_primary_path_is_described_instead_of_the_record(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(7)
+    uploader.enqueue_checkpoint(record, files, step=7, final=True, primary_path=files[1])
+    assert uploader.settle().ok
+    (message,) = chaos.messages("/checkpoint")
+    assert (message["local_path"], message["size_bytes"]) == (str(files[1]), files[1].stat().st_size)
+    assert message["file_ref"] == "ref-final-trainer_lora.safetensors"
+    assert message["final"] is True
+    assert "final-step-00000007.json" in chaos.files()
+
+
+def test_a_directory_as_primary_path_has_a_size_and_no_digest(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(7)
+    uploader.enqueue_checkpoint(record, [record.with_suffix("")], step=7, primary_path=record.with_suffix(""))
+    assert uploader.settle().ok
+    (message,) = chaos.messages("/checkpoint")
+    assert message["size_bytes"] == sum(file.stat().st_size for file in files)
+    assert message["sha256"] is None
+    assert len(chaos.files()) == 3
+
+
+def test_a_sample_is_sent_without_final(chaos, uploader_for, tmp_path):
+    folder = tmp_path / "run" / "samples"
+    folder.mkdir(parents=True)
+    picture, sample = folder / "cat.png", folder / "step-00000005-00.json"
+    picture.write_bytes(b"png")
+    sample.write_text("{}")
+    uploader = uploader_for(chaos)
+    uploader.enqueue_sample(sample, [picture], step=5)
+    assert uploader.settle().ok
+    (message,) = chaos.messages("/sample")
+    assert message["kind"] == "sample"
+    assert "final" not in message
+    assert sorted(chaos.files()) == ["step-00000005-cat.png", "step-00000005-step-00000005-00.json"]
+    assert "/samples/" in chaos.requests("/api/")[0]["path"]
+
+
+def test_without_a_file_store_the_message_carries_our_own_digest(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, file_store_url=None)
+    record, files = write_checkpoint(3)
+    uploader.enqueue_checkpoint(record, files, step=3)
+    assert uploader.settle().ok
+    (message,) = chaos.messages("/checkpoint")
+    assert message["sha256"] == hashlib.sha256(record.read_bytes()).hexdigest()
+    assert (message["file_ref"], message["uploaded_size_bytes"]) == (None, None)
+
+
+def test_nothing_is_sent_where_no_url_is_set(chaos, uploader_for, write_checkpoint):
+    urls = dict.fromkeys(("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url"))
+    uploader = uploader_for(chaos, **urls)
+    record, files = write_checkpoint(3)
+    uploader.enqueue_checkpoint(record, files, step=3)
+    uploader.enqueue_metrics({"a": 1.0}, 3)
+    assert uploader.settle().ok
+    assert uploader.deliver_terminal(TerminalPayload("completed", 3)).ok
+    assert chaos.state["requests"] == []
+
+
+def test_the_terminal_message_names_the_uploaded_final_checkpoint_and_is_sent_once(
+    chaos, uploader_for, write_checkpoint
+):
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(9, name="final")
+    uploader.enqueue_checkpoint(record, files, step=9, final=True)
+    assert uploader.settle().ok
+    payload = TerminalPayload("completed", 9, str(record))
+    assert uploader.deliver_terminal(payload).ok
+    uploader.close()
+    again = uploader_for(chaos)
+    assert again.deliver_terminal(payload).ok
+    assert len(chaos.requests("/terminal")) == 1
+    assert chaos.messages("/terminal") == [
+        {
+            "run_id": "run-1",
+            "kind": "terminal",
+            "status": "completed",
+            "step": 9,
+            "final_checkpoint": str(record),
+            "final_checkpoint_ref": "ref-final-final.json",
+            "final_checkpoint_sha256": hashlib.sha256(record.read_bytes()).hexdigest(),
+            "error": None,
+        }
+    ]
+
+
+def test_each_attempt_may_fail_once(chaos, uploader_for):
+    uploader = uploader_for(chaos)
+    for attempt in (1, 1, 2):
+        payload = TerminalPayload("failed", 4, error="train-step: boom", attempt=attempt)
+        assert uploader.deliver_terminal(payload).ok
+    assert len(chaos.messages("/terminal")) == 2
+
+
+def test_connections_are_reused(chaos, uploader_for):
+    uploader = uploader_for(chaos)
+    for step in range(20):
+        uploader.enqueue_metrics({"a": 1.0}, step)
+    assert uploader.settle().ok
+    assert len(chaos.requests("/metrics")) == 20
+    assert chaos.state["connections"] <= 4  # ours, and the questions of this test
+
+
+def test_metrics_of_one_step_that_wait_are_merged(chaos, uploader_for):
+    uploader = uploader_for(chaos, start=False)
+    uploader.enqueue_metrics({"a": 1.0, "b": 1.0}, 1)
+    uploader.enqueue_metrics({"b": 2.0}, 1)
+    uploader.enqueue_metrics({"a": 3.0}, 2)
+    assert uploader.settle().ok
+    assert [message["metrics"] for message in chaos.messages("/metrics")] == [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
+
+
+def test_the_newest_metrics_are_kept_when_too_many_wait(chaos, uploader_for):
+    uploader = uploader_for(chaos, start=False, max_pending_metrics=3)
+    for step in range(10):
+        uploader.enqueue_metrics({"a": 1.0}, step)
+    result = uploader.settle()
+    assert [message["step"] for message in chaos.messages("/metrics")] == [7, 8, 9]
+    assert result.ok
+    assert result.lost_metrics == 7
+
+
+def test_a_value_that_is_not_finite_is_valid_json(chaos, uploader_for):
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": float("nan"), "b": float("inf")}, 1)
+    assert uploader.settle().ok
+    assert chaos.messages("/metrics")[0]["metrics"] == {"a": None, "b": None}
+
+
+def test_files_that_wait_are_named_until_they_have_arrived(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert {record, *files} <= uploader.pending_paths()
+    assert uploader.settle().ok
+    assert uploader.pending_paths() == frozenset()
+
+
+def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chaos, uploader_for, write_checkpoint):
+    record, files = write_checkpoint(1)
+    for _ in range(2):
+        uploader = uploader_for(chaos)
+        uploader.enqueue_checkpoint(record, files, step=1)
+        assert uploader.settle().ok
+        uploader.close()
+    assert len(chaos.requests()) == 4
+    lora = files[1]
+    lora.write_bytes(b"other weights")
+    uploader = uploader_for(chaos)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    assert chaos.files()["step-00000001-trainer_lora.safetensors"] == b"other weights"
