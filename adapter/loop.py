@@ -67,7 +67,7 @@ for _owner, _names in _USED_OF_LIGHTNING:
         )
 
 
-def install_loop(trainer: pl.Trainer, module: ContractModule) -> None:
+def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> None:
     """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
 
     Called from the module's ``setup("fit")``: Lightning has parsed its limits and attached the data by then, and has
@@ -79,6 +79,7 @@ def install_loop(trainer: pl.Trainer, module: ContractModule) -> None:
         return
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
+    loop.epoch_loop.completed_steps = loop.epoch_loop._batches_that_stepped = start_step
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
     loop._data_source = old._data_source
     trainer.fit_loop = loop
@@ -142,6 +143,11 @@ class ContractFitLoop(_FitLoop):
         return self.data_exhausted or bool(super().done)
 
     @property
+    def skip(self) -> bool:
+        """Whether not to run at all; a run without steps left to do still starts and ends."""
+        return self.trainer.limit_train_batches == 0
+
+    @property
     def restarted_mid_epoch(self) -> bool:
         """Whether this epoch was begun by an earlier attempt, which saw its ``on_train_epoch_start``."""
         return self.restarts_within_epoch
@@ -152,6 +158,8 @@ class ContractFitLoop(_FitLoop):
 
     @override
     def on_run_start(self) -> None:
+        if self.max_batches == 0 and self.epoch_loop.completed_steps == 0:
+            raise _empty_source()
         self.module.restore_trainer()
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
@@ -165,7 +173,7 @@ class ContractFitLoop(_FitLoop):
         state.epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_epoch_end")
         if not self.epoch_loop.completed_steps:
-            raise InputError("the source of batches is empty: not one step could be trained; check `dataset`")
+            raise _empty_source()
         # A source of one pass stays empty: another epoch would train nothing, and then another.
         self.data_exhausted = self.epoch_loop.batch_progress.current.ready == 0
 
@@ -372,6 +380,10 @@ def _counts(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
     assert isinstance(progress.current, _ProcessedTracker)
     assert isinstance(progress.total, _ProcessedTracker)
     return progress.current, progress.total
+
+
+def _empty_source() -> InputError:
+    return InputError("the source of batches is empty: not one step could be trained; check `dataset`")
 
 
 def _next_batch(trainer: pl.Trainer, data_fetcher: _DataFetcher) -> Callable[[], Any]:

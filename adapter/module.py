@@ -72,8 +72,22 @@ class ContractModule(pl.LightningModule):
         """What the last ``train_step`` returned."""
         self.configured = False
         self.ended = False
+        self._start_step = 0
         self._to_restore: dict[str, Any] | None = None
         self._cancel_checks: list[Callable[[], bool]] = []
+
+    def resume_from(
+        self, *, step: int, payload: dict[str, object] | None = None, checkpoint_dir: Path | None = None
+    ) -> None:
+        """Start after `step` with what a trainer saved there, instead of from a Lightning checkpoint.
+
+        Args:
+            step: Steps that count as completed.
+            payload: For ``load_state_dict``; None does not call it.
+            checkpoint_dir: For ``load_checkpoint``, where the trainer has it; None does not call it.
+        """
+        self._start_step = step
+        self._to_restore = {"state": payload, "trainer_directory": checkpoint_dir}
 
     # what the loop asks for
 
@@ -183,7 +197,7 @@ class ContractModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        install_loop(self.trainer, self)
+        install_loop(self.trainer, self, start_step=self._start_step)
         self.ended = False
         if not self.configured:
             self.ctx = self._context()
@@ -232,7 +246,7 @@ class ContractModule(pl.LightningModule):
             for config in configs:
                 if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
                     config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
-        return configs or None
+        return configs
 
     # checkpoints
 
@@ -261,7 +275,8 @@ class ContractModule(pl.LightningModule):
         if restored is None:
             return
         payload = restored["state"]
-        self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
+        if payload is not None:
+            self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
         directory = restored.get("trainer_directory")
         load_checkpoint = getattr(self.plugin, "load_checkpoint", None)
         if directory is not None and load_checkpoint is not None:

@@ -119,6 +119,10 @@ class Hook(pl.Callback):
     ) -> None:
         run_state_of(trainer).load_state_dict(checkpoint.get(RUN_STATE_KEY, {}))
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_training_failed(trainer, pl_module, exception)
+
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training is about to take its first step, of a new run or of a resumed one."""
 

@@ -1,0 +1,212 @@
+"""The contract's loop for callers who bring their own reporter, writer and uploader."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from ..callbacks.cadence import crossed, suppressed
+from ..callbacks.hook import Hook, run_state_of
+from .contract import (
+    ArtifactUploader,
+    ArtifactWriter,
+    BatchSource,
+    StepContext,
+    TrainerPlugin,
+    TrainingJobSpec,
+    TrainingReporter,
+)
+from .module import ContractModule
+
+__all__ = ["BatchStream", "run_training_loop"]
+
+log = logging.getLogger(__name__)
+
+
+def run_training_loop(
+    job: TrainingJobSpec,
+    ctx: StepContext,
+    trainer: TrainerPlugin,
+    batches: Iterable[Any] | BatchSource,
+    reporter: TrainingReporter,
+    artifact_writer: ArtifactWriter,
+    uploader: ArtifactUploader | None = None,
+    start_step: int = 0,
+    resume_state_payload: dict[str, object] | None = None,
+    resume_checkpoint_path: str | Path | None = None,
+) -> int:
+    """Train on one device; every call of `reporter`, `artifact_writer` and `uploader` is made within its step.
+
+    Args:
+        job: Identity, step limit and cadences.
+        ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in.
+        trainer: The trainer.
+        batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
+        reporter: Receives events, and is asked before the first step and after every step whether to stop.
+        artifact_writer: Writes checkpoints, samples and the final artifact.
+        uploader: Sends each of them after it was written.
+        start_step: Steps that count as completed; no batch is skipped for them.
+        resume_state_payload: Handed to the trainer's ``load_state_dict``.
+        resume_checkpoint_path: Directory, or record beside it, for the trainer's ``load_checkpoint``.
+
+    Returns:
+        The completed steps, those before `start_step` included.
+
+    Raises:
+        TrainingCanceled: The reporter asked for a stop.
+        BaseException: Whatever ended training, after ``reporter.failed``.
+    """
+    module = ContractModule(trainer, job, context=ctx)
+    module.resume_from(
+        step=start_step,
+        payload=resume_state_payload,
+        checkpoint_dir=None if resume_checkpoint_path is None else _trainer_directory(Path(resume_checkpoint_path)),
+    )
+    caller = _Caller(reporter, artifact_writer, uploader)
+    try:
+        _one_device_trainer(job, ctx.device, caller).fit(module, BatchStream(batches))
+        caller.finish(module)
+    except BaseException as error:
+        # Lightning turns a KeyboardInterrupt into a SystemExit.
+        cause = caller.cause or error
+        _report_failure(reporter, module.failed_step or start_step, cause)
+        if cause is error:
+            raise
+        raise cause from None
+    return module.completed_steps
+
+
+class BatchStream:
+    """Raw batches as a loader that Lightning takes for one, also where they come in a list.
+
+    Where the source has a position (``state_dict``, ``load_state_dict``) the stream has it.
+    """
+
+    def __init__(self, source: Iterable[Any] | BatchSource) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        iter_batches = getattr(self.source, "iter_batches", None)
+        return iter(iter_batches() if iter_batches is not None else self.source)  # type: ignore[arg-type]
+
+
+def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.Trainer:
+    on_cuda = device.startswith("cuda") and torch.cuda.is_available()
+    return pl.Trainer(
+        accelerator="gpu" if on_cuda else "cpu",
+        devices=[torch.device(device).index or 0] if on_cuda else 1,
+        max_steps=job.max_steps,
+        max_epochs=1,
+        callbacks=[caller],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+
+def _trainer_directory(path: Path) -> Path:
+    """What the trainer's ``save_checkpoint`` wrote, from its directory or from a checkpoint's record."""
+    if path.is_dir():
+        return path
+    beside = path.with_suffix("") / "trainer"
+    return beside if beside.is_dir() else path.parent
+
+
+def _report_failure(reporter: TrainingReporter, step: int, cause: BaseException) -> None:
+    try:
+        reporter.failed(step=step, error=str(cause) or type(cause).__name__)
+    except Exception:
+        log.exception("the reporter's failed() raised; the failure of training is the one that is raised")
+
+
+class _Caller(Hook):
+    """Brings the events of the loop to the caller's reporter, writer and uploader."""
+
+    critical = True
+    writes = ("loss_stats",)
+
+    def __init__(self, reporter: TrainingReporter, writer: ArtifactWriter, uploader: ArtifactUploader | None) -> None:
+        self.reporter, self.writer, self.uploader = reporter, writer, uploader
+        self.cause: BaseException | None = None
+
+    @override
+    def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = _hosted(pl_module)
+        self.reporter.started(run_id=module.ctx.job.run_id)
+        self._look_for_stop(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module, step = _hosted(pl_module), trainer.global_step
+        if not suppressed(module):
+            job = module.ctx.job
+            if crossed(step - 1, step, job.metric_every):
+                self._metrics(module, step)
+            if crossed(step - 1, step, job.checkpoint_every):
+                self._checkpoint(module, step)
+            if crossed(step - 1, step, job.sample_every):
+                self._samples(module, step)
+        self._look_for_stop(trainer)
+
+    @override
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.cause = exception
+
+    def finish(self, module: ContractModule) -> None:
+        """The end as planned: final artifact, then ``completed``."""
+        step = module.completed_steps
+        path = self.writer.finalize(
+            state_payload=module.state_payload(), trainer=module.plugin, state=module.contract_state, ctx=module.ctx
+        )
+        if path is not None and self.uploader is not None:
+            self.uploader.upload_checkpoint(local_path=path, step=step)
+        self.reporter.completed(step=step, final_checkpoint=path)
+
+    def _look_for_stop(self, trainer: pl.Trainer) -> None:
+        if self.reporter.is_canceled():
+            reason = getattr(self.reporter, "cancel_reason", None)
+            run_state_of(trainer).stop_reason = reason or "canceled"
+
+    def _metrics(self, module: ContractModule, step: int) -> None:
+        metrics: Mapping[str, float] = module.metrics()
+        run_state_of(module.trainer).loss_stats = dict(metrics)
+        for name, value in metrics.items():
+            self.reporter.metric(name=name, value=value, step=step)
+        if self.uploader is not None and metrics:
+            self.uploader.upload_metrics(metrics=metrics, step=step)
+
+    def _checkpoint(self, module: ContractModule, step: int) -> None:
+        path = self.writer.write_checkpoint(
+            step=step,
+            state_payload=module.state_payload(),
+            trainer=module.plugin,
+            state=module.contract_state,
+            ctx=module.ctx,
+        )
+        self.reporter.checkpoint(path=path, step=step)
+        if self.uploader is not None:
+            self.uploader.upload_checkpoint(local_path=path, step=step)
+
+    def _samples(self, module: ContractModule, step: int) -> None:
+        with isolate_rng():
+            paths = list(self.writer.write_samples(step=step, state=module.contract_state, ctx=module.ctx))
+        for path in paths:
+            self.reporter.sample(path=path, step=step)
+            if self.uploader is not None:
+                self.uploader.upload_sample(local_path=path, step=step)
+
+
+def _hosted(pl_module: pl.LightningModule) -> ContractModule:
+    assert isinstance(pl_module, ContractModule)
+    return pl_module
