@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,11 @@ from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, TrainerPlugin, TrainingJobSpec
 from .discovery import Discovered, discover
 from .exceptions import ContractError
+from .hosting import check_strategy, leave_unwrapped
 from .loading import load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
+from .precision import contract_dtype
+from .routing import StepRouter, step_router
 from .step_metrics import metric_name, named_metrics, read_scalars, validated_result
 
 __all__ = ["ContractModule"]
@@ -72,6 +74,7 @@ class ContractModule(pl.LightningModule):
         """What the last ``train_step`` returned."""
         self.configured = False
         self.ended = False
+        self._router: StepRouter | None = None
         self._start_step = 0
         self._to_restore: dict[str, Any] | None = None
         self._cancel_checks: list[Callable[[], bool]] = []
@@ -120,8 +123,11 @@ class ContractModule(pl.LightningModule):
         """
         state, ctx = self.contract_state, self.ctx
         batch = self.plugin.prepare_batch(raw, state, ctx)
-        with self._step_context():
+        if self._router is None:
             result = self.plugin.train_step(batch, state, ctx)
+        else:
+            with self._router:
+                result = self.plugin.train_step(batch, state, ctx)
         self.step_result = validated_result(result)
         metrics: Mapping[str, Any] = result.metrics
         return metrics
@@ -135,14 +141,10 @@ class ContractModule(pl.LightningModule):
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
         optimizers = [found.value for found in self.discovered.optimizers] if self.discovered is not None else []
-        return read_scalars(named_metrics(self.step_result, self.contract_state, self.ctx, optimizers))
-
-    def _step_context(self) -> AbstractContextManager[None]:
-        """Autocast, where the precision asks for it."""
-        if self.trainer.precision == "32-true":
-            return nullcontext()
-        context: AbstractContextManager[None] = self.trainer.precision_plugin.train_step_context()
-        return context
+        metrics = named_metrics(self.step_result, self.contract_state, self.ctx, optimizers)
+        if self._router is not None and self._router.scales:
+            metrics["trainer/overflow_steps"] = self._router.overflow_steps
+        return read_scalars(metrics)
 
     def feed_callback_metrics(self) -> None:
         """Let Lightning's monitors see the metrics of the last step, without waiting for the device."""
@@ -172,6 +174,7 @@ class ContractModule(pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
+        check_strategy(self.trainer.strategy)
         self._refuse_what_the_trainer_owns()
         if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
             return []
@@ -198,6 +201,7 @@ class ContractModule(pl.LightningModule):
         if stage != "fit":
             return
         install_loop(self.trainer, self, start_step=self._start_step)
+        leave_unwrapped(self.trainer.strategy)
         self.ended = False
         if not self.configured:
             self.ctx = self._context()
@@ -205,6 +209,11 @@ class ContractModule(pl.LightningModule):
             self.contract_state = self.plugin.configure(self.ctx)
             self._register(discover(self.contract_state, self.plugin, reserved=dir(self)))
             self.configured = True
+
+    @override
+    def on_fit_start(self) -> None:
+        assert self.discovered is not None
+        self._router = step_router(self.trainer, self, self.discovered)
 
     def _context(self) -> StepContext:
         trainer = self.trainer
@@ -215,7 +224,7 @@ class ContractModule(pl.LightningModule):
             self.ctx,
             job=job,
             device=str(trainer.strategy.root_device),
-            dtype=self.ctx.dtype if self._keeps_context_dtype else dtype_name(trainer.precision),
+            dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
             is_canceled=self._with_callers_check(self.ctx.is_canceled),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
@@ -284,8 +293,3 @@ class ContractModule(pl.LightningModule):
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint; last before the first step, since hooks may draw some."""
-
-
-def dtype_name(precision: str) -> str:
-    """Lightning's precision setting as the contract names it: ``fp32``, ``bf16`` or ``fp16``."""
-    return {"bf16": "bf16", "16": "fp16"}.get(precision.partition("-")[0], "fp32")

@@ -143,6 +143,11 @@ class StepRouter:
             self._route_optimizer(found.value)
 
     @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, as in fp16."""
+        return self._scaler is not None
+
+    @property
     def overflow_steps(self) -> int:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return self._scaler.overflow_steps if self._scaler is not None else 0
