@@ -339,7 +339,11 @@ def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) 
     handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks
     assert hooks is not None
-    hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    # The engine walks the underlying dict, which an OrderedDict's move_to_end leaves as it is.
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()
+    hooks[handle.id] = hook
+    hooks.update(others)
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:

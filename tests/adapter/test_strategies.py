@@ -1,0 +1,98 @@
+"""Every kind of trainer class ends with the weights of a plain torch loop, on one process and on two."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ZOO_FILE = Path(__file__).with_name("trainer_zoo.py")
+
+
+# Classes that compute in half precision themselves: two half batches round otherwise than a whole one.
+TOLERANCE = {"OwnAutocast": 1e-2, "OwnScaler": 1e-3}
+
+
+def load_zoo() -> Any:
+    spec = importlib.util.spec_from_file_location("trainer_zoo", ZOO_FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trainer_zoo"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+zoo = load_zoo()
+
+
+def run_ranks(folder: Path, jobs: list[dict[str, Any]], world_size: int = 2) -> list[dict[str, Any]]:
+    """Start one process per rank, and give each rank's weights by the job's key."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ZOO_FILE), str(rank), str(world_size), str(folder), json.dumps(jobs)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def assert_close(actual: Any, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert not isinstance(actual, str), actual
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(tensor.abs().max().item(), 1e-3)
+        difference = (actual[name].double() - tensor.double()).abs().max().item()
+        assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
+    expected = zoo.plain_run(name)
+
+    module, trainer = zoo.hosted_run(name)
+
+    actual = zoo.weights(module.contract_state, module.plugin)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert trainer.global_step == zoo.STEPS
+    assert module.router is None, "one device in fp32 needs no routing"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The whole zoo under DDP, in one pair of processes, since starting one takes seconds."""
+    jobs = [{"key": name, "name": name} for name in zoo.ZOO]
+    return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Normalized"])
+def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[name], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
+    first, second = (rank[name] for rank in two_ranks)
+    assert not isinstance(first, str), first
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
