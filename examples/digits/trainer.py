@@ -88,14 +88,17 @@ class DigitsState:
     guidance: float
     sampling_steps: int
 
-    def generate_sample(self, *, prompt: str, seed: int | None, step: int, output_dir: str | Path) -> dict[str, Any]:
-        """Draw digits into a picture: a grid of one digit for "0" to "9", a row of each for "all".
+    def generate_sample(
+        self, *, prompt: str | None, seed: int | None, step: int, output_dir: str | Path
+    ) -> dict[str, Any]:
+        """Draw digits into a picture: a grid of one digit for "0" to "9", a row of each for "all" or no prompt.
 
         The noise comes from `seed` alone, so that pictures of different steps show the same digits improve.
         """
-        labels = labels_of_prompt(prompt)
+        wanted = (prompt or "all").strip()
+        labels = labels_of_prompt(wanted)
         digits = sample_digits(self.ema, labels, seed=seed or 0, steps=self.sampling_steps, guidance=self.guidance)
-        name = f"digits-{prompt.strip()}.png"
+        name = f"digits-{wanted}.png"
         write_png(Path(output_dir) / name, picture_grid(digits, columns=CLASSES))
         return {"picture": name, "count": len(labels), "guidance": self.guidance, "trained_steps": step}
 
@@ -200,11 +203,10 @@ def labels_of_prompt(prompt: str) -> list[int]:
     Raises:
         ValueError: The prompt is neither a digit nor "all".
     """
-    text = prompt.strip()
-    if text == "all":
+    if prompt == "all":
         return [label for label in range(CLASSES) for _ in range(CLASSES)]
-    if text.isdecimal() and int(text) < CLASSES:
-        return [int(text)] * (4 * CLASSES)
+    if prompt.isdecimal() and int(prompt) < CLASSES:
+        return [int(prompt)] * (4 * CLASSES)
     raise ValueError(f'Invalid `prompt`. Expected a digit from "0" to "9" or "all", but received {prompt!r}.')
 
 

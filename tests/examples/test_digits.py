@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from genlight.adapter.contract import StepContext, TrainingJobSpec
+from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.module import ContractModule
+from genlight.adapter.run_config import resolve_run_config
+from lightning.pytorch import Trainer
 from PIL import Image
 
 SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}
@@ -182,8 +188,9 @@ def test_a_digit_as_prompt_gives_a_picture_of_forty(ready, tmp_path):
     assert digits_of_picture(tmp_path / "digits-3.png").shape == (4, 10, 8, 8)
 
 
-def test_all_gives_a_row_of_each_digit(digits, ready, tmp_path):
-    ready[1].generate_sample(prompt=" all ", seed=1, step=0, output_dir=str(tmp_path))
+@pytest.mark.parametrize("prompt", [" all ", "", None])
+def test_all_or_no_prompt_gives_a_row_of_each_digit(digits, ready, tmp_path, prompt):
+    ready[1].generate_sample(prompt=prompt, seed=None, step=0, output_dir=str(tmp_path))
     assert digits_of_picture(tmp_path / "digits-all.png").shape == (10, 10, 8, 8)
     assert digits.labels_of_prompt("all")[::10] == list(range(10))
 
@@ -203,7 +210,7 @@ def test_pictures_depend_on_the_seed_alone_and_leave_the_random_numbers_of_train
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("prompt", ["10", "-1", "three", "", "../3"])
+@pytest.mark.parametrize("prompt", ["10", "-1", "three", "../3"])
 def test_another_prompt_is_refused_before_a_file_is_written(ready, tmp_path, prompt):
     with pytest.raises(ValueError, match="Invalid `prompt`"):
         ready[1].generate_sample(prompt=prompt, seed=1, step=0, output_dir=tmp_path)
@@ -227,7 +234,57 @@ def test_the_grid_puts_digits_side_by_side_with_a_line_between(digits, tmp_path)
     assert np.array_equal(back.reshape(-1, 8, 8)[:13], some)
 
 
-# the whole job
+# the job
+
+
+def test_the_job_is_a_sound_spec_without_a_warning(examples):
+    config = resolve_run_config(spec_path=examples / "digits" / "job.json", environ={})
+    assert config.warnings == ()
+    assert [Path(path).is_file() for path in config.dataset.parquet_paths] == [True]
+    assert [(request.prompt, request.seed) for request in config.sample_prompts] == [("all", 1), ("3", 1), ("7", 1)]
+    assert config.job.max_steps % config.job.sample_every == 0
+    assert config.job.max_steps % config.job.checkpoint_every == 0
+
+
+def test_every_hyperparameter_of_the_job_is_one_that_the_trainer_reads(digits, examples):
+    class Recording(dict):
+        read: ClassVar[set[str]] = set()
+
+        def get(self, key, default=None):
+            self.read.add(key)
+            return super().get(key, default)
+
+    given = json.loads((examples / "digits" / "job.json").read_text())["hyperparams"]
+    trainer, ctx = digits.DigitsTrainer(), context(hyperparams=Recording(given))
+    trainer.setup(ctx)
+    trainer.configure(ctx)
+    assert Recording.read == set(given)
+
+
+def test_under_lightning_the_class_trains_to_the_same_weights_as_by_hand(digits, examples, tmp_path):
+    steps = 20
+    feed = {"batch_size": 120, "shuffle": True, "seed": 0}
+    parquet = str(examples / "digits" / "digits.parquet")
+    module = ContractModule(digits.DigitsTrainer(), TrainingJobSpec("digits", steps, hyperparams=SMALL))
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, train_dataloaders=ArrowFeed(parquet, **feed))
+
+    plain, ctx = digits.DigitsTrainer(), context(max_steps=steps)
+    plain.setup(ctx)
+    state = plain.configure(ctx)
+    for _, batch in zip(range(steps), ArrowFeed(parquet, **feed).iter_batches(), strict=False):
+        plain.train_step(plain.prepare_batch(batch, state, ctx), state, ctx)
+    for name, value in state.ema.state_dict().items():
+        assert torch.equal(value, module.contract_state.ema.state_dict()[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +319,7 @@ def test_the_job_ends_with_digits_that_a_classifier_of_real_ones_recognises(exam
     assert (events[-1]["event"], events[-1]["step"]) == ("completed", steps)
 
     pictures = tmp_path / "artifacts" / "samples"
-    last = {path.name: path for path in sorted(pictures.rglob(f"*{steps:08d}*/**/*.png"))}
+    last = {path.name: path for path in pictures.glob(f"step-{steps:08d}-*/*.png")}
     assert set(last) == {"digits-all.png", "digits-3.png", "digits-7.png"}
     assert recognised(reader_of_digits, last["digits-all.png"], np.repeat(np.arange(10), 10)) >= 0.85
     assert recognised(reader_of_digits, last["digits-3.png"], 3) >= 0.85

@@ -59,15 +59,23 @@ def logged(name):
 
 
 def test_the_configuration_trains_the_class_with_its_callbacks_and_logger(fit):
-    cli = fit("--trainer.max_steps=50")
+    cli = fit("--trainer.max_steps=50", "--trainer.callbacks.init_args.every_n_steps=25")
     assert cli.trainer.global_step == 50
     assert {type(callback).__name__ for callback in cli.trainer.callbacks} >= {
         "ModelCheckpoint",
         "LearningRateMonitor",
         "EarlyStopping",
+        "WriteSamples",
     }
     assert [step for step, _ in logged("train/loss")] == [25, 50]
     assert logged("lr-AdamW")
+    pictures = sorted(str(path.relative_to("runs/digits-cli/samples")) for path in Path("runs").rglob("*.png"))
+    assert pictures == [
+        "step-00000025-00/digits-all.png",
+        "step-00000025-01/digits-3.png",
+        "step-00000050-00/digits-all.png",
+        "step-00000050-01/digits-3.png",
+    ]
     assert cli.model.ctx.job.hyperparams["width"] == 16
     assert cli.model.contract_state.scheduler.last_epoch == 50
 
