@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,14 +181,11 @@ def _json_object(content: bytes, where: str) -> dict[str, Any]:
 
 
 def facts_of(path: Path) -> FileFacts:
-    """Size and sha256 of a file; for a directory the size of all files in it, and no digest.
+    """Size and sha256 of a file, read in pieces.
 
     Raises:
         Refused: It is gone, or may not be read.
     """
-    if path.is_dir():
-        sizes = (os.stat(os.path.join(top, name)).st_size for top, _, names in os.walk(path) for name in names)
-        return FileFacts(sum(sizes), None)
     digest, size = hashlib.sha256(), 0
     with open_file(path) as file:
         buffer = memoryview(bytearray(1 << 20))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import msgspec
 
 from .client import Wire, facts_of
 from .config import UploadConfig
+from .holding import release
 from .parcel import Parcel, unpack
 from .retry import Contradicted, Refused
 from .spool import Entry, Spool
@@ -180,7 +180,7 @@ class Delivery:
     def _subject(self, entry: Entry, parcel: Parcel) -> tuple[FileFacts, UploadedFile | None]:
         """What the message describes: a file and what the store said of it, or a directory."""
         if parcel.subject is None:
-            return facts_of(self._root / parcel.local_path), None
+            return FileFacts(parcel.subject_bytes, None), None
         receipt = entry.parts.get(f"put:{parcel.subject}")
         uploaded = msgspec.convert(receipt, UploadedFile) if receipt else None
         return self._facts_of(entry, parcel, parcel.subject), uploaded
@@ -193,11 +193,7 @@ class Delivery:
 
     def _shipment(self, entry: Entry, parcel: Parcel) -> Shipment:
         title = "final" if parcel.final else f"step-{entry.step:08d}"
-        record = len(parcel.files) - 1
-        files = tuple(
-            (file.name if index == record else f"{title}/{file.name}", file.location(self._root))
-            for index, file in enumerate(parcel.files)
-        )
+        files = tuple((file.layout, file.location(self._root)) for file in parcel.files)
         return Shipment(self._config.run_id, f"{entry.kind}s", title, files, self._interrupted)
 
     def _facts_of(self, entry: Entry, parcel: Parcel, index: int) -> FileFacts:
@@ -243,8 +239,4 @@ class Delivery:
 
     def _let_go(self, parcel: Parcel) -> None:
         if parcel.held:
-            for file in parcel.files:
-                location = file.location(self._root)
-                with contextlib.suppress(OSError):
-                    location.unlink()
-                    location.parent.rmdir()
+            release(parcel.files[-1].location(self._root))

@@ -11,16 +11,21 @@ from typing import Any
 import msgspec
 
 from ...adapter.exceptions import UploadError
+from .wire import Kind
 
-__all__ = ["Parcel", "ParcelFile", "pack", "stored_path", "unpack"]
+__all__ = ["Parcel", "ParcelFile", "files_in", "pack", "stored_path", "unpack"]
 
 
 @dataclass(frozen=True)
 class ParcelFile:
-    """One file: where it lies (relative to the run's folder where it is inside), and its name within the artifact."""
+    """One file of an artifact."""
 
     path: str
+    """Where it lies (relative to the run's folder where it is inside)."""
     name: str
+    """Its name in a file store, after the prefix that tells the step; slashes become underscores there."""
+    layout: str
+    """Its path relative to the artifact's main file, for targets that keep folders."""
     size_bytes: int
     mtime_ns: int
 
@@ -45,7 +50,9 @@ class Parcel:
     """The path that is reported (relative to the run's folder where it is inside)."""
     files: tuple[ParcelFile, ...]
     subject: int | None
-    """Index of the file that the message describes; None where `local_path` is a directory."""
+    """Index of the file that the message describes; None where it is a directory."""
+    subject_bytes: int
+    """Size of what the message describes."""
     final: bool = False
     held: bool = False
     """Whether the files are links of ours, which go away with the entry."""
@@ -66,6 +73,7 @@ def pack(
     main: str | os.PathLike[str],
     files: Iterable[str | os.PathLike[str]],
     *,
+    kind: Kind = "checkpoint",
     primary: str | os.PathLike[str] | None = None,
     reported: str | None = None,
     final: bool = False,
@@ -77,8 +85,9 @@ def pack(
         root: The run's folder; paths inside it are remembered relative to it.
         main: The commit record of a checkpoint, the JSON of a sample, or the only file.
         files: The files that belong to it; a directory stands for all files in it.
+        kind: Whether it is a checkpoint or a sample.
         primary: The path that the message describes instead of `main`; a file or a directory.
-        reported: What the message calls `main`; None for its absolute path.
+        reported: What the message calls the path it describes; None for its own.
         final: Whether this is the end of the run.
         held: Whether the files are links of ours.
 
@@ -88,11 +97,12 @@ def pack(
     main_path = Path(os.path.abspath(main))
     subject_path = Path(os.path.abspath(primary)) if primary is not None else main_path
     ordered = _in_order(main_path, files, subject_path)
-    packed = tuple(_look_at(path, root, main_path) for path in ordered)
+    packed = tuple(_look_at(path, root, main_path, kind) for path in ordered)
     _refuse_same_names(packed)
+    size = sum(file.size_bytes for path, file in zip(ordered, packed, strict=True) if path.is_relative_to(subject_path))
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
-    named = subject_path if primary is not None or reported is None else reported
-    return Parcel(stored_path(named, root), packed, subject, final, held)
+    local_path = stored_path(subject_path if reported is None else reported, root)
+    return Parcel(local_path, packed, subject, size, final, held)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
@@ -105,12 +115,14 @@ def _in_order(main: Path, files: Iterable[str | os.PathLike[str]], subject: Path
     """Every file once: the given ones, the subject's, and `main` last."""
     found: dict[Path, None] = {}
     for given in (*files, subject):
-        found.update(dict.fromkeys(_files_in(Path(os.path.abspath(given)))))
-    last = list(_files_in(main))
+        found.update(dict.fromkeys(files_in(given)))
+    last = list(files_in(main))
     return [path for path in found if path not in last] + last
 
 
-def _files_in(path: Path) -> Iterator[Path]:
+def files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
+    """`given`, or all files in it where it is a directory, as absolute paths in a stable order."""
+    path = Path(os.path.abspath(given))
     if not path.is_dir():
         yield path
         return
@@ -119,19 +131,25 @@ def _files_in(path: Path) -> Iterator[Path]:
         yield from (Path(top, name) for name in sorted(names))
 
 
-def _look_at(path: Path, root: Path, main: Path) -> ParcelFile:
+def _look_at(path: Path, root: Path, main: Path, kind: Kind) -> ParcelFile:
     try:
         found = os.stat(path)
     except OSError as error:
         raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
-    return ParcelFile(stored_path(path, root), _name_within(path, main), found.st_size, found.st_mtime_ns)
+    beside = path.relative_to(main.parent) if path.is_relative_to(main.parent) else Path(path.name)
+    name = _name_within(beside, main, kind)
+    return ParcelFile(stored_path(path, root), name, beside.as_posix(), found.st_size, found.st_mtime_ns)
 
 
-def _name_within(path: Path, main: Path) -> str:
-    """`trainer/lora.safetensors` for a file in a checkpoint's folder; the bare name for what lies elsewhere."""
-    folders = (main, main.with_suffix("")) if path != main else ()
-    folder = next((folder for folder in folders if path.is_relative_to(folder)), path.parent)
-    return path.relative_to(folder).as_posix()
+def _name_within(beside: Path, main: Path, kind: Kind) -> str:
+    """``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
+
+    The folder of a checkpoint says no more than the step and the record's name; a step may have several samples, whose
+    folders tell them apart.
+    """
+    folder = beside.parts[0]
+    is_own_folder = len(beside.parts) > 1 and folder.partition("~")[0] in (main.stem, main.name)
+    return Path(*beside.parts[1:]).as_posix() if is_own_folder and kind == "checkpoint" else beside.as_posix()
 
 
 def _refuse_same_names(files: Sequence[ParcelFile]) -> None:

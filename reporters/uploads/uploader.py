@@ -8,12 +8,12 @@ makes one request at a time and then looks again, so that metrics flow between t
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 
 from ...adapter.exceptions import UploadError
@@ -21,8 +21,9 @@ from ..http import build_client
 from .client import Wire
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
+from .holding import Held, hold, release_others
 from .outcome import REQUIRED_KINDS, SettleResult, Undelivered
-from .parcel import pack, stored_path, unpack
+from .parcel import Parcel, files_in, pack, stored_path, unpack
 from .retry import Interrupted, Refused, TryAgain, backoff_s
 from .spool import Entry, Spool
 from .targets import open_target
@@ -32,7 +33,7 @@ __all__ = ["Uploader"]
 
 log = logging.getLogger(__name__)
 
-StrPath = str | PathLike[str]
+StrPath = str | os.PathLike[str]
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
 SETTLING_BACKOFF_CAP_S = 5.0
@@ -116,6 +117,8 @@ class Uploader:
         step: int = 0,
         final: bool = False,
         primary_path: StrPath | None = None,
+        *,
+        hold: bool = False,
     ) -> None:
         """Queue a checkpoint that is durable; the record goes last.
 
@@ -124,12 +127,28 @@ class Uploader:
             files: The files that belong to it; a directory stands for all files in it.
             step: Completed steps.
             final: Whether this is the end of the run.
-            primary_path: The path that is reported instead of the record, relative to nothing (absolute).
+            primary_path: The file or folder that is reported instead of the record.
+            hold: Whether somebody may delete the files who does not ask `pending_paths`: hard links keep them.
 
         Raises:
             UploadError: A file is missing, or the spool cannot be written.
         """
-        self._enqueue_artifact("checkpoint", record_path, files, step, final=final, primary=primary_path)
+        if not self.config.wants("checkpoint"):
+            return
+        main, subject = Path(os.path.abspath(record_path)), Path(os.path.abspath(primary_path or record_path))
+        wanted = [path for given in (*files, subject, main) for path in files_in(given)]
+        held = self._hold(main, wanted) if hold else None
+        place = held.link_of if held is not None else Path
+        parcel = pack(
+            self._root,
+            place(main),
+            [place(path) for path in wanted],
+            primary=place(subject),
+            reported=str(subject),
+            final=final,
+            held=held is not None,
+        )
+        self._enqueue_artifact("checkpoint", step, parcel)
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
         """Queue a sample that is durable, with the files it names.
@@ -137,15 +156,8 @@ class Uploader:
         Raises:
             UploadError: A file is missing, or the spool cannot be written.
         """
-        self._enqueue_artifact("sample", path, files, step)
-
-    def enqueue_held(self, kind: Kind, link: StrPath, reported: StrPath, step: int, *, final: bool = False) -> None:
-        """Queue links of ours to files that others may delete; the links go when they were delivered.
-
-        Raises:
-            UploadError: A file is missing, or the spool cannot be written.
-        """
-        self._enqueue_artifact(kind, link, (), step, final=final, reported=str(reported), held=True)
+        if self.config.wants("sample"):
+            self._enqueue_artifact("sample", step, pack(self._root, path, files, kind="sample"))
 
     def pending_paths(self) -> frozenset[Path]:
         """Files and reported paths that wait for delivery and must not be deleted yet."""
@@ -345,6 +357,9 @@ class Uploader:
             if missing:
                 log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
                 self._spool.remove(entry)
+        parcels = [unpack(e.body) for e in (*self._spool.entries("sample"), *self._spool.entries("checkpoint"))]
+        links = [parcel.files[-1].location(self._root) for parcel in parcels if parcel.held]
+        release_others(self._spool.directory, links)
 
     def _add_or_merge_metrics(self, values: dict[str, float], step: int) -> None:
         newest = self._spool.newest("metrics")
@@ -361,21 +376,15 @@ class Uploader:
         if self._lost_metrics == 1:
             log.warning("metrics are not uploaded: %s; further ones are only counted", why)
 
-    def _enqueue_artifact(
-        self,
-        kind: Kind,
-        main: StrPath,
-        files: Sequence[StrPath],
-        step: int,
-        *,
-        final: bool = False,
-        primary: StrPath | None = None,
-        reported: str | None = None,
-        held: bool = False,
-    ) -> None:
-        if not self.config.wants(kind):
-            return
-        parcel = pack(self._root, main, files, primary=primary, reported=reported, final=final, held=held)
+    def _hold(self, main: Path, files: Sequence[Path]) -> Held | None:
+        """Links to `files`; None where the file system does not have them."""
+        try:
+            return hold(self._spool.directory, main, files)
+        except OSError as error:
+            log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
+            return None
+
+    def _enqueue_artifact(self, kind: Kind, step: int, parcel: Parcel) -> None:
         body = parcel.body()
         try:
             with self._condition:
