@@ -147,6 +147,7 @@ def _header_value(text: str) -> bool:
 LARGEST = 2**63 - 1
 
 TEXT = Rule(str, "a text without control characters", storable_text)
+NON_BLANK = Rule(str, "a text that is not empty", lambda text: bool(text.strip()) and storable_text(text))
 PROSE = Rule(str, "a text", _utf8)
 FLAG = Rule(bool, "true or false")
 COUNT = Rule(Annotated[int, msgspec.Meta(ge=0, le=LARGEST)], "an integer >= 0")
@@ -358,12 +359,8 @@ def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
 
 
 def _texts(name: str, values: list[Any], faults: FaultList) -> tuple[str, ...]:
-    converted = (_convert(f"{name}[{index}]", value, TEXT, faults) for index, value in enumerate(values))
-    texts = tuple(text for text in converted if text is not None)
-    for index, text in enumerate(texts):
-        if _blank(text):
-            faults.invalid(f"{name}[{index}]", "a text that is not empty", text)
-    return texts
+    converted = [_convert(f"{name}[{index}]", value, NON_BLANK, faults) for index, value in enumerate(values)]
+    return tuple(text for text in converted if text is not None)
 
 
 def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:

@@ -8,6 +8,7 @@ asked here.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -366,7 +367,9 @@ def folder_name(run_id: str) -> str:
     name = quote(run_id, safe="")
     if not name.strip("."):
         name = name.replace(".", "%2E")
-    return name[:LONGEST_FOLDER_NAME]
+    if len(name) <= LONGEST_FOLDER_NAME:
+        return name
+    return f"{name[:LONGEST_FOLDER_NAME]}~{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
 
 
 def artifact_paths(reading: Settings, template: str, run_id: str) -> dict[str, Path]:

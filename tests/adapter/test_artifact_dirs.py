@@ -1,0 +1,61 @@
+"""Artifact directories are made and proved writable, or refused with the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from genlight.adapter.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs
+from genlight.adapter.exceptions import StartupContractError
+from genlight.adapter.run_config import resolve_run_config
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def resolve(*overrides):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({"run_id": "r", "trainer": "t:T", "max_steps": 1}))
+        return resolve_run_config(
+            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
+        )
+
+    return resolve
+
+
+def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, tmp_path):
+    prepare_artifact_dirs(config_of())
+    prepare_artifact_dirs(config_of())
+    assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == [
+        *("checkpoints", "metrics", "samples")
+    ]
+
+
+def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StartupContractError) as caught:
+        prepare_artifact_dirs(config_of())
+    assert caught.value.code == "startup.invalid_artifact_paths"
+    for name in ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir"):
+        assert f"`{name}`" in caught.value.message
+    assert "`TRAINER_ARTIFACTS_DIR`" in caught.value.message
+
+
+def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
+    (tmp_path / "events").mkdir()
+    with pytest.raises(StartupContractError, match="which is a directory"):
+        prepare_artifact_dirs(config_of(f"events_path={tmp_path / 'events'}"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs a file system that nobody may write")
+def test_a_file_system_that_cannot_be_written_is_refused_also_for_root(config_of):
+    for place in ("/proc/genlight", "/sys/genlight"):
+        with pytest.raises(StartupContractError, match="checkpoints_dir"):
+            prepare_artifact_dirs(config_of(f"checkpoints_dir={place}"))
+
+
+def test_a_look_without_making_anything_probes_the_nearest_folder(config_of, tmp_path):
+    assert artifact_dir_faults(config_of(), create=False) == []
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").write_text("")
+    assert len(artifact_dir_faults(config_of(), create=False)) == 5
