@@ -28,8 +28,8 @@ _open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 class LineFile:
     """Appends whole lines to a file that this process alone may write.
 
-    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed, so that
-    a data loader worker that outlives its parent cannot keep the lock.
+    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed,
+    so that a data loader worker that outlives its parent cannot keep the lock.
 
     Attributes:
         path: The file.

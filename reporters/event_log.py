@@ -104,6 +104,10 @@ class EventLog:
         """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
         return self._phase
 
+    def takes_metrics_of(self, step: int) -> bool:
+        """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
+        return step not in self._checkpointed
+
     @property
     def closed(self) -> bool:
         """Whether the file was given up; always so in a forked child."""
@@ -228,7 +232,7 @@ class EventLog:
             error: Text without secrets, which the line begins with ``category:`` where it does not yet; of a stop,
                 its reason.
             category: None takes an `error` that is a stop reason for that stop, and any other for ``train-step``.
-            resumable: Whether a restart can go on from a checkpoint.
+            resumable: Whether a restart can be expected to go on where this attempt ended.
 
         Raises:
             TypeError: `step` is no integer.
