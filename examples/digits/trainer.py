@@ -95,7 +95,7 @@ class DigitsState:
 
         The noise comes from `seed` alone, so that pictures of different steps show the same digits improve.
         """
-        wanted = (prompt or "all").strip()
+        wanted = "all" if prompt in (None, "") else str(prompt).strip()  # a YAML file may say 3 without quotes
         labels = labels_of_prompt(wanted)
         digits = sample_digits(self.ema, labels, seed=seed or 0, steps=self.sampling_steps, guidance=self.guidance)
         name = f"digits-{wanted}.png"
