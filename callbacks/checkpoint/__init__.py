@@ -10,28 +10,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commit import stage, sweep
+    from .checkpoint import Checkpoint, WritesTrainerFiles
+    from .checkpoint_io import DurableCheckpointIO, SaveRequest
+    from .commit import Staging, delete_checkpoint, require_space, stage, sweep
     from .loading import load, load_weights
     from .record import CheckpointRecord, FileEntry, RecordMeta, read_record
+    from .retention import Retention
+    from .rng import capture_rng, restore_rng
     from .saving import save
+    from .selection import Listed, find_final, list_checkpoints, newest_valid
     from .verification import verify
 
 _HOME = {
-    "commit": ("stage", "sweep"),
+    "checkpoint": ("Checkpoint", "WritesTrainerFiles"),
+    "checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
+    "commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
     "loading": ("load", "load_weights"),
     "record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
+    "retention": ("Retention",),
+    "rng": ("capture_rng", "restore_rng"),
     "saving": ("save",),
+    "selection": ("Listed", "find_final", "list_checkpoints", "newest_valid"),
     "verification": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
+    "Checkpoint",
     "CheckpointRecord",
+    "DurableCheckpointIO",
     "FileEntry",
+    "Listed",
     "RecordMeta",
+    "Retention",
+    "SaveRequest",
+    "Staging",
+    "WritesTrainerFiles",
+    "capture_rng",
+    "delete_checkpoint",
+    "find_final",
+    "list_checkpoints",
     "load",
     "load_weights",
+    "newest_valid",
     "read_record",
+    "require_space",
+    "restore_rng",
     "save",
     "stage",
     "sweep",

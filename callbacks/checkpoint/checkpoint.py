@@ -1,0 +1,389 @@
+"""The callback that decides when a checkpoint is saved, which ones stay, and what a resumed run takes over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from typing_extensions import override
+
+from ..cadence import crossed
+from ..hook import Hook, run_state_of
+from .checkpoint_io import DurableCheckpointIO, SaveRequest
+from .commit import Staging, delete_checkpoint, require_space, stage, sweep
+from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
+from .rank_parts import capture_rng_of_ranks, gather, gradients_of, restore_gradients, restore_rng_of_rank
+from .record import CheckpointRecord, RecordMeta
+from .retention import Retention, best, to_delete
+from .saving import CONTRACT_KEY
+from .selection import list_checkpoints
+
+__all__ = ["Checkpoint", "WritesTrainerFiles"]
+
+log = logging.getLogger(__name__)
+
+_ADAM_STATES = 2
+"""Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
+
+
+@runtime_checkable
+class WritesTrainerFiles(Protocol):
+    """A LightningModule whose trainer has files of its own to add; asked on rank zero, inside the checkpoint."""
+
+    def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
+        """Write into `output_dir`, which becomes ``trainer/`` of the checkpoint; the result goes into the record."""
+        ...
+
+
+class Checkpoint(Hook, LightningCheckpoint):
+    """Saves whole, durable checkpoints from which a run resumes to the same bits.
+
+    Works in any ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])``: it brings its own
+    `DurableCheckpointIO`, stores the random state of every rank and the gradients of an unfinished accumulation window,
+    and restores them with ``ckpt_path``.
+
+    Args:
+        dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
+        every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
+        every_n_epochs: Save at the end of every such epoch; 0 never does.
+        monitor: Metric that `keep_best` goes by, as logged.
+        mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
+        keep_last: How many of the newest step checkpoints stay; None keeps all.
+        keep_best: How many of the best stay, where `monitor` is set.
+        keep_every: Checkpoints whose step is a multiple of this stay; 0 means none for that reason.
+        save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
+        asynchronous: Training goes on while a checkpoint is written, after its tensors were copied.
+        when_busy: What a save does while the one before it is still being written: ``wait`` for it, or save the
+            ``newest`` state as soon as it is done, leaving out those in between.
+        on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
+        save_gradients: Whether gradients are stored; None means where an unfinished accumulation window needs them.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    ranks: Literal["zero", "all"] = "all"
+    writes = ("latest_checkpoint_uri",)
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        every_n_steps: int = 0,
+        every_n_epochs: int = 0,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep_last: int | None = 2,
+        keep_best: int = 1,
+        keep_every: int = 0,
+        save_final: bool = True,
+        asynchronous: bool = True,
+        when_busy: Literal["wait", "newest"] = "wait",
+        on_error: Literal["stop", "continue"] = "stop",
+        save_gradients: bool | None = None,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
+            if value < 0:
+                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
+        if when_busy not in ("wait", "newest"):
+            raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
+        if on_error not in ("stop", "continue"):
+            raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
+        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
+        self.save_final = save_final
+        self.asynchronous = asynchronous
+        self.when_busy = when_busy
+        self.critical = on_error == "stop"
+        self.save_gradients = save_gradients
+        self.run = RecordMeta()
+        """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
+        self.listeners: list[Callable[[CheckpointRecord], None]] = []
+        """Called in the training thread, on rank zero, soon after a checkpoint became durable."""
+        self._durable: deque[CheckpointRecord] = deque()
+        self._io: DurableCheckpointIO | None = None
+        self._previous_step = 0
+        self._is_overdue = False
+        self._last_saved_step: int | None = None
+        self._is_between_batches = False
+        self._pending: dict[str, Any] = {}
+        self._elapsed_before_s = 0.0
+        self._started_at_s: float | None = None
+        self.best_model_path = ""
+        """The best checkpoint, or the newest without a monitor; what ``ckpt_path="best"`` asks for."""
+
+    # Events
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._io = _install(trainer)
+        if self.dirpath is None:
+            self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
+        self.dirpath = self.dirpath.absolute()
+        if stage == "fit" and trainer.is_global_zero:
+            sweep(self.dirpath)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._previous_step = trainer.global_step
+        self._started_at_s = time.monotonic()
+        restore_gradients(pl_module, self._pending.pop("gradients", {}))
+        if trainer.is_global_zero and self.saves_anything:
+            require_space(self.directory, _estimate(pl_module))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._is_between_batches = False
+        self.restore_pending_rng(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.poll(trainer)
+        self._is_between_batches = True
+        previous, self._previous_step = self._previous_step, trainer.global_step
+        is_due = crossed(previous, trainer.global_step, self.every_n_steps) or self._is_overdue
+        if is_due and not self._must_skip(trainer):
+            self.save(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_between_batches = False
+        epoch = trainer.current_epoch
+        if crossed(epoch, epoch + 1, self.every_n_epochs):
+            self.save(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.save_final:
+            self.save(trainer, pl_module, final=True, wait=True)
+        self.wait(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        try:
+            self.wait(trainer)
+        except Exception:
+            log.exception("The checkpoint in flight could not be written")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        parts = checkpoint.setdefault(CONTRACT_KEY, {})
+        parts["is_between_batches"] = self._is_between_batches
+        parts["elapsed_s"] = self.elapsed_s
+        if "rng" not in parts:
+            parts["rng"] = capture_rng_of_ranks()
+        gradients = gradients_of(pl_module) if self._needs_gradients(trainer, pl_module) else {}
+        if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
+            parts["gradients"] = gather(gradients)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        parts = checkpoint.get(CONTRACT_KEY, {})
+        self._elapsed_before_s = parts.get("elapsed_s", 0.0)
+        gradients = parts.get("gradients", [])
+        if trainer.global_rank < len(gradients):
+            self._pending["gradients"] = gradients[trainer.global_rank]
+        if "rng" in parts:
+            # Now, for what draws before the first batch; where batches went before, once more at the next one,
+            # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
+            restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
+            if parts.get("is_between_batches"):
+                self._pending["rng"] = parts["rng"]
+
+    # What the runtime calls as well
+
+    @property
+    def directory(self) -> Path:
+        """Where checkpoints go; known from ``setup`` on."""
+        assert self.dirpath is not None
+        return self.dirpath
+
+    @property
+    def saves_anything(self) -> bool:
+        """Whether a run with this callback saves checkpoints of its own accord."""
+        return bool(self.every_n_steps or self.every_n_epochs or self.save_final)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far, over all attempts."""
+        here = 0.0 if self._started_at_s is None else time.monotonic() - self._started_at_s
+        return self._elapsed_before_s + here
+
+    def save(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool = False, wait: bool = False
+    ) -> Path:
+        """Save a checkpoint of this moment. Collective.
+
+        Returns:
+            Where its record is, or will be once it is durable.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+            CheckpointError: The disk has no space for it.
+            OSError: It, or the one before it, could not be written.
+        """
+        step = trainer.global_step
+        path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
+        self._is_overdue = False
+        self._last_saved_step = step
+        if trainer.is_global_zero:
+            self._expect(trainer, pl_module, path, step=step, final=final, wait=wait)
+        trainer.save_checkpoint(path)
+        if wait:
+            self.wait(trainer)
+        self.poll(trainer)
+        return path
+
+    def wait(self, trainer: pl.Trainer) -> None:
+        """Return when the save in flight is durable and reported.
+
+        Raises:
+            Exception: It could not be written.
+        """
+        if self._io is not None:
+            self._io.writer.wait()
+        self._report(trainer)
+
+    def poll(self, trainer: pl.Trainer) -> None:
+        """Report what became durable since the last call, and raise what a save in the background raised."""
+        self._report(trainer)
+        if self._io is not None:
+            self._io.writer.raise_failure()
+
+    def restore_pending_rng(self, trainer: pl.Trainer) -> None:
+        """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
+        states = self._pending.pop("rng", None)
+        if states is not None:
+            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size)
+
+    # How
+
+    def _must_skip(self, trainer: pl.Trainer) -> bool:
+        """Whether a due save has to wait for its turn, or must not happen at all."""
+        if getattr(trainer, "fast_dev_run", False):
+            return True
+        is_busy = self.when_busy == "newest" and self._io is not None and self._io.writer.is_busy
+        if self.when_busy == "newest":
+            self._is_overdue = trainer.strategy.broadcast(is_busy)
+        return self._is_overdue
+
+    def _expect(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, *, step: int, final: bool, wait: bool
+    ) -> None:
+        assert self._io is not None
+        staging, trainer_checkpoint = self._trainer_files(pl_module, path, step, final)
+        state = run_state_of(trainer)
+        meta = replace(
+            self.run,
+            step=step,
+            run_id=self.run.run_id or state.run_id,
+            final=final,
+            trainer_checkpoint=trainer_checkpoint,
+            elapsed_s=self.elapsed_s,
+            world_size=trainer.world_size,
+            metrics=self._monitored(trainer),
+        )
+        asynchronous = self.asynchronous and not wait
+        self._io.expect(path, SaveRequest(meta, staging, asynchronous, self._on_durable))
+
+    @staticmethod
+    def _trainer_files(
+        pl_module: pl.LightningModule, path: Path, step: int, final: bool
+    ) -> tuple[Staging | None, Mapping[str, Any] | None]:
+        if not isinstance(pl_module, WritesTrainerFiles):
+            return None, None
+        staging = stage(path)
+        try:
+            output = staging.folder(TRAINER_FOLDER)
+            result = pl_module.save_trainer_files(output_dir=output, step=step, final=final)
+        except BaseException:
+            staging.discard()
+            raise
+        return staging, result
+
+    def _on_durable(self, record: CheckpointRecord) -> None:
+        """In the thread that wrote: only now may older ones go."""
+        records = [listed.record for listed in list_checkpoints(self.directory) if listed.record is not None]
+        for old in to_delete(records, self.retention):
+            if old.path != record.path:
+                delete_checkpoint(old.path)
+        best_records = best([r for r in records if not r.is_old], self.retention)
+        self.best_model_path = str((best_records or [record])[0].path)
+        self._durable.append(record)
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        while self._durable:
+            record = self._durable.popleft()
+            run_state_of(trainer).latest_checkpoint_uri = str(record.path)
+            for listener in self.listeners:
+                listener(record)
+
+    def _monitored(self, trainer: pl.Trainer) -> dict[str, float]:
+        name = self.retention.monitor
+        if name is None:
+            return {}
+        state = run_state_of(trainer)
+        for source in (trainer.callback_metrics, state.eval_scores or {}, state.loss_stats or {}):
+            if name in source:
+                return {name: float(source[name])}
+        log.warning(
+            "The metric %r that checkpoints are kept by was not logged up to step %d", name, trainer.global_step
+        )
+        return {}
+
+    def _needs_gradients(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        if self.save_gradients is not None:
+            return self.save_gradients
+        if not pl_module.automatic_optimization:
+            return self._is_between_batches
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        window = trainer.accumulate_grad_batches
+        return self._is_between_batches and progress.current.ready % window != 0 and not progress.is_last_batch
+
+
+def _install(trainer: pl.Trainer) -> DurableCheckpointIO:
+    """The plugin of `trainer`; put in place of Lightning's own default, but of nobody else's.
+
+    Raises:
+        TypeError: The trainer was given another checkpoint plugin.
+    """
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, DurableCheckpointIO):
+        return plugin
+    if type(plugin) is not TorchCheckpointIO:
+        raise TypeError(
+            f"Invalid `plugins`. Checkpoint writes through DurableCheckpointIO, but the trainer was given "
+            f"{type(plugin).__name__}; leave that plugin out."
+        )
+    installed = DurableCheckpointIO()
+    trainer.strategy.checkpoint_io = installed
+    return installed
+
+
+def _estimate(module: pl.LightningModule) -> int:
+    """Bytes of a first checkpoint: the weights, and what the usual optimizer keeps for each that is trained."""
+    weights = sum(t.nbytes for t in module.state_dict().values() if isinstance(t, torch.Tensor))
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    return int(weights + _ADAM_STATES * trained)

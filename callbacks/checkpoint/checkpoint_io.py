@@ -1,0 +1,175 @@
+"""Lightning's checkpoint plugin that writes whole, durable checkpoints without pickle."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from typing_extensions import override
+
+from .commit import Staging, delete_checkpoint
+from .layout import record_path
+from .loading import MapLocation, load
+from .record import CheckpointRecord, RecordMeta
+from .saving import prepare, write
+from .snapshot import HostBuffer
+from .writer import BackgroundWriter
+
+__all__ = ["DurableCheckpointIO", "SaveRequest"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """How the next save of one path is to be done; for callers that know more than Lightning hands through."""
+
+    meta: RecordMeta = field(default_factory=RecordMeta)
+    staging: Staging | None = None
+    """Holds the files of the trainer's own hook."""
+    asynchronous: bool | None = None
+    """None leaves it to the plugin."""
+    on_durable: Callable[[CheckpointRecord], None] | None = None
+    """Called in the thread that wrote, once the checkpoint is durable."""
+
+
+class DurableCheckpointIO(CheckpointIO):
+    """Writes each checkpoint whole or not at all, proves it when loading, and stores no pickle.
+
+    ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
+    ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
+    ``P.ckpt`` beside a folder ``P/``. A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True``
+    whatever the caller asks for, because only then can it run no code.
+
+    Args:
+        asynchronous: Copy the tensors and write in the background. One save is in flight and the next waits for it;
+            a failed save is raised by the next call.
+    """
+
+    def __init__(self, *, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
+        self.writer = BackgroundWriter()
+        self.buffer = HostBuffer()
+        self._requests: dict[Path, SaveRequest] = {}
+
+    def expect(self, path: str | os.PathLike[str], request: SaveRequest) -> None:
+        """State how the next `save_checkpoint` to `path` is to be done."""
+        self._requests[record_path(path)] = request
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint`; durable when this returns, unless it is asynchronous.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+            CheckpointError: The disk has no space for it.
+            OSError: It could not be written; the checkpoint that was there before still is.
+            TypeError: `storage_options` is given.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"Invalid `storage_options`. {type(self).__name__} writes to a local file system and takes none, "
+                f"but received {storage_options!r}."
+            )
+        record = record_path(_local(path))
+        request = self._requests.pop(record, None) or SaveRequest()
+        try:
+            prepared = prepare(checkpoint, request.meta)
+            self.writer.wait()
+        except BaseException:
+            if request.staging is not None:
+                request.staging.discard()
+            raise
+        if self.asynchronous if request.asynchronous is None else request.asynchronous:
+            prepared = replace(prepared, entries=self.buffer.copy(prepared.entries))
+            self.writer.start(lambda: _write(record, prepared, request))
+        else:
+            _write(record, prepared, request)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The checkpoint at `path`, proven before any of it is used.
+
+        Raises:
+            BrokenCheckpointError: It is otherwise than it was saved.
+            FileNotFoundError: There is none.
+        """
+        self.writer.wait()
+        path = _local(path)
+        record = record_path(path)
+        if path.is_dir() and not record.exists():
+            raise FileNotFoundError(f"{path} is a folder without its record {record.name}")
+        if not record.exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        if _is_torch_file(record):
+            location = "cpu" if map_location is None else map_location
+            loaded: dict[str, Any] = torch.load(record, map_location=location, weights_only=True)
+            return loaded
+        return load(record, map_location)
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at `path`, after the save in flight has become durable."""
+        path = _local(path)
+        self.writer.afterwards(lambda: _remove(path))
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            Exception: That save failed. Logged instead while another exception ends the run, which is the root cause.
+        """
+        is_failing = sys.exc_info()[1] is not None
+        self.buffer = HostBuffer()
+        try:
+            self.writer.wait()
+        except Exception:
+            if not is_failing:
+                raise
+            log.exception("The checkpoint in flight could not be written")
+
+
+def _write(record: Path, prepared: Any, request: SaveRequest) -> None:
+    written = write(record, prepared, staging=request.staging)
+    if request.on_durable is not None:
+        request.on_durable(written)
+
+
+def _remove(path: Path) -> None:
+    record = record_path(path)
+    if path.is_dir() and not record.exists():
+        shutil.rmtree(path)  # A sharded checkpoint of stock Lightning.
+    else:
+        delete_checkpoint(record)
+
+
+def _is_torch_file(path: Path) -> bool:
+    """Whether a file is what ``torch.save`` writes: a ZIP archive, or a bare pickle."""
+    with open(path, "rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        raise ValueError(
+            f"Invalid `path`. Expected a path of a local file system, because nothing else can be synced and renamed "
+            f"atomically, but received {text!r}."
+        )
+    return Path(text.removeprefix("file://"))

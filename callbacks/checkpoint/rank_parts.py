@@ -1,0 +1,67 @@
+"""What each rank adds to a checkpoint: its random state and the gradients of an unfinished accumulation window."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from .rng import capture_rng, restore_rng
+
+__all__ = ["gather", "gradients_of", "restore_gradients", "restore_rng_of_rank"]
+
+log = logging.getLogger(__name__)
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in order, on rank zero; an empty list elsewhere. Collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, parts, dst=0)
+    return parts or []
+
+
+def capture_rng_of_ranks() -> list[Any]:
+    """The random state of every rank on rank zero. Collective."""
+    return gather(capture_rng())
+
+
+def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
+    """Take over this rank's random state; says what a change of the number of ranks loses."""
+    if rank >= len(states):
+        log.warning(
+            "The checkpoint was saved by %d ranks: rank %d of %d has no random state in it and keeps its own",
+            len(states),
+            rank,
+            world_size,
+        )
+        return
+    if len(states) != world_size and rank == 0:
+        log.warning(
+            "The checkpoint was saved by %d ranks and is resumed by %d: random states are kept for the ranks that "
+            "both have, and the run will not be bit-equal to one that was never interrupted",
+            len(states),
+            world_size,
+        )
+    for lost in restore_rng(states[rank]):
+        log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", lost)
+
+
+def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """Gradients that a coming update will still use, by parameter name."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:
+    """Put saved gradients back where they were."""
+    parameters = dict(module.named_parameters())
+    for name, gradient in gradients.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            log.warning("The checkpoint holds a gradient of %s, which this model does not have", name)
+        else:
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)

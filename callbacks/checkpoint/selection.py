@@ -1,0 +1,88 @@
+"""Which checkpoint of a directory to resume from.
+
+The module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...adapter.exceptions import BrokenCheckpointError
+from .layout import FINAL_NAME, name_of, record_paths, step_of_name
+from .record import CheckpointRecord, read_record
+from .verification import verify_files
+
+__all__ = ["Listed", "find_final", "list_checkpoints", "newest_valid"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file that has the name of a record: the parsed record, or why it is broken."""
+
+    path: Path
+    record: CheckpointRecord | None
+    problem: str = ""
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
+    """Every record in `directory`, oldest step first; files are not proven."""
+    found = []
+    for path in record_paths(directory):
+        try:
+            found.append(Listed(path, read_record(path)))
+        except BrokenCheckpointError as error:
+            found.append(Listed(path, None, error.reason))
+        except FileNotFoundError:
+            continue
+    return sorted(found, key=_order)
+
+
+def newest_valid(
+    directory: str | os.PathLike[str], *, accept: Callable[[CheckpointRecord], bool] = lambda _: True
+) -> tuple[CheckpointRecord | None, list[str]]:
+    """The newest checkpoint that proves whole, and a warning for each newer one that does not.
+
+    Args:
+        directory: Where the records are.
+        accept: Which records to consider, by run or spec digest say; asked before the files are proven.
+
+    Returns:
+        The record, None if there is none, and the warnings: which checkpoint is broken, and why.
+    """
+    warnings = []
+    for listed in reversed(list_checkpoints(directory)):
+        try:
+            if listed.record is None:
+                raise BrokenCheckpointError(name_of(listed.path), listed.problem)
+            if not accept(listed.record):
+                continue
+            verify_files(listed.record)
+        except BrokenCheckpointError as error:
+            warnings.append(f"{error}; falling back to the one before it")
+            continue
+        return listed.record, warnings
+    return None, warnings
+
+
+def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
+    """The proven final checkpoint of `directory`, or None where there is none.
+
+    Raises:
+        BrokenCheckpointError: There is one, and it is not whole.
+    """
+    try:
+        record = read_record(Path(directory) / f"{FINAL_NAME}.json")
+    except FileNotFoundError:
+        return None
+    verify_files(record)
+    return record
+
+
+def _order(listed: Listed) -> tuple[int, int, int]:
+    """By step; of one step a final checkpoint last, else the one committed last."""
+    if listed.record is None:
+        return (step_of_name(name_of(listed.path)) or 0, 0, 0)
+    return (listed.record.step, int(listed.record.final), listed.record.created_at_ms)

@@ -1,0 +1,242 @@
+"""The Checkpoint callback in a plain Lightning trainer."""
+
+import os
+import random
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from genlight.adapter.exceptions import CheckpointError, UnstorableStateError
+from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
+
+
+class Killed(Exception):
+    """Ends a run in the middle."""
+
+
+class KillAfterSave(pl.Callback):
+    """Saves after the n-th batch and ends the run there."""
+
+    def __init__(self, batch, checkpoint):
+        self.batch, self.checkpoint, self.seen = batch, checkpoint, 0
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.seen += 1
+        if self.seen == self.batch:
+            self.checkpoint.on_train_batch_end(trainer, pl_module, *_)
+            self.checkpoint.save(trainer, pl_module, wait=True)
+            raise Killed
+
+
+class KillAtEpochEnd(pl.Callback):
+    """Ends the run after the first epoch was saved."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            raise Killed
+
+
+def records(directory):
+    return [listed.path.name for listed in list_checkpoints(directory)]
+
+
+def equal(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def scramble_rng():
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+
+
+@pytest.mark.parametrize("stop", [3, 13, "epoch"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net, make_loader, stop):
+    """With dropout, a scheduler, an unfinished accumulation window, within and at the end of an epoch."""
+    reference = make_net()
+    make_trainer(max_epochs=2, accumulate_grad_batches=4).fit(reference, make_loader())
+
+    checkpoint = Checkpoint(tmp_path / "c", save_final=False, every_n_epochs=1 if stop == "epoch" else 0)
+    killer = KillAtEpochEnd() if stop == "epoch" else KillAfterSave(stop, checkpoint)
+    with pytest.raises(Killed):
+        make_trainer(killer, checkpoint, max_epochs=2, accumulate_grad_batches=4).fit(make_net(), make_loader())
+    saved, warnings = newest_valid(tmp_path / "c")
+    assert not warnings
+
+    resumed, again = make_net(seed=5), Checkpoint(tmp_path / "c", save_final=False)
+    scramble_rng()
+    trainer = make_trainer(again, max_epochs=2, accumulate_grad_batches=4)
+    trainer.fit(resumed, make_loader(), ckpt_path=saved.path)
+
+    assert equal(resumed, reference)
+
+
+def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trainer, make_net, make_loader):
+    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
+    kept = ["step-00000006", "step-00000009", "final"]
+    assert records(tmp_path / "c") == [f"{name}.json" for name in kept]
+    assert sorted(os.listdir(tmp_path / "c")) == sorted([*kept, *(f"{name}.json" for name in kept)])
+    assert read_record(tmp_path / "c" / "final.json").final
+
+
+class Scored(pl.Callback):
+    """Logs a score that is best at the second step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.callback_metrics["score"] = torch.tensor([1.0, 9.0, 3.0, 4.0, 5.0][batch_idx])
+
+
+def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, make_loader):
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=1, monitor="score", mode="max")
+    make_trainer(Scored(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    assert records(tmp_path / "c") == ["step-00000002.json", "step-00000005.json", "final.json"]
+    assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
+
+
+def test_listeners_hear_of_a_checkpoint_in_the_training_thread_once_it_is_durable(
+    tmp_path, make_trainer, make_net, make_loader
+):
+    import threading
+
+    heard = []
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
+    checkpoint.listeners.append(
+        lambda record: heard.append((record.step, record.path.exists(), threading.current_thread()))
+    )
+    make_trainer(checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    main = threading.main_thread()
+    assert heard == [(2, True, main), (4, True, main), (5, True, main)]
+
+
+def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_loader):
+    directory = tmp_path / "c"
+    make_trainer(Checkpoint(directory, every_n_steps=5), max_epochs=1).fit(make_net(), make_loader())
+    (directory / ".tmp-step-00000015-1-aa").mkdir()
+    (directory / ".tmp-step-00000015.json-1-aa").touch()
+    (directory / "step-00000005.json").unlink()
+    (directory / "mine").mkdir()
+    make_trainer(Checkpoint(directory), max_epochs=0).fit(make_net(), make_loader())
+    assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
+
+
+class Unwritable(pl.Callback):
+    """Takes the destination away while training goes on."""
+
+    def __init__(self, directory):
+        self.directory, self.batches = directory, 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches += 1
+        if batch_idx == 1:
+            self.directory.rmdir()
+            self.directory.write_text("in the way")
+
+
+def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_net, make_loader):
+    directory = tmp_path / "c"
+    directory.mkdir()
+    breaker = Unwritable(directory)
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        make_trainer(breaker, Checkpoint(directory, every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
+    assert breaker.batches <= 4
+
+
+def test_a_failed_write_may_be_logged_instead(tmp_path, make_trainer, make_net, make_loader, caplog):
+    directory = tmp_path / "c"
+    directory.mkdir()
+    breaker = Unwritable(directory)
+    checkpoint = Checkpoint(directory, every_n_steps=3, on_error="continue", save_final=False)
+    make_trainer(breaker, checkpoint, max_epochs=1).fit(make_net(), make_loader())
+    assert breaker.batches == 10
+    assert "Checkpoint failed" in caplog.text
+
+
+def test_space_is_checked_before_training(tmp_path, make_trainer, make_net, make_loader, monkeypatch):
+    usage = type("Usage", (), {"free": 100})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"0\.0 MB free"):
+        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
+
+
+class Hoarder(pl.Callback):
+    """Has state that cannot be stored."""
+
+    def state_dict(self):
+        return {"lock": [random.Random(0)]}
+
+
+def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_path, make_trainer, make_net, make_loader):
+    with pytest.raises(UnstorableStateError, match=r'checkpoint\["callbacks"\]\["Hoarder"\]\["lock"\]\[0\]: random'):
+        make_trainer(Hoarder(), Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(
+            make_net(), make_loader()
+        )
+
+
+class WithFiles:
+    """What a contract trainer's hook writes."""
+
+    def save_trainer_files(self, *, output_dir, step, final):
+        (output_dir / "lora.bin").write_bytes(b"%d" % step)
+        return {"primary_path": str(output_dir / "lora.bin"), "final": final}
+
+
+def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer, make_net, make_loader):
+    net = make_net()
+    net.save_trainer_files = WithFiles().save_trainer_files
+    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=2), max_epochs=1).fit(net, make_loader(3))
+    record = read_record(tmp_path / "c" / "step-00000002.json")
+    assert record.primary_path.read_bytes() == b"2"
+    assert record.trainer_checkpoint == {"primary_path": "lora.bin", "final": False}
+    assert read_record(tmp_path / "c" / "final.json").primary_path.read_bytes() == b"3"
+
+
+def test_a_busy_writer_makes_newest_skip_to_the_newest_state(tmp_path, make_trainer, make_net, make_loader):
+    """The first save is held back until the fourth step; the second and third are left out, none after that is."""
+    import threading
+
+    release = threading.Event()
+
+    class Slow(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                checkpoint._io.writer.afterwards(release.wait)
+            if batch_idx == 4:
+                release.set()
+                checkpoint._io.writer.wait()
+
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None, when_busy="newest", save_final=False)
+    holder = checkpoint
+    original = holder._on_durable
+    holder._on_durable = lambda record: (original(record), release.wait())
+    make_trainer(Slow(), checkpoint, max_epochs=1).fit(make_net(), make_loader(6))
+    steps = [listed.record.step for listed in list_checkpoints(tmp_path / "c")]
+    assert steps[0] == 1
+    assert not {2, 3, 4} & set(steps)
+    assert 5 in steps
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("every_n_steps", -3, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
+        ("keep_last", 0, "Invalid `keep_last`. Expected a number >= 1, but received 0."),
+        ("mode", "best", "Invalid `mode`. Expected 'min' or 'max', but received 'best'."),
+        ("when_busy", "drop", "Invalid `when_busy`. Expected 'wait' or 'newest', but received 'drop'."),
+        ("on_error", "x", "Invalid `on_error`. Expected 'stop' or 'continue', but received 'x'."),
+    ],
+)
+def test_constructor_refuses_what_makes_no_sense(argument, value, text):
+    with pytest.raises(ValueError, match="^" + text.replace("(", r"\(") + "$"):
+        Checkpoint(**{argument: value})
+
+
+def test_elapsed_time_goes_on_over_attempts(tmp_path, make_trainer, make_net, make_loader):
+    make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(make_net(), make_loader(2))
+    first = read_record(tmp_path / "c" / "final.json").elapsed_s
+    make_trainer(Checkpoint(tmp_path / "d"), max_epochs=2).fit(
+        make_net(), make_loader(2), ckpt_path=tmp_path / "c" / "final.json"
+    )
+    assert read_record(tmp_path / "d" / "final.json").elapsed_s > first > 0
+    assert load(tmp_path / "d" / "final.json")["genlight"]["elapsed_s"] > first
