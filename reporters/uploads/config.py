@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ..http import trusted_origins
+from ..http import split_origins, trusted_origins
 
-__all__ = ["SPOOL_DIRECTORY", "UploadConfig"]
+__all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
 
 SPOOL_DIRECTORY = "uploads"
 """Name of the spool within a run's artifacts directory."""
+
+
+ENVIRONMENT = {
+    "token": "TRAINER_CAPABILITY_TOKEN",
+    "metrics_url": "TRAINER_UPLOAD_METRICS_URL",
+    "checkpoint_url": "TRAINER_UPLOAD_CHECKPOINT_URL",
+    "sample_url": "TRAINER_UPLOAD_SAMPLE_URL",
+    "terminal_url": "TRAINER_UPLOAD_TERMINAL_URL",
+    "file_store_url": "TENSORHUB_URL",
+}
+"""Which variable sets which field of `UploadConfig`."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,18 @@ class UploadConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {getattr(self, name)}.")
         self.origins()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], **given: Any) -> UploadConfig:
+        """The configuration that `environ` holds; what is `given` and not None wins.
+
+        Raises:
+            ValueError: As the constructor.
+        """
+        found: dict[str, Any] = {name: environ[key] for name, key in ENVIRONMENT.items() if environ.get(key)}
+        if environ.get("TRAINER_TOKEN_ORIGINS"):
+            found["token_origins"] = split_origins(environ["TRAINER_TOKEN_ORIGINS"])
+        return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
 
     def urls(self) -> dict[str, str]:
         """The contract's destinations that are set, by field name."""

@@ -11,6 +11,7 @@ import random
 import socket
 import struct
 import sys
+import urllib.parse
 from pathlib import Path
 
 DEFAULTS = {
@@ -147,8 +148,11 @@ class Server:
             await asyncio.sleep(self.options["stall_s"])
             raise Reset
         if fault == "garbage":
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n<html></html>" if request["method"] == "PUT" else
-                         b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n<html></html>"
+                if request["method"] == "PUT"
+                else b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+            )
             await writer.drain()
             return True
         if fault == "wrong-digest" and request["method"] == "PUT":
@@ -164,7 +168,7 @@ class Server:
             return self.answers[key]
         digest = hashlib.sha256(body).hexdigest()
         if request["method"] == "PUT":
-            name = request["path"].partition("?")[0].rpartition("/")[2]
+            name = urllib.parse.unquote(request["path"].partition("?")[0].rpartition("/")[2])
             (self.files / name).write_bytes(body)
             reply = {"ref": f"ref-{name}", "sha256": digest, "size_bytes": len(body)}
             self.applied.append({"key": key, "file": name, "sha256": digest})

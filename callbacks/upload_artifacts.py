@@ -1,0 +1,333 @@
+"""Checkpoints, samples, metrics and the end of a run on their way to where somebody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from ..adapter.exceptions import BrokenCheckpointError, UploadError
+from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from .cadence import crossed
+from .checkpoint.record import CheckpointRecord, read_record
+from .hook import Hook, callbacks_of, run_state_of
+
+__all__ = ["UploadArtifacts"]
+
+log = logging.getLogger(__name__)
+
+REFERENCE_FACT = "uploaded_checkpoint_ref"
+"""Name in the run state's `extra` of the file store's reference to the newest checkpoint that has arrived."""
+
+
+class UploadArtifacts(Hook):
+    """Queues every checkpoint, sample and metric of a run for upload, without waiting for the network.
+
+    It works with any LightningModule: files that Lightning's ``ModelCheckpoint`` wrote are found by themselves, and
+    are kept by hard links until they have arrived, whatever it deletes. Checkpoints of genlight's own format are queued
+    with all their files. Metrics are those that genlight's loop read at its cadence, else ``trainer.callback_metrics``
+    at `metric_every`.
+
+    Args:
+        uploader: An uploader that the caller starts, settles and closes. None makes one for each fit, which ends when
+            fit ends: required uploads settle, then the terminal message is sent; what could not be delivered makes the
+            fit fail, is kept, and is delivered by the next one first.
+        run_id: Name of the run at the receiver; needed without `uploader`.
+        directory: Folder of the run, in which the spool lies; None means the trainer's ``default_root_dir``.
+        owner: Whose files they are in the file store.
+        metrics_url: Endpoint for metrics. It and the others below default to the environment
+            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``); the token comes from there alone
+            (``TRAINER_CAPABILITY_TOKEN``), so that no YAML holds one.
+        checkpoint_url: Endpoint for checkpoints.
+        sample_url: Endpoint for samples.
+        terminal_url: Endpoint for the end of the run.
+        file_store_url: Base of the file store for bytes.
+        targets: Further destinations of checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
+        metric_every: Cadence of metrics in steps for modules that genlight does not host; 0 turns it off.
+        deadline_s: Seconds that the end of fit waits for uploads.
+        critical: Whether an upload that is refused for good ends the run.
+
+    Raises:
+        ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.
+    """
+
+    reads = ("loss_stats",)
+
+    def __init__(
+        self,
+        uploader: Uploader | None = None,
+        *,
+        run_id: str = "",
+        directory: str | os.PathLike[str] | None = None,
+        owner: str = "",
+        metrics_url: str | None = None,
+        checkpoint_url: str | None = None,
+        sample_url: str | None = None,
+        terminal_url: str | None = None,
+        file_store_url: str | None = None,
+        targets: Sequence[str] = (),
+        metric_every: int = 10,
+        deadline_s: float = 60.0,
+        critical: bool = True,
+    ) -> None:
+        if uploader is None and not run_id.strip():
+            raise ValueError("Invalid `run_id`. Expected a text that is not empty where no `uploader` is given.")
+        if metric_every < 0:
+            raise ValueError(f"Invalid `metric_every`. Expected a number >= 0, but received {metric_every}.")
+        self.critical = critical
+        self.metric_every = metric_every
+        self._given = uploader
+        self._uploader = uploader
+        self._directory = directory
+        self._settings = {
+            "run_id": run_id,
+            "owner": owner,
+            "metrics_url": metrics_url,
+            "checkpoint_url": checkpoint_url,
+            "sample_url": sample_url,
+            "terminal_url": terminal_url,
+            "file_store_url": file_store_url,
+            "targets": tuple(targets),
+            "deadline_s": deadline_s,
+        }
+        self._seen_metrics: object = None
+        self._seen_scores: object = None
+        self._seen_samples: object = None
+        self._seen_checkpoint: str | None = None
+        self._seen_files: dict[str, int] = {}
+        self._last_step = 0
+
+    # what a run reports
+
+    def queue_checkpoint(self, path: str | os.PathLike[str], *, step: int, final: bool = False) -> None:
+        """Queue a checkpoint that is durable; may be called from any thread.
+
+        Args:
+            path: Its commit record, or a checkpoint that is a file or folder of another format.
+            step: Completed steps; a record's own step counts where `path` is one.
+            final: Whether it is the end of the run; a record says so itself.
+
+        Raises:
+            UploadError: A file is missing, or the spool cannot be written.
+        """
+        if self._uploader is None:
+            return
+        record = _record_at(Path(path))
+        if record is None:
+            self._uploader.enqueue_checkpoint(path, step=step, final=final, hold=True)
+            return
+        files = [record.path.parent / file.path for file in record.files]
+        primary, final = record.primary_path, record.final
+        self._uploader.enqueue_checkpoint(path, files, record.step, final, primary, hold=True)
+
+    def queue_samples(self, paths: Sequence[str | os.PathLike[str]], *, step: int) -> None:
+        """Queue samples that are durable: each JSON or text with the files that follow it.
+
+        Raises:
+            UploadError: A file is missing, or the spool cannot be written.
+        """
+        if self._uploader is None:
+            return
+        for sample, files in _samples_with_files([Path(path) for path in paths]):
+            self._uploader.enqueue_sample(sample, files, step)
+
+    # Lightning's events
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or self._given is not None:
+            return
+        directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
+        config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
+        self._uploader = Uploader(config)
+        self._uploader.start()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seen_files = {path: _mtime_ns(path) for path in _paths_of(trainer)}  # of the run that is resumed
+        self._last_step = trainer.global_step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._look_for_files(trainer)  # here, because Lightning's checkpoints are written after `on_train_batch_end`
+        self._raise_refusal()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._look_at_facts(trainer)
+        self._last_step = trainer.global_step
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._look_at_facts(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look_at_facts(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look_at_facts(trainer)
+        self._look_for_files(trainer)
+        if self._given is None:
+            self._finish(trainer, None)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._uploader is not None and self._given is None:
+            self._look_for_files(trainer)
+            self._finish(trainer, exception)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._uploader is not None and self._given is None:
+            self._close()
+
+    # looking for what is new
+
+    def _look_at_facts(self, trainer: pl.Trainer) -> None:
+        state, step = run_state_of(trainer), trainer.global_step
+        if state.loss_stats is not None:
+            if state.loss_stats is not self._seen_metrics:
+                self._seen_metrics = state.loss_stats
+                self._queue_metrics(state.loss_stats, step)
+        elif crossed(self._last_step, step, self.metric_every):
+            self._queue_metrics(trainer.callback_metrics, step)
+        if state.eval_scores is not None and state.eval_scores is not self._seen_scores:
+            self._seen_scores = state.eval_scores
+            self._queue_metrics(state.eval_scores, step)
+        if state.latest_sample_uris and state.latest_sample_uris is not self._seen_samples:
+            self._seen_samples = state.latest_sample_uris
+            self.queue_samples(state.latest_sample_uris, step=step)
+        self._look_at_checkpoint(trainer)
+
+    def _look_at_checkpoint(self, trainer: pl.Trainer) -> None:
+        if self._uploader is None:
+            return
+        state = run_state_of(trainer)
+        uri = state.latest_checkpoint_uri
+        if uri is not None and uri != self._seen_checkpoint and os.path.exists(uri):
+            self._seen_checkpoint = uri
+            self.queue_checkpoint(uri, step=trainer.global_step)
+        if uri is not None and (arrived := self._uploader.delivered(uri)) is not None and arrived.ref:
+            state.extra[REFERENCE_FACT] = arrived.ref
+
+    def _look_for_files(self, trainer: pl.Trainer) -> None:
+        """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""
+        paths, replaceable = _paths_of(trainer), _replaceable(trainer)
+        for path in paths:
+            if path in self._seen_files and path not in replaceable:
+                continue
+            written = _mtime_ns(path)
+            if written and self._seen_files.get(path) != written:
+                self.queue_checkpoint(path, step=trainer.global_step)
+            self._seen_files[path] = written
+        if len(self._seen_files) > len(paths):
+            self._seen_files = {path: self._seen_files[path] for path in paths}
+
+    def _queue_metrics(self, metrics: Any, step: int) -> None:
+        if self._uploader is not None:
+            self._uploader.enqueue_metrics({name: float(value) for name, value in metrics.items()}, step)
+
+    def _raise_refusal(self) -> None:
+        if self._uploader is not None and self._uploader.failure is not None:
+            raise self._uploader.failure
+
+    # the end, where no caller sees to it
+
+    def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
+        """Required uploads settle, then the terminal message says how the run ended.
+
+        Raises:
+            UploadError: A required upload, or the terminal message, was not acknowledged, and the run has no other
+                `error` to end with.
+        """
+        assert self._uploader is not None
+        try:
+            refusal = self._uploader.settle(progress=log.info).error()
+            payload = _terminal(trainer, error if error is not None else refusal)
+            failure = refusal or self._uploader.deliver_terminal(payload).error()
+        finally:
+            self._close()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            log.error("uploads of the failed run: %s", failure)
+
+    def _close(self) -> None:
+        if self._uploader is not None:
+            self._uploader.close()
+            self._uploader = None
+
+
+def _terminal(trainer: pl.Trainer, error: BaseException | None) -> TerminalPayload:
+    """How the run ended; of a foreign exception only its type is told, because its text may hold anything."""
+    attempt, step = run_state_of(trainer).attempt, trainer.global_step
+    checkpoint = next(iter(reversed(_paths_of(trainer))), None) or run_state_of(trainer).latest_checkpoint_uri
+    if error is None:
+        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
+    if isinstance(error, UploadError):
+        text = f"{'auth' if error.auth else 'upload'}: {error}"
+    else:
+        text = f"train-step: {type(error).__name__}"
+    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+
+
+def _record_at(path: Path) -> CheckpointRecord | None:
+    """The commit record at `path`; None for a checkpoint of another format."""
+    if path.is_dir():
+        return None
+    with path.open("rb") as file:
+        if file.read(1) != b"{":
+            return None
+    try:
+        return read_record(path)
+    except BrokenCheckpointError:
+        return None
+
+
+def _paths_of(trainer: pl.Trainer) -> list[str]:
+    """What the ``ModelCheckpoint`` callbacks of `trainer` hold, each path once, the last file last."""
+    paths: dict[str, None] = {}
+    for callback in _model_checkpoints(trainer):
+        paths.update(dict.fromkeys([*callback.best_k_models, callback.best_model_path, callback.last_model_path]))
+    return [path for path in paths if path]
+
+
+def _replaceable(trainer: pl.Trainer) -> set[str]:
+    """Those that are written anew under the same name."""
+    return {path for c in _model_checkpoints(trainer) for path in (c.best_model_path, c.last_model_path)}
+
+
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
+
+
+def _mtime_ns(path: str) -> int:
+    """When a local file or folder was written; 0 where there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
+    """Each sample with the files of its own folder, which follow it."""
+    samples: list[tuple[Path, list[Path]]] = []
+    for path in paths:
+        if samples and path.is_relative_to(samples[-1][0].with_suffix("")):
+            samples[-1][1].append(path)
+        else:
+            samples.append((path, []))
+    return samples

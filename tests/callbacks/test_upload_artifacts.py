@@ -1,0 +1,155 @@
+"""UploadArtifacts with a plain LightningModule, Lightning's ModelCheckpoint and a server in a process of its own."""
+
+import importlib.util
+import io
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from genlight.adapter.exceptions import UploadError
+from genlight.callbacks.upload_artifacts import UploadArtifacts
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+TOKEN = "t0ken-that-must-not-leak"
+
+
+def _server_tools():
+    """The chaos server's client side lives with the uploader's own tests."""
+    path = Path(__file__).parents[1] / "reporters" / "uploads" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("upload_conftest", path)
+    module = sys.modules.setdefault("upload_conftest", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def chaos(tmp_path):
+    tools = _server_tools()
+    process, server = tools.start_server(tmp_path / "server")
+    yield server
+    tools.stop_server(process)
+
+
+class Line(pl.LightningModule):
+    def __init__(self, fail_at=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.fail_at = fail_at
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.fail_at:
+            raise RuntimeError(f"a secret {TOKEN} in the text")
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.fixture
+def fit(tmp_path, chaos, monkeypatch):
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
+    for kind in ("METRICS", "CHECKPOINT", "SAMPLE", "TERMINAL"):
+        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
+    monkeypatch.setenv("TENSORHUB_URL", chaos.url)
+
+    def run(module=None, steps=6, every=2, callbacks=(), **settings):
+        settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 5.0} | settings
+        upload = UploadArtifacts(**settings)
+        checkpoint = ModelCheckpoint(
+            dirpath=tmp_path / "run" / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=1
+        )
+        trainer = pl.Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            default_root_dir=tmp_path / "run",
+            callbacks=[upload, checkpoint, *callbacks],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4)
+        trainer.fit(module or Line(), data)
+        return trainer
+
+    return run
+
+
+def test_every_checkpoint_that_model_checkpoint_wrote_arrives_though_it_deletes_all_but_one(fit, chaos):
+    fit()
+    assert [(m["step"], Path(m["local_path"]).name) for m in chaos.messages("/checkpoint")] == [
+        (2, "step=2.ckpt"),
+        (4, "step=4.ckpt"),
+        (6, "step=6.ckpt"),
+    ]
+    content = chaos.files()["step-00000002-step=2.ckpt"]
+    assert torch.load(io.BytesIO(content), weights_only=True)["global_step"] == 2
+
+
+def test_metrics_of_a_plain_module_arrive_at_the_cadence(fit, chaos):
+    fit()
+    assert [message["step"] for message in chaos.messages("/metrics")] == [2, 4, 6]
+    assert all(message["metrics"]["loss"] >= 0 for message in chaos.messages("/metrics"))
+
+
+def test_a_run_that_ends_well_is_reported_completed_after_its_checkpoints(fit, chaos):
+    fit()
+    (terminal,) = chaos.messages("/terminal")
+    assert (terminal["status"], terminal["step"], terminal["error"]) == ("completed", 6, None)
+    assert terminal["final_checkpoint"].endswith("step=6.ckpt")
+    assert terminal["final_checkpoint_sha256"]
+    assert chaos.state["applied"][-1]["path"] == "/terminal"
+
+
+def test_a_run_that_fails_is_reported_failed_without_the_text_of_its_exception(fit, chaos):
+    with pytest.raises(RuntimeError, match="secret"):
+        fit(Line(fail_at=3))
+    (terminal,) = chaos.messages("/terminal")
+    assert (terminal["status"], terminal["error"]) == ("failed", "train-step: RuntimeError")
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
+
+
+def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(fit, chaos, tmp_path):
+    chaos.control(tokens=["another"])
+    with pytest.raises(UploadError, match="HTTP 401"):
+        fit()
+    assert chaos.state["applied"] == []
+    chaos.control(tokens=None)
+    fit(every=100)
+    steps = [message["step"] for message in chaos.messages("/checkpoint")]
+    assert steps[0] == 2
+    assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
+
+
+def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
+    chaos.control(outage=True)
+    with pytest.raises(UploadError, match="kept for the next start"):
+        fit(deadline_s=0.3)
+
+
+def test_a_hook_that_is_not_critical_lets_the_run_complete(fit, chaos, caplog):
+    chaos.control(outage=True)
+    trainer = fit(deadline_s=0.2, critical=False)
+    assert trainer.global_step == 6
+    assert "kept for the next start" in caplog.text
+
+
+def test_nothing_of_the_token_is_in_logs_or_files_of_the_run(fit, chaos, tmp_path, caplog):
+    caplog.set_level(0)
+    chaos.control(tokens=["another"])
+    with pytest.raises(UploadError) as caught:
+        fit()
+    assert TOKEN not in caplog.text + repr(caught.value) + str(caught.getrepr(chain=True))
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="Invalid `run_id`"):
+        UploadArtifacts()
+    with pytest.raises(ValueError, match="Invalid `metric_every`"):
+        UploadArtifacts(run_id="r", metric_every=-1)
