@@ -123,6 +123,7 @@ def test_a_checkpoint_that_retention_deleted_is_not_reported(tmp_path, path):
     assert [event["step"] for event in of_kind(events, "checkpoint")] == [3]
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, path):
     make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3)).fit(Line())
     checkpoint = sound_events(path)[-1]["final_checkpoint"]
@@ -346,6 +347,7 @@ def test_a_run_without_a_name_gets_one_of_its_own():
     assert EventLogger().run_id != EventLogger().run_id
 
 
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program"])
     config = tmp_path / "config.yaml"

@@ -1,0 +1,169 @@
+"""``genlight events``: show, follow or check the event log of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ...reporters.event_reader import follow, read_events
+from ...reporters.event_validation import validate_events
+from ..exceptions import EventLogError
+
+__all__ = ["add_arguments", "run"]
+
+_SOUND, _BROKEN, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+_STYLES = {
+    "started": "bold cyan",
+    "metric": "",
+    "checkpoint": "blue",
+    "sample": "magenta",
+    "completed": "bold green",
+    "failed": "bold red",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("file", metavar="FILE", help="event log, or the artifacts directory of a run")
+    parser.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
+    parser.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code.
+
+    0 when all went well, 1 for a log that breaks its rules, 2 for arguments that cannot be used, 130 on Ctrl-C.
+    """
+    path = _log_of(Path(args.file))
+    try:
+        if args.check and args.follow:
+            return _complain("--check reads a log to its end: leave out --follow", _USAGE)
+        if not args.follow and not path.is_file():
+            return _complain(f"no event log at {path}", _USAGE)
+        return _check(path, as_json=args.json) if args.check else _show(path, args)
+    except EventLogError as error:
+        return _complain(str(error), _BROKEN)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the pipe has seen enough; without this the interpreter complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SOUND
+
+
+def _log_of(path: Path) -> Path:
+    """The log itself, where `path` is a run's directory."""
+    candidates = [path / "metrics" / "events.jsonl", path / "events.jsonl"] if path.is_dir() else []
+    return next((log for log in candidates if log.is_file()), path)
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"genlight events: {message}\n")
+    return code
+
+
+def _check(path: Path, *, as_json: bool) -> int:
+    violations = validate_events(path)
+    for violation in violations:
+        sys.stdout.write((json.dumps(asdict(violation)) if as_json else str(violation)) + "\n")
+    if not as_json:
+        count = len(violations)
+        sys.stdout.write(f"{path}: {f'{count} violations' if count != 1 else '1 violation'}\n" if count else "sound\n")
+    return _BROKEN if violations else _SOUND
+
+
+def _show(path: Path, args: argparse.Namespace) -> int:
+    if args.follow and not path.exists():
+        sys.stderr.write(f"waiting for {path}\n")
+    events = follow(path) if args.follow else read_events(path)
+    if args.json:
+        for event in events:
+            sys.stdout.write(json.dumps(event, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+        return _SOUND
+    console = _Console(highlight=False, soft_wrap=True)
+    # A follower shows each metric at once; it cannot know whether another of the same step will come.
+    for group in ([event] for event in events) if args.follow else _by_step(events):
+        console.print(_line(group))
+    return _SOUND
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `run`, where rich would end the process."""
+        raise BrokenPipeError
+
+
+def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The events, neighbouring metrics of one step together."""
+
+    def key(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
+        number, event = numbered
+        return ("metric", event.get("run_id"), event.get("step")) if event.get("event") == "metric" else (number,)
+
+    for _, group in groupby(enumerate(events), key):
+        yield [event for _, event in group]
+
+
+def _line(events: list[dict[str, Any]]) -> Text:
+    """One line of the display; trusts no field to be there, so that a broken log can still be looked at."""
+    first = events[0]
+    kind = str(first.get("event"))
+    line = Text()
+    line.append(f"{_clock(first.get('timestamp_ms'))}  ", style="dim")
+    line.append(f"{_printable(kind):<11}", style=_STYLES.get(kind, "red"))
+    line.append(f"{_step(first):<9}", style="dim")
+    if kind == "metric":
+        line.append("  ".join(_metric(event) for event in events))
+    else:
+        line.append(_details(kind, first), style="red" if kind == "failed" else "")
+    return line
+
+
+def _step(event: Mapping[str, Any]) -> str:
+    return f" {_printable(event['step'])} " if "step" in event else ""
+
+
+def _metric(event: Mapping[str, Any]) -> str:
+    value = event.get("value")
+    shown = event.get("value_text") if value is None else f"{value:.6g}" if isinstance(value, float) else value
+    return f"{_printable(event.get('name'))} {_printable(shown)}"
+
+
+def _details(kind: str, event: Mapping[str, Any]) -> str:
+    if kind == "started":
+        attempt = f", attempt {event['attempt']}" if "attempt" in event else ""
+        return _printable(f"run {event.get('run_id')}{attempt}")
+    if kind == "completed":
+        stopped = f"stopped by {event['stopped']}" if "stopped" in event else ""
+        return _printable(", ".join(filter(None, [event.get("final_checkpoint"), stopped])))
+    if kind == "failed":
+        return _printable(f"{event.get('error')}{' (resumable)' if event.get('resumable') else ''}")
+    return _printable(event.get("path", ""))
+
+
+def _clock(timestamp_ms: object) -> str:
+    if not isinstance(timestamp_ms, (int, float)):
+        return "?" * 19
+    try:
+        moment = datetime.fromtimestamp(timestamp_ms / 1000).astimezone()
+    except (OverflowError, OSError, ValueError):
+        return "?" * 19
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _printable(value: object) -> str:
+    """`value` without characters by which a log could command the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))

@@ -1,0 +1,195 @@
+"""``genlight events``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from genlight.adapter.cli import events as command
+from genlight.reporters.event_log import EventLog
+
+PROGRAM = """
+import argparse, sys
+from genlight.adapter.cli import events
+parser = argparse.ArgumentParser()
+events.add_arguments(parser)
+code = events.run(parser.parse_args())
+assert not {"torch", "lightning"} & set(sys.modules), "imported too much"
+sys.exit(code)
+"""
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def write_run(path, *, ends: bool = True) -> None:
+    ticks = iter(range(1_700_000_000_000_000_000, 1_700_000_099_000_000_000, 1_000_000_000))
+    with EventLog(path, run_id="digits", clock=lambda: next(ticks)) as log:
+        log.started()
+        log.metric(name="train/loss", value=0.123456789, step=10)
+        log.metric(name="train/lr", value=float("nan"), step=10)
+        log.metric(name="train/loss", value=0.1, step=20)
+        log.checkpoint(path="/c/step-00000020", step=20)
+        log.sample(path="/s/step-00000020-00.json", step=20)
+        if ends:
+            log.completed(step=20, final_checkpoint="/c/final", stopped="should_stop")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+
+
+def shown(capsys) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_log_is_shown_line_by_line_with_the_metrics_of_a_step_together(path, capsys):
+    write_run(path)
+    assert call(path) == 0
+    lines = shown(capsys)
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        "started run digits",
+        "metric 10 train/loss 0.123457 train/lr nan",
+        "metric 20 train/loss 0.1",
+        "checkpoint 20 /c/step-00000020",
+        "sample 20 /s/step-00000020-00.json",
+        "completed 20 /c/final, stopped by should_stop",
+    ]
+
+
+def test_a_second_attempt_and_its_stop_are_named(path, capsys):
+    write_run(path)
+    with EventLog(path, run_id="digits") as log:
+        log.started()
+        log.failed(step=30, error="preempted", resumable=True)
+    call(path)
+    lines = shown(capsys)
+    assert lines[-2].endswith("started run digits, attempt 2")
+    assert lines[-1].endswith("failed 30 preempted (resumable)")
+
+
+@pytest.mark.parametrize("place", ["metrics/events.jsonl", "events.jsonl"])
+def test_the_directory_of_a_run_stands_for_its_log(tmp_path, place, capsys):
+    write_run(tmp_path / place)
+    assert call(tmp_path) == 0
+    assert len(shown(capsys)) == 6
+
+
+def test_json_gives_the_lines_of_the_log(path, capsys):
+    write_run(path)
+    assert call(path, "--json") == 0
+    assert capsys.readouterr().out == path.read_text()
+
+
+def test_a_text_cannot_command_the_terminal(path, capsys):
+    with EventLog(path, run_id="r") as log:
+        log.failed(step=0, error="\x1b[2J\nboom [red]", category="input")
+    call(path)
+    out = capsys.readouterr().out
+    assert "input:\\x1b[2J\\nboom [red]" in out
+    assert "\x1b[2J" not in out
+
+
+def test_following_ends_with_the_run(path, capsys):
+    write_run(path, ends=False)
+    finished = threading.Event()
+
+    def follow() -> None:
+        assert call(path, "--follow", "--json") == 0
+        finished.set()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with EventLog(path, run_id="digits") as log:
+        log.started()
+        log.completed(step=20, final_checkpoint=None)
+    follower.join(timeout=20)
+    assert finished.is_set()
+    assert capsys.readouterr().out == path.read_text()
+
+
+def test_following_shows_each_metric_on_its_own(path, capsys):
+    write_run(path)
+    assert call(path, "--follow") == 0
+    assert len(shown(capsys)) == 7
+
+
+def test_a_sound_log_passes_the_check(path, capsys):
+    write_run(path)
+    assert call(path, "--check") == 0
+    assert capsys.readouterr().out == "sound\n"
+
+
+def test_every_violation_is_printed_with_its_line(path, capsys):
+    write_run(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[2], "broken\n", *lines[4:], lines[1]]))
+    assert call(path, "--check") == 1
+    out = shown(capsys)
+    assert [line.split(": ")[:2] for line in out[:-1]] == [
+        ["line 2", "seq"],
+        ["line 3", "json"],
+        ["line 7", "seq"],
+        ["line 7", "terminal"],
+    ]
+    assert out[-1] == f"{path}: 4 violations"
+
+
+def test_violations_come_as_json_for_other_programs(path, capsys):
+    path.write_text("broken\n")
+    assert call(path, "--check", "--json") == 1
+    (violation,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (violation["line"], violation["rule"]) == (1, "json")
+
+
+@pytest.mark.parametrize("options", [[], ["--check"], ["--json"]])
+def test_an_absent_log_is_a_usage_error_that_names_it(path, options, capsys):
+    assert call(path, *options) == 2
+    assert f"no event log at {path}" in capsys.readouterr().err
+
+
+def test_check_and_follow_exclude_each_other(path, capsys):
+    write_run(path)
+    assert call(path, "--check", "--follow") == 2
+    assert "--follow" in capsys.readouterr().err
+
+
+def test_a_broken_line_ends_the_display_with_its_number(path, capsys):
+    write_run(path)
+    with path.open("a") as file:
+        file.write("broken\n")
+    assert call(path) == 1
+    assert "line 8" in capsys.readouterr().err
+
+
+def test_lines_that_lack_fields_can_still_be_looked_at(path, capsys):
+    path.write_text('{}\n{"event":"metric"}\n{"event":"failed","timestamp_ms":1e99}\n{"event":"completed","step":[]}\n')
+    assert call(path) == 0
+    assert len(shown(capsys)) == 4
+
+
+def test_it_runs_without_torch_and_stops_quietly_when_its_reader_does(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        for step in range(5000):
+            log.metric(name="a", value=1, step=step)
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert "started" in process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == ""
