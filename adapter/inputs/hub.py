@@ -10,7 +10,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
+from ...reporters.http import failure_text
+from ...reporters.uploads.retry import is_transient
 from ..exceptions import AuthError, InputError
+from .http import RetryPolicy
 from .progress import InputProgress, Tracker
 from .refs import HubRef
 
@@ -18,7 +21,12 @@ __all__ = ["fetch_from_hub"]
 
 
 def fetch_from_hub(
-    ref: HubRef, *, kind: Literal["model", "dataset"], default_patterns: list[str] | None = None, tracker: Tracker
+    ref: HubRef,
+    *,
+    kind: Literal["model", "dataset"],
+    default_patterns: list[str] | None = None,
+    retry: RetryPolicy | None = None,
+    tracker: Tracker,
 ) -> Path:
     """Bring a repository, or the part that ``ref.path`` names, to this machine; the folder of its snapshot.
 
@@ -26,16 +34,39 @@ def fetch_from_hub(
         ref: What to fetch.
         kind: Which kind of repository it is.
         default_patterns: File patterns for a reference without a path; None fetches all files.
+        retry: How often and how patiently to ask a hub that cannot be reached.
         tracker: Told of the progress.
 
     Raises:
         AuthError: The hub refused the credentials, or the repository is gated.
-        InputError: There is no such repository, revision or path, or the hub cannot be reached.
+        InputError: There is no such repository or revision, or the hub cannot be reached.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     patterns = default_patterns if ref.path is None else [ref.path, f"{ref.path.rstrip('/')}/*"]
+    retry = retry or RetryPolicy()
+    failures = 0
+    while True:
+        try:
+            folder = _snapshot(ref, kind, patterns, tracker)
+        except Unreachable as error:
+            failures += 1
+            if failures >= retry.attempts:
+                raise InputError(f"{ref.label} cannot be fetched: {error}, after {failures} attempts.") from None
+            tracker.wait(retry.delay_s(failures, None))
+        else:
+            tracker.tell(InputProgress(ref.label, 0, None, finished=True))
+            return folder
+
+
+class Unreachable(Exception):
+    """The hub could not answer for now."""
+
+
+def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Tracker) -> Path:
+    """One attempt; the files that are there already are not fetched again."""
+    import httpx2
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         folder = snapshot_download(
             ref.repo_id,
@@ -45,20 +76,22 @@ def fetch_from_hub(
             endpoint=os.environ.get("HF_ENDPOINT") or None,
             tqdm_class=_progress_bar(ref.label, tracker),
         )
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(ref, error) from None
+    except HFValidationError as error:
+        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
     except HfHubHTTPError as error:
         raise _http_error(ref, kind, error) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{ref.label} cannot be fetched from the hub: {type(error).__name__}.") from error
-    tracker.tell(InputProgress(ref.label, 0, None, finished=True))
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(ref, kind, error) from None
+    except httpx2.HTTPError as error:
+        raise Unreachable(failure_text(error)) from None
     return Path(folder)
 
 
-def _http_error(ref: HubRef, kind: str, error: Any) -> InputError:
+def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
+    """What an answer of the hub means."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    status = getattr(error.response, "status_code", None)
+    status = getattr(error.response, "status_code", 0)
     if isinstance(error, GatedRepoError):
         return AuthError(f"{ref.label} is gated. Ask for access on the hub and set `HF_TOKEN`.")
     if isinstance(error, RevisionNotFoundError):
@@ -70,18 +103,23 @@ def _http_error(ref: HubRef, kind: str, error: Any) -> InputError:
         )
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         return InputError(f"{ref.label}: there is neither such a path on this machine nor such a {kind} on the hub.")
+    if is_transient(status):
+        return Unreachable(f"the hub answered with status {status}")
     return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
 
 
-def _unreachable(ref: HubRef, error: BaseException) -> InputError:
-    """The hub's own wrapper for "no connection and nothing in the cache"; its cause knows whether it was refused."""
+def _unreachable(ref: HubRef, kind: str, error: BaseException) -> Exception:
+    """The hub's own wrapper for "no answer and nothing in the cache"; its causes know what the answer was."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
     cause: BaseException | None = error
     while cause is not None:
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status in (401, 403):
-            return AuthError(f"The hub refused {ref.label} (status {status}). Set `HF_TOKEN` to one that may read it.")
+        if isinstance(cause, HfHubHTTPError):
+            return _http_error(ref, kind, cause)
+        if isinstance(cause, OfflineModeIsEnabled):
+            return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids to ask the hub.")
         cause = cause.__cause__
-    return InputError(f"{ref.label} is not in the hub's cache on this machine and the hub cannot be reached.")
+    return Unreachable("the hub cannot be reached and its cache has no whole copy")
 
 
 def _progress_bar(name: str, tracker: Tracker) -> Any:

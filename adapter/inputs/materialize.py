@@ -223,10 +223,11 @@ class _Source:
         return _Found(folder if kind == "model" else path, ref.label)
 
     def _hub(self, kind: Kind, ref: HubRef) -> _Found:
+        repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
+        patterns = ["*.parquet"] if kind == "dataset" else None
+        folder = fetch_from_hub(ref, kind=repository, default_patterns=patterns, retry=self.retry, tracker=self.tracker)
         if kind == "dataset":
-            folder = fetch_from_hub(ref, kind="dataset", default_patterns=["**.parquet"], tracker=self.tracker)
             return _Found(folder / (ref.path or "."), ref.label)
-        folder = fetch_from_hub(ref, kind="model", tracker=self.tracker)
         path = folder / (ref.path or ".")
         if not path.exists():
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")

@@ -99,6 +99,8 @@ def parse_ref(text: str) -> Ref:
         InputError: The text is none of the known kinds, or a local path that does not exist.
     """
     reference = text.strip()
+    if not reference:
+        raise _unknown(text, "it is empty")
     path = Path(os.path.expanduser(reference))
     if "://" not in reference and os.path.exists(path):
         return LocalRef(path.absolute())

@@ -1,0 +1,172 @@
+"""A real web server on loopback whose misbehaviour each test chooses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+from genlight.adapter.inputs.http import RetryPolicy
+from genlight.adapter.run_config import resolve_run_config
+
+
+@dataclass
+class Resource:
+    """What the server knows of one path, and how it misbehaves."""
+
+    content: bytes = b""
+    etag: str | None = '"v1"'
+    status: int = 200
+    location: str | None = None
+    token: str | None = None
+    """Bearer token without which it answers 401."""
+    break_after: list[int] = field(default_factory=list)
+    """Of the coming answers, how many bytes of the body are sent before the connection is cut."""
+    fail_first: list[int] = field(default_factory=list)
+    """Statuses of the coming answers."""
+    ranges: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
+    before_answer: object = None
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+class FileServer:
+    """Serves `resources` and remembers every request."""
+
+    def __init__(self):
+        self.resources: dict[str, Resource] = {}
+        self.requests: list[Request] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                server.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def put(self, path, content=b"", **options):
+        """Serve `content` at `path`; returns the URL."""
+        content = json.dumps(content).encode() if isinstance(content, (dict, list)) else content
+        self.resources[path] = Resource(content, **options)
+        return self.url + path
+
+    def paths(self):
+        return [request.path for request in self.requests]
+
+    def answer(self, handler):
+        parts = urlsplit(handler.path)
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        self.requests.append(Request(handler.command, handler.path, headers))
+        resource = self.resources.get(handler.path) or self.resources.get(parts.path)
+        if resource is None:
+            self._send(handler, 404, {})
+        elif resource.fail_first:
+            self._send(handler, resource.fail_first.pop(0), resource.headers)
+        elif resource.token is not None and headers.get("authorization") != f"Bearer {resource.token}":
+            self._send(handler, 401, {})
+        elif resource.location is not None:
+            self._send(handler, 302, {"Location": resource.location})
+        else:
+            self._serve(handler, resource, headers)
+
+    def _serve(self, handler, resource, headers):
+        if resource.before_answer:
+            resource.before_answer()
+        identity = {"ETag": resource.etag} if resource.etag else {}
+        if resource.etag and headers.get("if-none-match") == resource.etag:
+            return self._send(handler, 304, identity)
+        body, status = resource.content, resource.status
+        range_text, condition = headers.get("range"), headers.get("if-range")
+        if range_text and resource.ranges and condition in (None, resource.etag):
+            start = int(range_text.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(body):
+                return self._send(handler, 416, {})
+            identity["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+            body, status = body[start:], 206
+        cut = resource.break_after.pop(0) if resource.break_after else None
+        return self._send(handler, status, {**identity, **resource.headers}, body, cut)
+
+    def _send(self, handler, status, headers, body=b"", cut=None):
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        if handler.command == "HEAD":
+            return
+        try:
+            handler.wfile.write(body if cut is None else body[:cut])
+            handler.wfile.flush()
+            if cut is not None:
+                handler.connection.shutdown(2)
+                handler.close_connection = True
+        except OSError:
+            handler.close_connection = True
+
+
+@pytest.fixture
+def server():
+    """One server."""
+    running = FileServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def other_server():
+    """A server of another origin."""
+    running = FileServer()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def retry():
+    """Patience that a test can afford."""
+    return RetryPolicy(attempts=3, first_delay_s=0.001, longest_delay_s=0.002, longest_retry_after_s=0.01)
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """Makes a `RunConfig` of a minimal job and further fields."""
+
+    def resolve(environ=None, **fields):
+        path = tmp_path / "job" / "job.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"run_id": "r", "trainer": "t:T", "max_steps": 1, **fields}))
+        return resolve_run_config(
+            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'artifacts'}"], environ=environ or {}
+        )
+
+    return resolve
+
+
+@pytest.fixture
+def sha256():
+    return lambda content: hashlib.sha256(content).hexdigest()

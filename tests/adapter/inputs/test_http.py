@@ -1,0 +1,283 @@
+"""Files from web servers: whole, checked, cached, resumed; the token to its own origins alone."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.inputs.http import Download, download
+from genlight.adapter.inputs.progress import Tracker
+from genlight.reporters.http import build_client, origin_of
+
+CONTENT = bytes(range(256)) * 40_000
+
+
+@pytest.fixture
+def fetch(tmp_path, retry):
+    """Downloads a URL to ``<tmp>/cache/file`` with a client that shows the token to the given origins."""
+
+    def run(url, *, token=None, origins=(), tracker=None, **known):
+        with build_client(token, {origin_of(origin) for origin in origins}) as client:
+            request = Download(url, tmp_path / "cache" / "file", **known)
+            return download(request, client, retry=retry, tracker=tracker)
+
+    return run
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_a_file_arrives_whole_under_its_name_with_nothing_left_beside_it(server, fetch):
+    path = fetch(server.put("/a", CONTENT))
+    assert path.read_bytes() == CONTENT
+    assert names(path.parent) == ["file"]
+
+
+def test_an_empty_file_is_a_file(server, fetch):
+    assert fetch(server.put("/a", b"")).read_bytes() == b""
+
+
+def test_a_known_digest_makes_the_cached_copy_good_without_a_request(server, fetch, sha256):
+    url = server.put("/a", CONTENT)
+    fetch(url, sha256=sha256(CONTENT))
+    fetch(url, sha256=sha256(CONTENT))
+    assert len(server.requests) == 1
+
+
+def test_without_a_digest_the_server_confirms_the_cached_copy(server, fetch):
+    url = server.put("/a", CONTENT)
+    fetch(url)
+    assert fetch(url).read_bytes() == CONTENT
+    assert server.requests[1].headers["if-none-match"] == '"v1"'
+    server.put("/a", b"new", etag='"v2"')
+    assert fetch(url).read_bytes() == b"new"
+
+
+def test_a_cached_copy_that_was_touched_is_fetched_again(server, fetch, sha256):
+    url = server.put("/a", CONTENT)
+    path = fetch(url, sha256=sha256(CONTENT))
+    path.write_bytes(b"x" * len(CONTENT))
+    assert fetch(url, sha256=sha256(CONTENT)).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("known", [{"sha256": "0" * 64}, {"size_bytes": 3}, {"xxh3_128": "0" * 32}])
+def test_content_that_is_not_what_was_asked_for_is_refused_and_removed(server, fetch, tmp_path, known):
+    with pytest.raises(InputError, match="was expected"):
+        fetch(server.put("/a", CONTENT), **known)
+    assert names(tmp_path / "cache") == []
+    assert len(server.requests) == 1
+
+
+def test_a_broken_transfer_goes_on_where_it_broke(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[3_000_000, 2_000_000])
+    assert fetch(url).read_bytes() == CONTENT
+    ranges = [request.headers.get("range") for request in server.requests]
+    assert ranges[0] is None
+    starts = [int(text.removeprefix("bytes=").removesuffix("-")) for text in ranges[1:]]
+    assert 0 < starts[0] <= 3_000_000
+    assert starts[0] < starts[1] <= 5_000_000
+    assert server.requests[1].headers["if-range"] == '"v1"'
+
+
+def test_a_later_process_goes_on_where_an_earlier_one_broke(server, fetch, retry):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError, match="without progress"):
+        fetch(url)
+    server.requests.clear()
+    server.resources["/a"].break_after = []
+    assert fetch(url).read_bytes() == CONTENT
+    assert server.requests[0].headers["range"].startswith("bytes=")
+
+
+def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[4_000_000])
+    new = b"n" * len(CONTENT)
+    tracker_calls = []
+
+    def change(progress):
+        if not tracker_calls:
+            server.put("/a", new, etag='"v2"')
+        tracker_calls.append(progress)
+
+    assert fetch(url, tracker=Tracker(change)).read_bytes() == new
+
+
+def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fetch):
+    url = server.put("/a", CONTENT, etag=None, break_after=[4_000_000])
+    assert fetch(url).read_bytes() == CONTENT
+    assert [request.headers.get("range") for request in server.requests] == [None, None]
+
+
+def test_a_mixture_that_only_the_digest_reveals_is_fetched_anew(server, fetch, sha256):
+    url = server.put("/a", b"o" * len(CONTENT), etag=None, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError):
+        fetch(url, sha256=sha256(CONTENT))
+    server.put("/a", CONTENT, etag=None)
+    assert fetch(url, sha256=sha256(CONTENT)).read_bytes() == CONTENT
+
+
+def test_a_server_that_ignores_ranges_still_delivers(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[4_000_000], ranges=False)
+    assert fetch(url).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_a_passing_failure_is_retried(server, fetch, status):
+    url = server.put("/a", CONTENT, fail_first=[status, status], headers={"Retry-After": "0"})
+    assert fetch(url).read_bytes() == CONTENT
+    assert len(server.requests) == 3
+
+
+def test_a_failure_that_stays_ends_after_the_given_attempts(server, fetch):
+    with pytest.raises(InputError, match="status 503, after 3 attempts"):
+        fetch(server.put("/a", CONTENT, fail_first=[503] * 9))
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 410])
+def test_a_final_refusal_is_not_retried(server, fetch, status):
+    with pytest.raises(InputError, match=f"status {status}"):
+        fetch(server.put("/a", CONTENT, fail_first=[status]))
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_refused_credentials_are_an_auth_error_with_the_way_out(server, fetch, status):
+    url = server.put("/a", CONTENT, fail_first=[status])
+    with pytest.raises(AuthError, match="TRAINER_TOKEN_ORIGINS"):
+        fetch(url)
+    server.put("/a", CONTENT, fail_first=[status])
+    with pytest.raises(AuthError, match="Credentials were sent"):
+        fetch(url, token="canary", origins=[url])
+
+
+def test_a_server_that_is_not_there_is_an_input_error(fetch):
+    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:1/a could not be fetched"):
+        fetch("http://127.0.0.1:1/a")
+
+
+def test_the_token_goes_to_its_origins_alone(server, other_server, fetch):
+    fetch(server.put("/a", b"1", token="canary"), token="canary", origins=[server.url])
+    fetch(other_server.put("/b", b"2"), token="canary", origins=[server.url])
+    assert server.requests[0].headers["authorization"] == "Bearer canary"
+    assert "authorization" not in other_server.requests[0].headers
+
+
+def test_the_token_stays_behind_when_a_redirect_leaves_the_origin_also_for_a_trusted_one(server, other_server, fetch):
+    target = other_server.put("/b", b"content")
+    url = server.put("/a", location=target)
+    assert fetch(url, token="canary", origins=[server.url, other_server.url]).read_bytes() == b"content"
+    assert server.requests[0].headers["authorization"] == "Bearer canary"
+    assert "authorization" not in other_server.requests[0].headers
+
+
+def test_the_token_goes_along_with_a_redirect_within_its_origin(server, fetch):
+    server.put("/b", b"content", token="canary")
+    assert fetch(server.put("/a", location="/b"), token="canary", origins=[server.url]).read_bytes() == b"content"
+
+
+@pytest.mark.parametrize("location", ["ftp://h/x", "file:///etc/passwd", "/a"])
+def test_a_redirect_that_leads_nowhere_is_an_input_error(server, fetch, location):
+    with pytest.raises(InputError):
+        fetch(server.put("/a", location=location))
+
+
+def test_a_content_encoding_that_was_not_asked_for_is_refused(server, fetch):
+    with pytest.raises(InputError, match="content encoding"):
+        fetch(server.put("/a", CONTENT, headers={"Content-Encoding": "gzip"}))
+    assert server.requests[0].headers["accept-encoding"] == "identity"
+
+
+def test_no_message_log_or_file_name_holds_token_user_info_or_query(server, fetch, tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    host = server.url.removeprefix("http://")
+    errors = {}
+    for name, options in {
+        "ok": {},
+        "auth": {"fail_first": [403]},
+        "gone": {"fail_first": [404]},
+        "down": {"fail_first": [503] * 9},
+    }.items():
+        server.put(f"/{name}", CONTENT, **options)
+        try:
+            fetch(f"http://u:canary-1@{host}/{name}?sig=canary-2", token="canary-3", origins=[server.url])
+        except InputError as error:
+            errors[name] = f"{error!r} {error}"
+    assert list(errors) == ["auth", "gone", "down"]
+    assert all(f"/{name}" in text for name, text in errors.items())
+    assert "canary" not in "".join(errors.values())
+    assert "canary" not in caplog.text
+    for path in (tmp_path / "cache").iterdir():
+        assert "canary" not in path.name
+        assert b"canary" not in path.read_bytes()
+
+
+def test_progress_is_told_up_to_the_whole_size(server, fetch):
+    told = []
+    fetch(server.put("/a", CONTENT), tracker=Tracker(told.append))
+    assert [p.done_bytes for p in told] == sorted(p.done_bytes for p in told)
+    assert told[-1].finished
+    assert (told[-1].done_bytes, told[0].total_bytes) == (len(CONTENT), len(CONTENT))
+
+
+def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(server, fetch, tmp_path):
+    class Stop(Exception):
+        pass
+
+    told = []
+
+    def stop_after_two():
+        if len(told) >= 2:
+            raise Stop
+
+    url = server.put("/a", CONTENT)
+    with pytest.raises(Stop):
+        fetch(url, tracker=Tracker(told.append, stop_after_two))
+    assert names(tmp_path / "cache") == ["file.part"]
+    assert fetch(url).read_bytes() == CONTENT
+    assert "range" in server.requests[1].headers
+
+
+def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(server, fetch):
+    url = server.put("/a", CONTENT, etag=None)
+    gate = threading.Barrier(4)
+    found = []
+
+    def work():
+        gate.wait()
+        found.append(fetch(url).read_bytes() == CONTENT)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+    assert len(server.requests) == 1
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from genlight.adapter.inputs.http import Download, download
+from genlight.adapter.inputs.progress import Tracker
+from genlight.reporters.http import build_client
+def die(progress):
+    if progress.done_bytes >= 3_000_000:
+        os.kill(os.getpid(), 9)
+with build_client(None, ()) as client:
+    download(Download(sys.argv[1], Path(sys.argv[2])), client, tracker=Tracker(die))
+"""
+
+
+def test_a_process_killed_in_a_transfer_leaves_no_lock_and_no_half_file(server, fetch, tmp_path):
+    url = server.put("/a", CONTENT)
+    done = subprocess.run([sys.executable, "-c", KILLED, url, str(tmp_path / "cache" / "file")], check=False)
+    assert done.returncode == -9
+    assert names(tmp_path / "cache") == ["file.part"]
+    assert fetch(url).read_bytes() == CONTENT
