@@ -64,6 +64,8 @@ class Discovered:
     """Tensors that an optimizer holds and no found module does."""
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
+    aliases: tuple[Found[Tensor], ...] = ()
+    """Parameters of found modules that the trainer also keeps by themselves, in a list say."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -126,6 +128,7 @@ def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()
         scalers=_named(search.scalers, reserved),
         parameters=_named(list({id(p): (path, p) for path, p in loose}.values()), reserved),
         tensors=_named([(path, t) for path, t in search.tensors if id(t) not in loose_ids | known], reserved),
+        aliases=_named([(path, t) for path, t in search.tensors if id(t) in known], reserved),
     )
 
 
@@ -156,10 +159,10 @@ def check_nothing_new(before: Discovered, state: Any, trainer: object = None) ->
         ContractError: Names the path of each.
     """
     now = discover(state, trainer)
-    known = {id(m) for found in before.modules for m in found.value.modules()} | {
-        id(f.value) for f in before.optimizers
-    }
-    new = [f.path for f in (*now.modules, *now.optimizers) if id(f.value) not in known]
+    known = {id(m) for found in before.modules for m in found.value.modules()}
+    known |= {id(found.value) for found in before.optimizers}
+    objects: list[Found[Any]] = [*now.modules, *now.optimizers]
+    new = [found.path for found in objects if id(found.value) not in known]
     if new:
         raise ContractError(
             f"{', '.join(new)} appeared after `configure`, so it is neither in checkpoints nor known to the strategy. "

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -97,6 +98,8 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
             f"{', '.join(refused)} is LBFGS, which evaluates the loss several times a step and so cannot skip an "
             "overflow of 16-mixed. Use bf16-mixed or 32-true."
         )
+    if any(isinstance(parameter, DTensor) for parameter in discovered.optimized()):
+        raise ContractError("16-mixed cannot be used with sharded parameters. Use bf16-mixed or 32-true.")
     if not isinstance(plugin.scaler, TrueUnitScaler):
         plugin.scaler = TrueUnitScaler.like(plugin.scaler)
     return plugin.scaler

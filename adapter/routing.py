@@ -164,6 +164,11 @@ class StepRouter:
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
+        if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in str(exc):
+            exc.add_note(
+                "A submodule was called by itself while its parameters are sharded with its parent. "
+                "Name its class in the shard policy."
+            )
         # After an exception the other ranks may not come this far: a collective would hang.
         if self._buffers is not None and exc_type is None:
             self._buffers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -541,7 +542,9 @@ def weights(state: Any, trainer: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def hosted_run(name: str, *, rank: int = 0, world_size: int = 1, steps: int = STEPS, callbacks=(), **trainer_args: Any):
+def hosted_run(
+    name: str, *, rank: int = 0, world_size: int = 1, steps: int = STEPS, callbacks=(), policy=None, **trainer_args: Any
+):
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
     import lightning.pytorch as pl
     from genlight.adapter.module import ContractModule
@@ -556,7 +559,9 @@ def hosted_run(name: str, *, rank: int = 0, world_size: int = 1, steps: int = ST
         callbacks=list(callbacks),
         **trainer_args,
     )
-    module = hosted(ContractModule)(ZOO[name](), TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0))
+    base = ContractModule if policy is None else hosted(ContractModule)
+    module = base(ZOO[name](), TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0))
+    module.policy = policy
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
         warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
@@ -565,29 +570,14 @@ def hosted_run(name: str, *, rank: int = 0, world_size: int = 1, steps: int = ST
 
 
 def hosted(base: type) -> type:
-    """`ContractModule` with the router in its steps."""
-    from genlight.adapter.hosting import check_strategy, leave_unwrapped
-    from genlight.adapter.routing import step_router
-    from genlight.adapter.step_metrics import validated_result
+    """`ContractModule` that shards by a policy of its class."""
+    from genlight.adapter.sharding import shard_for
 
     class Hosted(base):
-        def setup(self, stage):
-            check_strategy(self.trainer.strategy)
-            leave_unwrapped(self.trainer.strategy)
-            super().setup(stage)
+        policy: Any = "whole"
 
-        def on_fit_start(self):
-            self.router = step_router(self.trainer, self, self.discovered)
-
-        def train_raw_batch(self, raw):
-            batch = self.plugin.prepare_batch(raw, self.contract_state, self.ctx)
-            if self.router is None:
-                result = self.plugin.train_step(batch, self.contract_state, self.ctx)
-            else:
-                with self.router:
-                    result = self.plugin.train_step(batch, self.contract_state, self.ctx)
-            self.step_result = validated_result(result)
-            return result.metrics
+        def configure_model(self):
+            shard_for(self.trainer.strategy, self.discovered, self.policy)
 
     return Hosted
 
@@ -616,11 +606,25 @@ def ranks_environment(rank: int, world_size: int) -> Any:
     return Environment()
 
 
+def strategy_of(kind: str, rank: int, world_size: int) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    environment = ranks_environment(rank, world_size)
+    if kind == "ddp":
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
+    strategy.cluster_environment = environment
+    return strategy
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
+
+
 def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
     import logging
 
     import torch.distributed as dist
-    from lightning.pytorch.strategies import DDPStrategy
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -629,21 +633,20 @@ def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any
     results: dict[str, Any] = {}
     for job in jobs:
         try:
-            strategy = DDPStrategy(
-                cluster_environment=ranks_environment(rank, world_size), process_group_backend="gloo"
-            )
             module, _ = hosted_run(
                 job["name"],
                 rank=rank,
                 world_size=world_size,
                 devices=world_size,
-                strategy=strategy,
+                strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
+                policy=job.get("policy", "whole"),
                 **job.get("args", {}),
             )
-            results[job["key"]] = weights(module.contract_state, module.plugin)
+            results[job["key"]] = whole(weights(module.contract_state, module.plugin))
         except Exception as error:
             results[job["key"]] = f"{type(error).__name__}: {error}"
-            print(f"rank {rank}, {job['key']}: {error}", file=sys.stderr, flush=True)
+            if job.get("trace"):
+                traceback.print_exc()
     torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
