@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arrow_feed import ArrowFeed
     from .build import ParquetArrowBatchFeeder, build_feed
+    from .collate import to_torch
     from .data_module import ArrowDataModule
     from .iterables import IterableFeed, MockBatches
+    from .ledger import Ledger, trained_rows
+    from .resolve import BatchFeed, as_feed
+    from .sources import Source
 
 _HOME = {
     "ArrowDataModule": ".data_module",
@@ -20,10 +24,29 @@ _HOME = {
     "IterableFeed": ".iterables",
     "MockBatches": ".iterables",
     "ParquetArrowBatchFeeder": ".build",
+    "BatchFeed": ".resolve",
+    "Ledger": ".ledger",
+    "Source": ".sources",
+    "as_feed": ".resolve",
     "build_feed": ".build",
+    "to_torch": ".collate",
+    "trained_rows": ".ledger",
 }
 
-__all__ = ["ArrowDataModule", "ArrowFeed", "IterableFeed", "MockBatches", "ParquetArrowBatchFeeder", "build_feed"]
+__all__ = [
+    "ArrowDataModule",
+    "ArrowFeed",
+    "BatchFeed",
+    "IterableFeed",
+    "Ledger",
+    "MockBatches",
+    "ParquetArrowBatchFeeder",
+    "Source",
+    "as_feed",
+    "build_feed",
+    "to_torch",
+    "trained_rows",
+]
 
 
 def __getattr__(name: str) -> Any:

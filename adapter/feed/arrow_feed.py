@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
 from ..exceptions import InputError
+from .files import PathLike
+from .ledger import Ledger
 from .order import Order
-from .parquet import ParquetSource
-from .plan import SHARD_MODES, Shard, Share
+from .plan import SHARD_MODES, Shard
 from .position import Layout, Position
-from .reader import Chunk, ReadAhead, decode, join
-from .sources import Numbers, Source
+from .resolve import open_source
+from .sources import Source
+from .supply import Spec, Supply, ThreadSupply
 
 __all__ = ["ArrowFeed"]
 
@@ -33,7 +36,8 @@ class ArrowFeed:
     ranks and may be loaded on another number of ranks or with another batch size.
 
     Args:
-        source: Parquet paths, folders, patterns or URLs, or a `Source`.
+        source: Paths, folders, patterns or URLs of Parquet files, or of Arrow IPC files (``.arrow``, ``.ipc``,
+            ``.feather``), which are mapped into memory; tables or record batches; a Hugging Face dataset; a `Source`.
         batch_size: Rows a step and rank. The last step of an epoch may have fewer; see `plan`.
         readahead: Decoded chunks kept ready by a background thread; 0 decodes in the training thread.
         columns: Columns to read, in this order; None means all.
@@ -52,6 +56,9 @@ class ArrowFeed:
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
         collate: Called with each record batch, in the training thread; its result is handed out instead. ``torch`` is
             `to_torch`.
+        workers: Processes that decode and collate, through a torch data loader; 0 does it in this process. Order and
+            position are the same for any number.
+        ledger: A folder where the rows of each step are written down; see `Ledger`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -77,9 +84,12 @@ class ArrowFeed:
         readahead_bytes: int = 256 << 20,
         filesystem: Any = None,
         collate: Collate | Literal["torch"] | None = None,
+        workers: int = 0,
+        ledger: PathLike | None = None,
     ) -> None:
         _validate_at_least("batch_size", batch_size, 1)
         _validate_at_least("readahead", readahead, 0)
+        _validate_at_least("workers", workers, 0)
         _validate_at_least("seed", seed, 0)
         _validate_at_least("world_size", world_size, 1)
         _validate_at_least("shuffle_window", shuffle_window, 1)
@@ -97,12 +107,13 @@ class ArrowFeed:
         self._epochs, self._drop_last, self._shard = epochs, drop_last, shard
         self._rank, self._world_size, self._per_epoch = rank, world_size, per_epoch
         self._collate = _collate(collate)
+        self._workers, self._ledger = workers, None if ledger is None else Ledger(ledger)
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._position: Position | None = None
         self._step = 0
         self._fresh = True
-        self._reader: ReadAhead | None = None
+        self._supply: Supply | None = None
         self._waited = 0.0
 
     # --- what the data is
@@ -144,16 +155,13 @@ class ArrowFeed:
 
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
-            source = self._given if hasattr(self._given, "group_rows") else self._parquet()
+            source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
             order = Order(source.group_rows, self._seed, self._shuffle, self._window)
             layout = Layout(order, self._batch_size, self._world_size, self._shard, self._drop_last)
             if not layout.steps_per_epoch:
                 raise InputError(_too_few(layout))
             self._source, self._layout = source, layout
         return self._source, self._layout
-
-    def _parquet(self) -> Source:
-        return ParquetSource(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
 
     # --- iteration
 
@@ -169,68 +177,82 @@ class ArrowFeed:
         _, layout = self._opened()
         position = self._first_position(per_epoch, layout)
         while self._epochs is None or position.epoch < self._epochs:
-            yield from self._steps(position)
+            yield from self._rest_of_epoch(position)
             position = self._at().normalized(layout)
             if per_epoch:
-                break
+                return
         self._fresh = False
+        self.close()
 
     def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
-        if self._position is None:
-            return Position.start_of(0, layout.order)
-        if self._fresh:
+        if self._position is not None and self._fresh:
             return self._at()
-        if per_epoch:
-            position = self._at().normalized(layout)
-            return position if position.step == 0 else Position.start_of(position.epoch + 1, layout.order)
-        return Position.start_of(0, layout.order)
+        if self._position is None or not per_epoch:
+            return Position.start_of(0, layout.order)
+        position = self._at().normalized(layout)
+        return position if position.step == 0 else Position.start_of(position.epoch + 1, layout.order)
 
-    def _steps(self, position: Position) -> Iterator[Any]:
-        source, layout = self._opened()
-        share = layout.share(position.rows)
+    def _rest_of_epoch(self, position: Position) -> Iterator[Any]:
+        supply = self._supply_from(position)
         self._position, self._step = position, position.step
-        reader = self._start_reader(source, layout, position, share)
-        cursor, collate = _Cursor(reader), self._collate
+        done = False
         try:
-            for step in range(position.step, share.steps):
-                batch, _ = cursor.rows(*share.interval(step, self._rank))
-                self._step = step + 1
+            for batch in supply.epoch():
+                if self._supply is not supply:
+                    raise RuntimeError("The feed was closed or iterated anew while this iterator was in use.")
+                self._step += 1
                 self._fresh = False
-                yield batch if collate is None else collate(batch)
+                if self._ledger is not None:
+                    self._ledger.record(self._position, self._step - 1, supply.parts)
+                yield batch
+            done = True
         finally:
-            self._stop_reader(reader)
+            if not done and self._supply is supply:
+                self.close()
 
-    def _start_reader(self, source: Source, layout: Layout, position: Position, share: Share) -> ReadAhead:
+    def _supply_from(self, position: Position) -> Supply:
+        if self._supply is not None and self._supply.position == position:
+            return self._supply
         self.close()
-        rank, order, chunk_bytes = self._rank, layout.order, min(_CHUNK_BYTES, self._readahead_bytes)
-        first = share.interval(position.step, rank)[0] if position.step < share.steps else share.total
+        spec = self._spec()
+        if self._ledger is not None:
+            self._ledger.begin(spec.layout, position, self._rank)
+        self._supply = self._make_supply(spec, position)
+        return self._supply
 
-        def chunks() -> Iterator[Chunk]:
-            for piece in order.pieces(position.spans):
-                end = piece.at + len(piece)
-                if end > first and share.needs(rank, max(piece.at, first), end):
-                    yield from decode(source, order, piece.after(first), chunk_bytes)
+    def _make_supply(self, spec: Spec, position: Position) -> Supply:
+        if not self._workers:
+            return ThreadSupply(spec, position)
+        from .workers import WorkerSupply
 
-        self._reader = ReadAhead(chunks, self._readahead, self._readahead_bytes)
-        return self._reader
+        return WorkerSupply(spec, position, self._workers)
 
-    def _stop_reader(self, reader: ReadAhead) -> None:
-        reader.close()
-        if self._reader is reader:
-            self._waited += reader.wait_seconds
-            self._reader = None
+    def _spec(self) -> Spec:
+        source, layout = self._opened()
+        return Spec(
+            source=source,
+            layout=layout,
+            rank=self._rank,
+            epochs=self._epochs,
+            readahead=self._readahead,
+            readahead_bytes=self._readahead_bytes,
+            collate=self._collate,
+            track=self._ledger is not None,
+        )
 
     def close(self) -> None:
-        """Stop reading and give files back. The position stays; iterating again goes on as before."""
-        if self._reader is not None:
-            self._stop_reader(self._reader)
+        """Stop reading and give files back; the position stays."""
+        if self._supply is not None:
+            self._supply.close()
+            self._waited += self._supply.wait_seconds
+            self._supply = None
         if self._source is not None:
             self._source.close()
 
     @property
     def wait_seconds(self) -> float:
         """Seconds that the consumer has waited for data so far."""
-        return self._waited + (self._reader.wait_seconds if self._reader is not None else 0.0)
+        return self._waited + (self._supply.wait_seconds if self._supply is not None else 0.0)
 
     # --- position
 
@@ -257,39 +279,14 @@ class ArrowFeed:
                 "with the data of the checkpoint, or start a new run."
             )
         self.close()
-        self._position = Position.restored(state, layout, self._epochs)
+        self._position, given_up = Position.restored(state, layout, self._epochs)
+        if given_up and self._rank == 0:
+            warnings.warn(
+                f"The last {given_up} rows of the last epoch are left out: {self._world_size} ranks cannot share them.",
+                stacklevel=2,
+            )
         self._step = self._position.step
         self._fresh = True
-
-
-class _Cursor:
-    """Cuts batches out of chunks; a batch within one chunk is a slice, without copies."""
-
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._chunks = iter(chunks)
-        self._chunk: Chunk | None = None
-
-    def rows(self, start: int, end: int) -> tuple[pa.RecordBatch, list[tuple[Chunk, Numbers]]]:
-        chunk = self._chunk
-        if chunk is None or start >= chunk.end:
-            chunk = self._advance(start)
-        if end <= chunk.end:
-            return chunk.batch.slice(start - chunk.at, end - start), [(chunk, chunk.numbers)]
-        parts = []
-        while True:
-            last = min(end, chunk.end)
-            parts.append(chunk.batch.slice(start - chunk.at, last - start))
-            start = last
-            if start == end:
-                return join(parts), []
-            chunk = self._advance(start)
-
-    def _advance(self, start: int) -> Chunk:
-        for chunk in self._chunks:
-            if chunk.end > start:
-                self._chunk = chunk
-                return chunk
-        raise AssertionError(f"the reader ended before row {start}")
 
 
 def _too_few(layout: Layout) -> str:

@@ -25,22 +25,25 @@ __all__ = ["EpochOrder", "Order", "Piece", "permutation"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of one row group, in the order of an epoch."""
+    """Consecutive rows of one row group, or of several that follow each other, in the order of an epoch."""
 
     epoch: int
     group: int
     first: int
+    """First row, counted from the start of `group`."""
     end: int
     at: int
     """Place of the first row among the rows that are handed out."""
+    last_group: int
+    """The same as `group` where it is only one."""
 
     def __len__(self) -> int:
         return self.end - self.first
 
-    def after(self, at: int) -> Piece:
-        """The part of the piece that is handed out from row `at` on."""
-        skipped = max(at - self.at, 0)
-        return replace(self, first=self.first + skipped, at=self.at + skipped)
+    def within(self, start: int, end: int) -> Piece:
+        """The part of the piece that is handed out as rows ``start:end``."""
+        skipped, cut = max(start - self.at, 0), max(self.at + len(self) - end, 0)
+        return replace(self, first=self.first + skipped, end=self.end - cut, at=self.at + skipped)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class EpochOrder:
             start, stop = int(self.starts[index]), int(self.starts[index + 1])
             last = min(end, stop)
             if first < last:
-                yield Piece(self.number, int(self.groups[index]), first - start, last - start, at)
+                group = int(self.groups[index])
+                yield Piece(self.number, group, first - start, last - start, at, group)
             at += last - first
             first = last
             index += 1

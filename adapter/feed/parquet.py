@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..exceptions import InputError
-from .files import DataFile, PathLike, expand
+from .files import DataFile
 from .filtering import as_expression
 from .schema import conform, project
 from .sources import Decoded, fingerprint, input_error
@@ -24,6 +24,8 @@ __all__ = ["ParquetSource"]
 
 _FOOTER_THREADS = 16
 _OPEN_FILES = 16
+_FIRST_GUESS = 8.0
+"""Decoded size over the size that the metadata tells, until it was seen; repeated values decode to more."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class _Footer:
     schema: pa.Schema
     group_rows: tuple[int, ...]
     """Rows of each row group, before filters."""
+    group_bytes: tuple[int, ...]
+    """Uncompressed size of the wanted columns of each row group."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,18 @@ class _Group:
     def rows(self) -> int:
         return self.footer.group_rows[self.index]
 
+    @property
+    def bytes(self) -> int:
+        return self.footer.group_bytes[self.index]
+
 
 class ParquetSource:
     """One or many Parquet files. Making one reads all footers, and with filters the columns that they name.
 
     Args:
-        paths: Paths, folders, patterns or URLs; see `expand`.
+        files: The files, in order.
         columns: Columns to hand out, in this order; None means all.
         filters: See `as_expression`; rows for which it is not true are left out.
-        filesystem: See `expand`.
 
     Raises:
         InputError: Lists every fault that the metadata tells: files that are missing, truncated or no Parquet, columns
@@ -67,14 +74,13 @@ class ParquetSource:
 
     def __init__(
         self,
-        paths: PathLike | Iterable[PathLike],
+        files: Sequence[DataFile],
         *,
         columns: Sequence[str] | None = None,
         filters: Any = None,
-        filesystem: Any = None,
     ) -> None:
         self._filter = as_expression(filters)
-        footers, faults = _read_footers(expand(paths, filesystem=filesystem))
+        footers, faults = _read_footers(files, columns)
         self.schema = pa.schema([])
         if footers:
             self.schema, mismatches = project([(f.file.name, f.schema) for f in footers], columns)
@@ -86,6 +92,7 @@ class ParquetSource:
         self._groups = [group for footer in footers for group in _groups(footer)]
         self.group_rows = self._count()
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self._expansion = _FIRST_GUESS
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = fingerprint([*sizes, str(sum(self.group_rows))])
 
@@ -108,48 +115,72 @@ class ParquetSource:
         file = group.footer.file
         return ds.ParquetFileFormat().make_fragment(file.path, file.filesystem, row_groups=[group.index])
 
-    def read(self, group: int, max_bytes: int) -> Iterator[Decoded]:
+    def together(self, first: int, last: int, max_bytes: int) -> bool:
+        """See `Source`."""
+        groups = self._groups[first : last + 1]
+        one_file = groups[0].footer is groups[-1].footer
+        return one_file and sum(group.bytes for group in groups) * self._expansion <= max_bytes
+
+    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:
         """See `Source`.
 
         Raises:
             InputError: The file cannot be read, or is not the one whose metadata was read; names file and row group.
         """
-        where = self._groups[group]
-        try:
-            yield from self._read(where, max_bytes)
-        except (pa.ArrowException, OSError) as error:
-            self._open.pop(where.footer.file.name, None)
-            raise InputError(f"{_label(where)}: {error}") from error
-
-    def _read(self, group: _Group, max_bytes: int) -> Iterator[Decoded]:
-        keep = self._mask(group) if self._filter is not None else None
-        offset = 0
-        for raw in self._decode(group, max_bytes):
-            batch, size = conform(raw, self.schema), raw.num_rows
-            first = group.first_row + offset
+        groups = self._groups[first : last + 1]
+        keep = np.concatenate([self._mask(group) for group in groups]) if self._filter is not None else None
+        offset, start = 0, groups[0].first_row
+        for batch in self._batches(groups, max_bytes):
+            end = offset + batch.num_rows
             if keep is None:
-                yield batch, range(first, first + size)
+                yield batch, range(start + offset, start + end)
             else:
-                part = keep[offset : offset + size]
-                yield batch.filter(pa.array(part)), first + np.flatnonzero(part)
-            offset += size
-        _require_unchanged(group)
-        if offset != group.rows:
-            raise InputError(f"{_label(group)}: {offset} rows, but the footer said {group.rows}")
+                part = keep[offset:end]
+                yield batch.filter(pa.array(part)), start + offset + np.flatnonzero(part)
+            offset = end
 
     def _mask(self, group: _Group) -> Any:
-        table = self._fragment(group).scanner(columns={"keep": self._filter}).to_table()
+        try:
+            table = self._fragment(group).scanner(columns={"keep": self._filter}).to_table()
+        except (pa.ArrowException, OSError) as error:
+            raise _broken(group, error) from error
         return table.column("keep").fill_null(False).to_numpy()
 
-    def _decode(self, group: _Group, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        file = self._opened(group)
-        _require_unchanged(group)
-        columns = self.schema.names
-        rows = _rows_within(file.metadata.row_group(group.index), set(columns), max_bytes)
-        if rows >= group.rows:
-            yield from file.read_row_group(group.index, columns=columns).to_batches()
-        else:
-            yield from file.iter_batches(rows, row_groups=[group.index], columns=columns)
+    def _batches(self, groups: Sequence[_Group], max_bytes: int) -> Iterator[pa.RecordBatch]:
+        rows = 0
+        try:
+            for batch in self._decode(groups, max_bytes):
+                yield batch
+                rows += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            self._forget(groups[0].footer.file)
+            if len(groups) == 1:
+                raise _broken(groups[0], error) from error
+            yield from self._one_by_one(groups, rows, max_bytes)
+            return
+        _require_unchanged(groups[-1])
+        if rows != sum(group.rows for group in groups):
+            raise InputError(f"{_label(groups[-1])}: {rows} rows; the footer told another number")
+
+    def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
+        """The rows after the first `skip`: what is sound before the group at fault, then its error."""
+        for group in groups:
+            if skip >= group.rows:
+                skip -= group.rows
+                continue
+            for batch in self._batches([group], max_bytes):
+                if skip < batch.num_rows:
+                    yield batch.slice(skip)
+                skip = max(skip - batch.num_rows, 0)
+
+    def _decode(self, groups: Sequence[_Group], max_bytes: int) -> Iterator[pa.RecordBatch]:
+        _require_unchanged(groups[0])
+        size, total = sum(group.bytes for group in groups), sum(group.rows for group in groups)
+        rows = max(1, int(total * max_bytes / max(size * self._expansion, 1)))
+        indices = [group.index for group in groups]
+        for raw in self._opened(groups[0]).iter_batches(rows, row_groups=indices, columns=self.schema.names):
+            self._expansion = max(0.5, raw.nbytes / max(size * raw.num_rows / total, 1))
+            yield conform(raw, self.schema)
 
     def _opened(self, group: _Group) -> pq.ParquetFile:
         data = group.footer.file
@@ -161,6 +192,11 @@ class ParquetSource:
             )
         self._open.move_to_end(data.name)
         return self._open[data.name]
+
+    def _forget(self, file: DataFile) -> None:
+        opened = self._open.pop(file.name, None)
+        if opened is not None:
+            opened.close(force=True)
 
     def label(self, group: int) -> str:
         """See `Source`."""
@@ -179,20 +215,21 @@ class ParquetSource:
         return {**self.__dict__, "_open": OrderedDict()}
 
 
-def _read_footers(files: Sequence[DataFile]) -> tuple[list[_Footer], list[str]]:
+def _read_footers(files: Sequence[DataFile], columns: Sequence[str] | None) -> tuple[list[_Footer], list[str]]:
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        results = list(pool.map(_read_footer, files))
+        results = list(pool.map(lambda file: _read_footer(file, columns), files))
     footers = [result for result in results if isinstance(result, _Footer)]
     return footers, [result for result in results if isinstance(result, str)]
 
 
-def _read_footer(file: DataFile) -> _Footer | str:
+def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str:
     try:
         stamp = file.stamp()
         with file.filesystem.open_input_file(file.path) as handle:
             metadata = pq.read_metadata(handle)
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-            return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows)
+            sizes = _group_bytes(metadata, columns)
+            return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes)
     except InputError as error:
         return str(error)
     except (pa.ArrowException, OSError) as error:
@@ -215,11 +252,16 @@ def _require_unchanged(group: _Group) -> None:
         raise InputError(f"{_label(group)}: the file changed while it was read; start again with the new file")
 
 
-def _rows_within(row_group: pq.RowGroupMetaData, columns: set[str], max_bytes: int) -> int:
-    """How many rows of the group fill `max_bytes` when decoded, judged by the uncompressed size in the footer."""
-    size = row_group.total_byte_size
-    if size <= max_bytes:
-        return int(row_group.num_rows)
-    chunks = (row_group.column(i) for i in range(row_group.num_columns))
-    size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in columns)
-    return max(1, int(row_group.num_rows * max_bytes / max(size, 1)))
+def _broken(group: _Group, error: Exception) -> InputError:
+    return InputError(f"Cannot read {_label(group)}: {error}")
+
+
+def _group_bytes(metadata: pq.FileMetaData, columns: Sequence[str] | None) -> tuple[int, ...]:
+    """Uncompressed size of `columns` in each row group; the share of the columns is that of the first row group."""
+    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    if columns is None or not sizes:
+        return tuple(sizes)
+    chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
+    wanted = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in set(columns))
+    share = wanted / max(sum(c.total_uncompressed_size for c in chunks), 1)
+    return tuple(int(size * share) for size in sizes)

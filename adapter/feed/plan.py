@@ -52,6 +52,11 @@ class Share:
         return full if self.drop_last or rest < self.world_size else full + 1
 
     @property
+    def stride(self) -> int:
+        """How far one step of a rank starts after the step before."""
+        return self.step_rows if self.shard == "rows" else self.batch_size
+
+    @property
     def usable(self) -> int:
         """Rows that the steps hand out; the others are dropped."""
         return self.steps * self.step_rows if self.drop_last else self.total if self.steps else 0

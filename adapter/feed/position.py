@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,12 +86,12 @@ class Position:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], layout: Layout, epochs: int | None) -> Position:
-        """The position that `state` describes, in terms of `layout`.
+    def restored(cls, state: Mapping[str, Any], layout: Layout, epochs: int | None) -> tuple[Position, int]:
+        """The position that `state` describes, in terms of `layout`, and how many rows are given up for it.
 
         Under another number of ranks, batch size or sharding the rest of the epoch is shared anew. When fewer rows are
-        left than there are ranks, they are trained with the first step of the next epoch; if there is none, a warning
-        says how many are left out.
+        left than there are ranks, they are trained with the first step of the next epoch; if there is none, they are
+        given up.
 
         Raises:
             InputError: The rows, or their order, are not those of the state.
@@ -108,22 +107,17 @@ class Position:
         )
         saved = saved.normalized(old)
         if old == layout or saved == cls.start_of(saved.epoch, layout.order):
-            return saved
+            return saved, 0
         return saved._shared_anew(old, layout, epochs)
 
-    def _shared_anew(self, old: Layout, new: Layout, epochs: int | None) -> Position:
+    def _shared_anew(self, old: Layout, new: Layout, epochs: int | None) -> tuple[Position, int]:
         rest = tuple(cut(self.spans, old.share(self.rows).rest(self.step)))
         position = Position(self.epoch, rest)
         if new.share(position.rows).steps or new.drop_last:
-            return position
+            return position, 0
         if epochs is not None and self.epoch + 1 >= epochs:
-            warnings.warn(
-                f"The last {position.rows} rows of epoch {self.epoch} are left out: they cannot be shared by "
-                f"{new.world_size} ranks.",
-                stacklevel=2,
-            )
-            return Position.start_of(self.epoch + 1, new.order)
-        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows)))
+            return Position.start_of(self.epoch + 1, new.order), position.rows
+        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows))), 0
 
 
 def _span(value: Any) -> Span:

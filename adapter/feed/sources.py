@@ -18,12 +18,15 @@ from ..exceptions import InputError
 from .filtering import as_expression, mask
 from .schema import conform, project
 
-__all__ = ["Decoded", "Numbers", "Source", "TableSource", "fingerprint", "input_error"]
+__all__ = ["Decoded", "Numbers", "Part", "Source", "TableSource", "fingerprint", "input_error"]
 
 Numbers: TypeAlias = range | npt.NDArray[np.int64]
 """Row numbers within the file, one for each row of a batch."""
 
 Decoded: TypeAlias = tuple[pa.RecordBatch, Numbers]
+
+Part: TypeAlias = tuple[str, Numbers]
+"""A file, and the numbers of the rows in it that a batch, or a part of it, consists of."""
 
 
 class Source(Protocol):
@@ -36,8 +39,12 @@ class Source(Protocol):
     fingerprint: str
     """Changes when the rows, or their order, may have changed; does not depend on where the files lie."""
 
-    def read(self, group: int, max_bytes: int) -> Iterator[Decoded]:
-        """The rows of a group in order, in batches of about `max_bytes` or less where that can be had."""
+    def together(self, first: int, last: int, max_bytes: int) -> bool:
+        """Whether the groups from `first` to `last` are best read in one go, within about `max_bytes`."""
+        ...
+
+    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:
+        """The rows of the groups from `first` to `last` in order, in batches of about `max_bytes` where possible."""
         ...
 
     def label(self, group: int) -> str:
@@ -56,10 +63,9 @@ class TableSource:
     """Tables and record batches in memory, or mapped into it; without filters nothing is copied.
 
     Args:
-        tables: Tables or record batches of one schema; each chunk becomes a group.
+        tables: Name and table or record batch; each chunk becomes a group. Names are what errors and ledger say.
         columns: Columns to hand out, in this order; None means all.
         filters: See `as_expression`; rows for which it is not true are left out.
-        name: What errors and ledger call the data.
 
     Raises:
         InputError: A column is missing, schemas differ, or the tables hold no rows.
@@ -67,46 +73,49 @@ class TableSource:
 
     def __init__(
         self,
-        tables: Iterable[pa.Table | pa.RecordBatch],
+        tables: Iterable[tuple[str, pa.Table | pa.RecordBatch]],
         *,
         columns: Sequence[str] | None = None,
         filters: Any = None,
-        name: str = "table",
     ) -> None:
         given = list(tables)
-        self._name = name
-        self.schema, faults = project([(f"{name} {i}", table.schema) for i, table in enumerate(given)], columns)
+        self.schema, faults = project([(name, table.schema) for name, table in given], columns)
         if faults:
             raise input_error(faults)
-        self._groups = list(self._decoded(given, as_expression(filters)))
+        expression = as_expression(filters)
+        groups = [(name, group) for name, table in given for group in self._decoded(table, expression)]
+        self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
         self.group_rows = tuple(batch.num_rows for batch, _ in self._groups)
         if not sum(self.group_rows):
-            raise input_error([f"{name}: no rows" + (" pass the filters" if filters is not None else "")])
+            raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
         self.fingerprint = fingerprint([f"{self.group_rows}"])
 
-    def _decoded(self, tables: Iterable[pa.Table | pa.RecordBatch], expression: Any) -> Iterator[Decoded]:
+    def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[Decoded]:
         start = 0
-        for table in tables:
-            for batch in table.to_batches() if isinstance(table, pa.Table) else [table]:
-                numbers: Numbers = range(start, start + batch.num_rows)
-                start += batch.num_rows
-                rows = conform(batch, self.schema)
-                if expression is not None and batch.num_rows:
-                    keep = mask(batch, expression)
-                    rows, numbers = rows.filter(keep), np.asarray(numbers)[keep.to_numpy(zero_copy_only=False)]
-                yield rows, numbers
+        for batch in table.to_batches() if isinstance(table, pa.Table) else [table]:
+            numbers: Numbers = range(start, start + batch.num_rows)
+            start += batch.num_rows
+            rows = conform(batch, self.schema)
+            if expression is not None and batch.num_rows:
+                keep = mask(batch, expression)
+                rows, numbers = rows.filter(keep), np.asarray(numbers)[keep.to_numpy(zero_copy_only=False)]
+            yield rows, numbers
 
-    def read(self, group: int, max_bytes: int) -> Iterator[Decoded]:  # noqa: ARG002 - nothing is decoded
+    def together(self, first: int, last: int, max_bytes: int) -> bool:  # noqa: ARG002 - nothing is gained
+        """See `Source`."""
+        return False
+
+    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:  # noqa: ARG002 - nothing is decoded
         """See `Source`; a group is handed out whole, because that costs nothing."""
-        yield self._groups[group]
+        yield from self._groups[first : last + 1]
 
     def label(self, group: int) -> str:
         """See `Source`."""
-        return f"{self._name}, chunk {group}"
+        return f"{self._names[group]}, chunk {group - self._names.index(self._names[group])}"
 
-    def file(self, group: int) -> str:  # noqa: ARG002 - all groups are of one table
+    def file(self, group: int) -> str:
         """See `Source`."""
-        return self._name
+        return self._names[group]
 
     def close(self) -> None:
         """See `Source`."""

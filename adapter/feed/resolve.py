@@ -1,0 +1,121 @@
+"""From what a user has to what a feed reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from ..exceptions import InputError
+from .files import DataFile, expand
+from .iterables import IterableFeed, MockBatches
+from .parquet import ParquetSource
+from .sources import Source, TableSource, input_error
+
+__all__ = ["BatchFeed", "as_feed", "open_source"]
+
+_IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
+_ALL_SUFFIXES = (".parquet", ".parq", *_IPC_SUFFIXES)
+
+
+@runtime_checkable
+class BatchFeed(Protocol):
+    """What every feed of this package can do, and all that a loop needs of it."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the consumer has waited for batches so far."""
+        ...
+
+    def check(self) -> None:
+        """Raise `InputError` for what can be told before the first batch."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def iter_batches(self) -> Iterator[Any]:
+        """All batches from the position on."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out, as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after that position."""
+
+    def close(self) -> None:
+        """Stop reading."""
+
+
+def as_feed(batches: Any, *, rank: int = 0, world_size: int = 1) -> BatchFeed:
+    """A feed over ready-made batches: a feed as it is, a list as `MockBatches`, all else as `IterableFeed`.
+
+    Raises:
+        TypeError: `batches` is neither iterable nor has ``iter_batches()``.
+    """
+    if isinstance(batches, BatchFeed):
+        return batches
+    if isinstance(batches, list | tuple):
+        return MockBatches(batches, rank=rank, world_size=world_size)
+    return IterableFeed(batches)
+
+
+def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Source:
+    """The source behind paths, tables, record batches, a Hugging Face dataset, or a source.
+
+    Raises:
+        InputError: The data cannot be used; lists every fault that metadata can tell.
+    """
+    if hasattr(given, "group_rows"):
+        source: Source = given
+        return source
+    if _is_hugging_face(given):
+        return TableSource([("dataset", _hugging_face_table(given))], columns=columns, filters=filters)
+    if isinstance(given, pa.Table | pa.RecordBatch):
+        return TableSource([("table", given)], columns=columns, filters=filters)
+    items = [given] if isinstance(given, str | os.PathLike) else list(given)
+    if items and all(isinstance(item, pa.Table | pa.RecordBatch) for item in items):
+        named = [(f"table {i}", item) for i, item in enumerate(items)]
+        return TableSource(named, columns=columns, filters=filters)
+    files = expand(items, filesystem=filesystem, suffixes=_ALL_SUFFIXES)
+    mapped = [file.path.endswith(_IPC_SUFFIXES) for file in files]
+    if all(mapped):
+        return TableSource(_ipc_tables(files), columns=columns, filters=filters)
+    if any(mapped):
+        raise InputError("Arrow IPC files and Parquet files cannot be mixed in one feed.")
+    return ParquetSource(files, columns=columns, filters=filters)
+
+
+def _is_hugging_face(given: Any) -> bool:
+    return hasattr(given, "features") and hasattr(getattr(given, "data", None), "table")
+
+
+def _hugging_face_table(dataset: Any) -> pa.Table:
+    # A dataset that was shuffled or selected from keeps its table and a list of indices.
+    whole = dataset.flatten_indices() if getattr(dataset, "_indices", None) is not None else dataset
+    return whole.data.table
+
+
+def _ipc_tables(files: Iterable[DataFile]) -> list[tuple[str, pa.Table]]:
+    tables, faults = [], []
+    for file in files:
+        try:
+            file.stamp()
+            tables.append((file.name, _ipc_table(file)))
+        except InputError as error:
+            faults.append(str(error))
+        except (pa.ArrowException, OSError) as error:
+            faults.append(f"{file.name}: not a whole Arrow IPC file ({error})")
+    if faults:
+        raise input_error(faults)
+    return tables
+
+
+def _ipc_table(file: DataFile) -> pa.Table:
+    handle = pa.memory_map(file.path) if file.local else file.filesystem.open_input_file(file.path)
+    if handle.read(6) == b"ARROW1":
+        return pa.ipc.open_file(handle).read_all()
+    handle.seek(0)
+    return pa.ipc.open_stream(handle).read_all()

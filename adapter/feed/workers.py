@@ -1,0 +1,159 @@
+"""Batches made by worker processes, in the same order and with the same position as without them.
+
+The steps are dealt out to the workers in blocks of about one row group, so that a row group is decoded by one worker.
+A torch data loader brings the blocks back in order. Which rows a step has follows from its number, so the position is
+counted where the batches are handed out, and what the workers hold ready does not matter.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..exceptions import InputError
+from .plan import Share
+from .position import Position
+from .sources import Part
+from .supply import Block, Spec, batches_of, blocks
+
+__all__ = ["WorkerSupply"]
+
+_BLOCK_ROWS = 65_536
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a worker made of one block."""
+
+    batches: Any
+    """Results of the collate function, or record batches as one Arrow IPC stream."""
+    parts: list[list[Part]]
+    error: str | None = None
+    """What stopped the block after these batches."""
+
+
+class _Blocks(IterableDataset[_Made]):
+    """The blocks of one worker."""
+
+    def __init__(self, spec: Spec, position: Position, steps: int) -> None:
+        self._spec, self._position, self._steps = spec, position, steps
+
+    def __iter__(self) -> Iterator[_Made]:
+        info = get_worker_info()
+        assert info is not None
+        # A copy without open files: a forked process must not share them with the training process.
+        spec = replace(self._spec, source=copy.copy(self._spec.source), readahead=0)
+        for block in blocks(spec, self._position, self._steps):
+            if block.number % info.num_workers == info.id:
+                yield _make(spec, block)
+
+
+def _make(spec: Spec, block: Block) -> _Made:
+    results: list[Any] = []
+    parts: list[list[Part]] = []
+    error = None
+    try:
+        for step, (batch, rows) in enumerate(batches_of(spec, block), block.first):
+            _seed(spec, block.position, step)
+            results.append(batch if spec.collate is None else spec.collate(batch))
+            parts.append(rows)
+    except InputError as failure:
+        error = str(failure)
+    return _Made(_packed(spec, results) if spec.collate is None else results, parts, error)
+
+
+def _seed(spec: Spec, position: Position, step: int) -> None:
+    """Make random numbers in the collate function depend on the rows, not on the number of workers or on a resume."""
+    if spec.collate is None:
+        return
+    place = spec.layout.order.rows - position.rows + spec.layout.share(position.rows).consumed(step)
+    entropy = np.random.SeedSequence([spec.layout.order.seed, 2, position.epoch, place, spec.rank])
+    words = entropy.generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
+
+
+def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
+    """The batches as one stream: a slice that is pickled would take its whole parent along."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, spec.source.schema, options=_IPC) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+_IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
+
+
+class WorkerSupply:
+    """Batches from `workers` processes; see `Supply`."""
+
+    def __init__(self, spec: Spec, position: Position, workers: int) -> None:
+        self.position = position
+        self.parts: list[Part] = []
+        self.wait_seconds = 0.0
+        self._spec = spec
+        steps = _block_steps(spec)
+        self._blocks = blocks(spec, position, steps)
+        loader: DataLoader[_Made] = DataLoader(
+            _Blocks(spec, position, steps),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=max(spec.readahead, 1),
+            # A generator of its own: the default would draw from the training process's random numbers.
+            generator=torch.Generator().manual_seed(spec.layout.order.seed),
+        )
+        self._made: Iterator[_Made] = iter(loader)
+
+    def epoch(self) -> Iterator[Any]:
+        """See `Supply`."""
+        position, share = self.position, self._spec.layout.share(self.position.rows)
+        step = position.step
+        while step < share.steps:
+            block = next(self._blocks)
+            yield from self._handed_out(self._next())
+            step = block.end
+        self.position = Position.start_of(position.epoch + 1, self._spec.layout.order)
+
+    def _handed_out(self, made: _Made) -> Iterator[Any]:
+        batches = made.batches if self._spec.collate is not None else pa.ipc.open_stream(made.batches)
+        for batch, parts in zip(batches, made.parts, strict=True):
+            self.parts = parts
+            yield batch
+        if made.error is not None:
+            raise InputError(made.error)
+
+    def _next(self) -> _Made:
+        start = time.perf_counter()
+        try:
+            return next(self._made)
+        except StopIteration:
+            raise RuntimeError("The feed was closed while one of its iterators was in use.") from None
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        """See `Supply`."""
+        shutdown = getattr(self._made, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+        self._made = iter(())
+
+
+def _block_steps(spec: Spec) -> int:
+    """Steps that make about one row group, within bounds."""
+    order = spec.layout.order
+    share = Share(order.rows, spec.layout.batch_size, spec.layout.world_size, spec.layout.shard)
+    rows = min(max(order.group_rows), _BLOCK_ROWS)
+    return max(1, rows // share.stride)

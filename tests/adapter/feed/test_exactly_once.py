@@ -1,0 +1,149 @@
+"""Exactly once: whatever kills and rank changes a run goes through, each epoch trains each row of the files once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from genlight.adapter.feed import ArrowFeed, trained_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EPOCHS = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run that is killed `lost` steps after its last checkpoint."""
+
+    world_size: int
+    batch_size: int
+    shard: str
+    steps: int
+    lost: int
+
+
+attempts = st.builds(
+    Attempt,
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 5),
+    shard=st.sampled_from(["rows", "row_groups"]),
+    steps=st.integers(0, 12),
+    lost=st.integers(0, 3),
+)
+layouts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=3).filter(
+    lambda files: sum(map(sum, files)) >= 4
+)
+
+
+def run(attempt: Attempt, source: Any, state: dict | None, ledger: Path, **options: Any) -> dict:
+    """Hand out batches on all ranks in lock-step; the state is that of the checkpoint before the kill."""
+    feeds = [
+        ArrowFeed(
+            source,
+            batch_size=attempt.batch_size,
+            world_size=attempt.world_size,
+            rank=rank,
+            shard=attempt.shard,
+            epochs=EPOCHS,
+            ledger=ledger,
+            **options,
+        )
+        for rank in range(attempt.world_size)
+    ]
+    for feed in feeds:
+        if state is not None:
+            feed.load_state_dict(json.loads(json.dumps(state)))
+    iterators = [iter(feed) for feed in feeds]
+    for _ in itertools.islice(zip(*iterators, strict=True), attempt.steps):
+        pass
+    states = [feed.state_dict() for feed in feeds]
+    assert all(saved == states[0] for saved in states)
+    for _ in itertools.islice(zip(*iterators, strict=True), attempt.lost):
+        pass
+    for feed in feeds:
+        feed.close()
+    return states[0]
+
+
+def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -> tuple[Counter, int]:
+    """Train all attempts and then to the end; the rows that were trained, and how many a warning gave up."""
+    state, ledgers = None, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, attempt in enumerate([*history, Attempt(1, 3, "rows", 10_000, 0)]):
+            ledgers.append(folder / f"attempt-{number}")
+            state = run(attempt, source, state, ledgers[-1], **options)
+    given_up = sum(int(str(w.message).split()[2]) for w in caught if "left out" in str(w.message))
+    return trained_rows(ledgers), given_up
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, st.lists(attempts, max_size=5), st.booleans(), st.integers(1, 8))
+def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files, history, shuffle, window):
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{i}.parquet") for i in range(len(files))]
+        for path, groups in zip(paths, files, strict=True):
+            with pq.ParquetWriter(path, pa.schema([("x", pa.int32())])) as writer:
+                for rows in groups:
+                    writer.write_batch(pa.record_batch({"x": pa.array(range(rows), pa.int32())}))
+        trained, given_up = run_all(
+            history, paths, Path(folder), shuffle=shuffle, shuffle_window=window, readahead=len(history) % 2
+        )
+        expected = {
+            (epoch, str(path), row)
+            for epoch in range(EPOCHS)
+            for path, groups in zip(paths, files, strict=True)
+            for row in range(sum(groups))
+        }
+    assert set(trained.values()) <= {1}
+    assert set(trained) <= expected
+    assert len(expected) - len(trained) == given_up
+
+
+def test_a_rank_change_from_one_to_two_and_back_neither_loses_nor_repeats_a_row(tmp_path, rows_file):
+    path = rows_file(33, 1, 50, 17)
+    history = [Attempt(1, 8, "rows", 3, 2), Attempt(2, 4, "rows", 4, 1), Attempt(1, 8, "rows", 2, 0)]
+    trained, given_up = run_all(history, path, tmp_path, shuffle=True)
+    assert given_up == 0
+    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(101))
+
+
+def test_rows_too_few_for_more_ranks_are_trained_with_the_first_step_of_the_next_epoch(tmp_path, rows_file):
+    path = rows_file(9)
+    trained, given_up = run_all([Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
+    assert given_up == 0
+    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(9))
+
+
+def test_rows_too_few_for_more_ranks_at_the_very_end_are_given_up_with_a_warning(tmp_path, rows_file):
+    path = rows_file(9)
+    trained, given_up = run_all([Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
+    assert given_up == 1
+    assert set(trained) == {(e, str(path), row) for e in range(EPOCHS) for row in range(9)} - {(1, str(path), 8)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts, st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(files, world_size, batch_size, shuffle):
+    tables = [pa.table({"id": list(range(rows))}) for groups in files for rows in groups]
+    options = {"shuffle": shuffle, "epochs": EPOCHS, "shuffle_window": 4}
+    alone = ArrowFeed(tables, batch_size=batch_size * world_size, **options)
+    ranks = [
+        ArrowFeed(tables, batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+    together = [pa.Table.from_batches(step).column("id").to_pylist() for step in zip(*ranks, strict=True)]
+    single = [batch.column("id").to_pylist() for batch in alone]
+    rest = alone.rows % (batch_size * world_size)
+    if 0 < rest < world_size:  # these rows join the step before, which one process does not know of
+        single[-2:] = [single[-2] + single[-1]]
+    assert together == single
