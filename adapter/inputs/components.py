@@ -19,6 +19,9 @@ __all__ = ["DTYPES", "SafetensorsLoader", "load_components"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of precisions, as `StepContext.dtype` has them, and torch's own."""
 
+READ_DIRECTLY = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that safetensors reads to; tensors for others pass through memory one by one."""
+
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 ROOT_COMPONENT = "model"
@@ -46,12 +49,15 @@ def load_components(
     root = Path(directory)
     if not root.is_dir():
         raise InputError(f"There is no model folder {str(root)!r}.")
+    import torch
+
     target = _torch_dtype(dtype)
     folders = [root, *sorted(path for path in root.rglob("*") if path.is_dir())]
     components = {_component_name(root, folder): files for folder in folders if (files := _files(folder))}
     if not components:
         raise InputError(f"The model folder {str(root)!r} holds no {SUFFIX} file.")
-    return {name: _read(files, str(device), target) for name, files in components.items()}
+    place = torch.device(device)
+    return {name: _read(files, place, target) for name, files in components.items()}
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,14 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
-def _read(files: list[Path], device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _read(files: list[Path], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
+    direct = device.type in READ_DIRECTLY
     for file in files:
-        for name, tensor in _tensors(file, device):
+        for name, tensor in _tensors(file, str(device) if direct else "cpu"):
             if name in tensors:
                 raise InputError(f"The tensor {name!r} of {str(file)!r} is in another file of its folder as well.")
-            tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            tensors[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
     return tensors
 
 

@@ -1,0 +1,142 @@
+"""All inputs of a job on this machine before training, or one error that says which is missing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
+
+
+@pytest.fixture
+def materialize(tmp_path, retry):
+    return lambda config, **options: materialize_inputs(config, cache_dir=tmp_path / "cache", retry=retry, **options)
+
+
+def test_a_job_without_inputs_needs_none_and_touches_nothing(config_of, materialize, tmp_path):
+    found = materialize(config_of())
+    assert (found.model_dir, found.model_ref, found.parquet_paths, found.resume_checkpoint) == (None, None, (), None)
+    assert found.model_handles() == {}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_local_inputs_are_taken_where_they_lie(config_of, materialize, tmp_path):
+    job = tmp_path / "job"
+    (job / "model").mkdir(parents=True)
+    for name in ("b.parquet", "a.parquet", "c.json"):
+        (job / name).touch()
+    config = config_of(inputs={"base_model_ref": "model", "dataset_parquet_refs": ["b.parquet", "a.parquet"]})
+    found = materialize(config)
+    assert found.model_handles() == {"base_model_dir": str(job / "model"), "base_model_ref": str(job / "model")}
+    assert found.parquet_paths == (job / "b.parquet", job / "a.parquet")
+    found = materialize(config_of(dataset={"parquet_paths": ["."]}, resume_checkpoint_path="c"))
+    assert found.parquet_paths == (job / "a.parquet", job / "b.parquet")
+    assert found.resume_checkpoint == job / "c.json"
+    assert materialize(config_of(dataset={"parquet_paths": ["?.parquet"]})).parquet_paths == found.parquet_paths
+
+
+def test_inputs_from_the_network_come_in_the_order_of_the_job(config_of, materialize, server, tmp_path):
+    urls = [server.put(f"/{name}.parquet", name.encode()) for name in "dacb"]
+    model = server.put("/weights/model.safetensors?sig=s", b"w")
+    record = server.put("/c.json", {"step": 3, "state": {}})
+    config = config_of(inputs={"base_model_url": model, "dataset_parquet_urls": urls, "resume_checkpoint_url": record})
+    found = materialize(config)
+    assert [path.read_bytes() for path in found.parquet_paths] == [b"d", b"a", b"c", b"b"]
+    assert found.model_dir is not None
+    assert (found.model_dir / "model.safetensors").read_bytes() == b"w"
+    assert found.model_ref == f"{server.url}/weights/model.safetensors"
+    assert found.resume_checkpoint is not None
+    assert found.resume_checkpoint.name == "c.json"
+
+
+def test_every_local_input_that_is_missing_is_named_in_one_error_before_anything_is_fetched(
+    config_of, materialize, server
+):
+    config = config_of(
+        dataset={"parquet_paths": ["none-1.parquet", "none-2.parquet"]},
+        inputs={"base_model_ref": "./none-3", "resume_checkpoint_url": server.put("/c.json", {"state": {}})},
+    )
+    with pytest.raises(InputError) as caught:
+        materialize(config)
+    assert all(f"none-{number}" in str(caught.value) for number in (1, 2, 3))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_refused_credentials_win_over_other_faults_and_end_the_other_transfers(config_of, materialize, server, status):
+    config = config_of(
+        inputs={
+            "base_model_url": server.put("/m", fail_first=[status] * 3),
+            "dataset_parquet_urls": [server.put("/d", fail_first=[503] * 99)],
+        }
+    )
+    with pytest.raises(AuthError):
+        materialize(config)
+
+
+def test_the_token_goes_to_configured_origins_alone(config_of, materialize, server, other_server):
+    config = config_of(
+        environ={"TENSORHUB_URL": server.url, "TRAINER_CAPABILITY_TOKEN": "canary"},
+        inputs={
+            "dataset_parquet_urls": [server.put("/a.parquet", token="canary"), other_server.put("/b.parquet")],
+        },
+    )
+    assert len(materialize(config).parquet_paths) == 2
+    assert "authorization" not in other_server.requests[0].headers
+
+
+def test_a_tensor_hub_reference_without_a_hub_says_what_to_set(config_of, materialize):
+    with pytest.raises(InputError, match="TENSORHUB_URL"):
+        materialize(config_of(inputs={"base_model_ref": "cozy:owner/repo"}))
+
+
+def test_a_stop_ends_all_transfers_and_is_raised_itself(config_of, materialize, server):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        if server.requests:
+            raise Stop
+
+    urls = [server.put(f"/{n}.parquet", b"x", fail_first=[503] * 99) for n in range(6)]
+    with pytest.raises(Stop):
+        materialize(config_of(inputs={"dataset_parquet_urls": urls}), raise_if_stopped=stop)
+
+
+def test_progress_names_every_input_without_its_query(config_of, materialize, server):
+    told = []
+    urls = [server.put(f"/{n}.parquet?canary", b"x") for n in range(3)]
+    materialize(config_of(inputs={"dataset_parquet_urls": urls}), progress=told.append)
+    assert {p.name for p in told if p.finished} == {f"{server.url}/{n}.parquet" for n in range(3)}
+
+
+def test_nothing_that_is_written_or_logged_holds_a_secret(config_of, materialize, server, tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    host = server.url.removeprefix("http://")
+    server.put("/a.parquet", b"x", token="canary-token")
+    server.put("/m", fail_first=[404])
+    inputs = {"dataset_parquet_urls": [f"http://u:canary-pw@{host}/a.parquet?sig=canary-query"]}
+    environ = {"TENSORHUB_URL": server.url, "TRAINER_CAPABILITY_TOKEN": "canary-token"}
+    found = materialize(config_of(environ, inputs=inputs))
+    inputs["base_model_url"] = f"http://u:canary-pw@{host}/m?sig=canary-query"
+    with pytest.raises(InputError) as caught:
+        materialize(config_of(environ, inputs=inputs))
+    assert "canary" not in f"{found!r} {caught.value} {caught.value!r} {caplog.text}"
+    for path in (tmp_path / "cache").rglob("*"):
+        assert "canary" not in str(path.relative_to(tmp_path))
+        assert not path.is_file() or b"canary" not in path.read_bytes()
+
+
+def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "genlight" / "inputs"
+
+
+def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_it(
+    config_of, server, retry, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
+    (path,) = materialize_inputs(config, retry=retry).parquet_paths
+    assert path.is_relative_to(tmp_path / "artifacts")
