@@ -1,0 +1,191 @@
+"""The checkpoint plugin under stock Lightning: ModelCheckpoint, ckpt_path, removal, files of Lightning's own."""
+
+import os
+import threading
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.callbacks.checkpoint import DurableCheckpointIO, verify
+from genlight.callbacks.checkpoint.checkpoint_io import SaveRequest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def plugin(request):
+    return DurableCheckpointIO(asynchronous=request.param)
+
+
+class Scored(pl.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.callback_metrics["score"] = torch.tensor([3.0, 1.0, 2.0, 5.0][trainer.current_epoch])
+
+
+def test_model_checkpoint_keeps_top_k_and_last(tmp_path, plugin, make_trainer, make_net, make_loader):
+    keeper = ModelCheckpoint(
+        tmp_path / "c", monitor="score", save_top_k=2, save_last=True, filename="{epoch}-{score:.1f}"
+    )
+    trainer = make_trainer(Scored(), keeper, plugins=[plugin], max_epochs=4)
+    trainer.fit(make_net(), make_loader(2))
+
+    names = ["epoch=1-score=1.0", "epoch=2-score=2.0", "last"]
+    assert sorted(os.listdir(tmp_path / "c")) == sorted([*(f"{name}.ckpt" for name in names), *names])
+    for name in names:
+        verify(tmp_path / "c" / f"{name}.ckpt")
+    assert keeper.best_model_path.endswith("epoch=1-score=1.0.ckpt")
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_ckpt_path_finds_best_and_last(tmp_path, plugin, make_trainer, make_net, make_loader, which):
+    keeper = ModelCheckpoint(tmp_path / "c", monitor="score", save_last=True)
+    trainer = make_trainer(Scored(), keeper, plugins=[plugin], max_epochs=2)
+    net = make_net()
+    trainer.fit(net, make_loader(2))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(make_net(3), make_loader(2), ckpt_path=which)
+    assert trainer.current_epoch == 3
+    assert trainer.global_step == 6
+
+
+def test_last_may_be_a_link(tmp_path, plugin, make_trainer, make_net, make_loader):
+    keeper = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1, every_n_epochs=1)
+    make_trainer(keeper, plugins=[plugin], max_epochs=2).fit(make_net(), make_loader(2))
+    link = tmp_path / "c" / "last.ckpt"
+    assert link.is_symlink()
+    assert verify(link).step == 4
+    plugin.remove_checkpoint(link)
+    assert sorted(os.listdir(tmp_path / "c")) == ["epoch=1-step=4", "epoch=1-step=4.ckpt"]
+
+
+def test_weights_alone_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
+    trainer = make_trainer(plugins=[plugin], max_epochs=1, enable_checkpointing=False)
+    net = make_net()
+    trainer.fit(net, make_loader(2))
+    trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
+    loaded = plugin.load_checkpoint(tmp_path / "w.ckpt")
+    assert "optimizer_states" not in loaded
+    assert torch.equal(loaded["state_dict"]["body.0.weight"], net.body[0].weight)
+
+
+def test_a_checkpoint_of_stock_lightning_is_loaded(tmp_path, make_trainer, make_net, make_loader):
+    stock = make_trainer(ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=1)
+    stock.fit(make_net(), make_loader(2))
+    keeper = ModelCheckpoint(tmp_path / "c", save_last=True)
+    trainer = make_trainer(keeper, plugins=[DurableCheckpointIO()], max_epochs=2)
+    trainer.fit(make_net(2), make_loader(2), ckpt_path=tmp_path / "c" / "last.ckpt")
+    assert trainer.global_step == 4
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("exploded",))
+
+
+def test_a_pickle_in_a_torch_file_runs_no_code(tmp_path, monkeypatch):
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Bomb()}, tmp_path / "a.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_loading_waits_for_the_save_in_flight(tmp_path):
+    plugin = DurableCheckpointIO(asynchronous=True)
+    plugin.save_checkpoint({"global_step": 3}, tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 3
+
+
+def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
+    release = threading.Event()
+    request = SaveRequest(asynchronous=True, on_durable=lambda _: release.wait())
+    plugin.expect(tmp_path / "new.ckpt", request)
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    assert verify(tmp_path / "old.ckpt").step == 1
+    release.set()
+    plugin.teardown()
+    assert not (tmp_path / "old.ckpt").exists()
+    assert verify(tmp_path / "new.ckpt").step == 2
+
+
+def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
+    release = threading.Event()
+
+    def fail(_):
+        release.wait()
+        raise OSError("disk gone")
+
+    plugin.expect(tmp_path / "new.ckpt", SaveRequest(asynchronous=True, on_durable=fail))
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    release.set()
+    with pytest.raises(OSError, match="disk gone"):
+        plugin.teardown()
+    assert verify(tmp_path / "old.ckpt").step == 1
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
+    plugin = DurableCheckpointIO(asynchronous=True)
+    weight, other = torch.ones(1000), torch.arange(12.0).reshape(3, 4).t()
+    release = threading.Event()
+    plugin.expect(tmp_path / "first.ckpt", SaveRequest(on_durable=lambda _: release.wait()))
+    plugin.save_checkpoint({"w": weight}, tmp_path / "first.ckpt")
+    threading.Timer(0.05, release.set).start()
+    plugin.save_checkpoint(
+        {"w": weight, "o": other, "empty": torch.zeros(0, 2), "n": torch.tensor(5)}, tmp_path / "a.ckpt"
+    )
+    weight.zero_(), other.zero_()
+    loaded = plugin.load_checkpoint(tmp_path / "a.ckpt")
+    assert loaded["w"].sum() == 1000
+    assert loaded["o"].sum() == 66
+    assert loaded["o"].stride() == other.stride()
+    assert (loaded["empty"].shape, int(loaded["n"])) == ((0, 2), 5)
+
+
+def test_a_failed_asynchronous_save_is_raised_by_the_next_call_and_leaves_nothing(tmp_path):
+    plugin = DurableCheckpointIO(asynchronous=True)
+    (tmp_path / "file").touch()
+    plugin.save_checkpoint({}, tmp_path / "file" / "a.ckpt")
+    with pytest.raises(OSError, match="exists"):
+        plugin.save_checkpoint({}, tmp_path / "b.ckpt")
+    plugin.save_checkpoint({}, tmp_path / "b.ckpt")
+    plugin.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["b", "b.ckpt", "file"]
+
+
+def test_a_broken_checkpoint_is_not_loaded(tmp_path):
+    plugin = DurableCheckpointIO()
+    plugin.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    with open(tmp_path / "a" / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x00")
+    with pytest.raises(BrokenCheckpointError, match=r"a/model\.safetensors has digest"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("name", ["missing.ckpt", "missing", "folder"])
+def test_what_is_not_there_is_not_found(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError):
+        DurableCheckpointIO().load_checkpoint(tmp_path / name)
+
+
+def test_paths_beyond_the_local_file_system_are_refused():
+    with pytest.raises(ValueError, match="s3://bucket/a"):
+        DurableCheckpointIO().save_checkpoint({}, "s3://bucket/a.ckpt")
+
+
+def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):
+    torch.save({}, tmp_path / "a.ckpt")
+    (tmp_path / "a").mkdir()
+    DurableCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == ["a"]
