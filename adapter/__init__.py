@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from .inputs import load_components
     from .loading import load_trainer_plugin
+    from .mock_data_module import MockDataModule
     from .module import ContractModule
     from .run import run_training_runtime_from_env
     from .run_state import RunState
@@ -111,6 +112,7 @@ _HOME = {
     ),
     "inputs": ("load_components",),
     "loading": ("load_trainer_plugin",),
+    "mock_data_module": ("MockDataModule",),
     "module": ("ContractModule",),
     "run": ("run_training_runtime_from_env",),
     "run_state": ("RunState",),
@@ -139,6 +141,7 @@ __all__ = [
     "InputError",
     "JobLifecycleClient",
     "LifecycleLease",
+    "MockDataModule",
     "ModelRuntimeConfig",
     "ModelRuntimeLoader",
     "OptimizerBundle",

@@ -163,7 +163,6 @@ class ContractFitLoop(_FitLoop):
         self.module.restore_trainer()
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
-        self.module.restore_rng()
         self.epoch_loop.raise_if_stopped()
 
     @override
@@ -234,6 +233,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
     def run(self, data_fetcher: _DataFetcher) -> None:
         self.reset()
         self.on_run_start(data_fetcher)
+        self.module.restore_rng()
         step = _Step(self, data_fetcher)
         self.validates = self.trainer.enable_validation
         while not self.done:

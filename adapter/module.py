@@ -13,6 +13,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from ..callbacks.checkpoint.record import read_record
+from ..callbacks.checkpoint.saving import CONTRACT_KEY
 from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, TrainerPlugin, TrainingJobSpec
@@ -28,9 +30,6 @@ from .step_metrics import metric_name, named_metrics, read_scalars, validated_re
 __all__ = ["ContractModule"]
 
 log = logging.getLogger(__name__)
-
-CHECKPOINT_KEY = "genlight"
-"""Where a Lightning checkpoint holds what the contract adds to it."""
 
 
 class ContractModule(pl.LightningModule):
@@ -77,6 +76,8 @@ class ContractModule(pl.LightningModule):
         self._router: StepRouter | None = None
         self._start_step = 0
         self._to_restore: dict[str, Any] | None = None
+        if callable(getattr(self.plugin, "save_checkpoint", None)):
+            self.save_trainer_files = self._save_trainer_files
         self._cancel_checks: list[Callable[[], bool]] = []
 
     def resume_from(
@@ -261,11 +262,15 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = {"state": self.state_payload()}
+        checkpoint.setdefault(CONTRACT_KEY, {})["state"] = self.state_payload()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._to_restore = checkpoint.get(CHECKPOINT_KEY)
+        if CONTRACT_KEY in checkpoint:
+            self._to_restore = {
+                "state": checkpoint[CONTRACT_KEY].get("state"),
+                "trainer_directory": trainer_directory(self.trainer.ckpt_path),
+            }
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.
@@ -292,4 +297,32 @@ class ContractModule(pl.LightningModule):
             load_checkpoint(state=self.contract_state, checkpoint_dir=Path(directory), payload=payload, ctx=self.ctx)
 
     def restore_rng(self) -> None:
-        """Continue the random numbers of the checkpoint; last before the first step, since hooks may draw some."""
+        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
+        for callback in callbacks_of(self.trainer):
+            restore = getattr(callback, "restore_pending_rng", None)
+            if restore is not None:
+                restore(self.trainer)
+
+    def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
+        """Let the trainer's ``save_checkpoint`` write its own files into a checkpoint.
+
+        Raises:
+            ContractError: It returned something else than a mapping or None.
+        """
+        save_checkpoint: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
+        result = save_checkpoint(state=self.contract_state, step=step, output_dir=output_dir, final=final, ctx=self.ctx)
+        if result is not None and not isinstance(result, Mapping):
+            raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
+        return result
+
+
+def trainer_directory(checkpoint: str | Path | None) -> Path | None:
+    """Where the trainer's ``save_checkpoint`` wrote its files of `checkpoint`, if it did."""
+    if checkpoint is None or not Path(checkpoint).is_file() or Path(checkpoint).suffix != ".json":
+        return None
+    record = read_record(checkpoint)
+    folder = record.trainer_folder
+    if folder is not None:
+        return folder if folder.is_dir() else None
+    named = record.primary_path
+    return named if named is None or named.is_dir() else named.parent

@@ -1,1 +1,54 @@
-"""Runtime concerns of a training job as Lightning callbacks."""
+"""Runtime concerns of a training job as Lightning callbacks; each works alone in any ``Trainer(callbacks=[…])``.
+
+Names are resolved when they are first used (PEP 562): what lists and verifies checkpoints loads neither torch nor
+Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint.checkpoint import Checkpoint
+    from .checkpoint.checkpoint_io import DurableCheckpointIO
+    from .hook import Hook
+    from .job_progress import JobProgress
+    from .log_metrics import LogMetrics
+    from .record_events import RecordEvents
+    from .stop_requests import StopRequests
+    from .write_samples import WriteSamples
+
+_HOME = {
+    "Checkpoint": "checkpoint.checkpoint",
+    "DurableCheckpointIO": "checkpoint.checkpoint_io",
+    "Hook": "hook",
+    "JobProgress": "job_progress",
+    "LogMetrics": "log_metrics",
+    "RecordEvents": "record_events",
+    "StopRequests": "stop_requests",
+    "WriteSamples": "write_samples",
+}
+
+__all__ = [
+    "Checkpoint",
+    "DurableCheckpointIO",
+    "Hook",
+    "JobProgress",
+    "LogMetrics",
+    "RecordEvents",
+    "StopRequests",
+    "WriteSamples",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -19,6 +19,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -40,6 +41,8 @@ HOOK_EVENTS = (
     "on_epoch_end",
     "on_training_end",
     "on_training_failed",
+    "on_checkpoint_durable",
+    "on_samples_written",
 )
 """Events that Lightning's callbacks do not have."""
 
@@ -68,8 +71,7 @@ _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 class Hook(pl.Callback):
     """A Lightning callback that keeps a failure, rank and order policy.
 
-    Beside Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module)``, and
-    ``on_training_failed(trainer, pl_module, exception)``.
+    Beside Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module, …)``.
     """
 
     critical: bool = False
@@ -78,6 +80,8 @@ class Hook(pl.Callback):
     """Which ranks receive events."""
     reads: Sequence[str] = ()
     """Fields of the run state that must be written before this hook runs."""
+    optional_reads: Sequence[str] = ()
+    """Fields that must be written before this hook runs if any hook writes them."""
     writes: Sequence[str] = ()
     """Fields of the run state that this hook writes."""
 
@@ -146,6 +150,14 @@ class Hook(pl.Callback):
 
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Training ended by an exception or a stop."""
+
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        """The checkpoint whose record is `path` can no longer be lost; may come some steps after `step`."""
+
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        """Samples of `step` are on disk: for each its record, then the files that belong to it."""
 
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,9 +270,9 @@ def _predecessors(hook: Hook, hooks: Sequence[Hook]) -> set[Hook]:
     Among hooks that both read and write a field (counters, say) the order of registration decides.
     """
     before: set[Hook] = set()
-    for field in hook.reads:
+    for field in (*hook.reads, *hook.optional_reads):
         writers = [other for other in hooks if field in other.writes]
-        if not writers and field not in FIELDS_OF_THE_LOOP:
+        if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
             raise HookOrderError(
                 f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
             )
@@ -280,7 +292,11 @@ def _describe_cycle(stuck: Sequence[Hook], waits_for: dict[Hook, set[Hook]]) -> 
         path.append(next(hook for hook in stuck if hook in waits_for[path[-1]]))
     cycle = path[path.index(path[-1]) :]
     steps = [
-        f"{type(hook).__name__} reads {sorted(set(hook.reads) & set(writer.writes))} of {type(writer).__name__}"
+        f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
         for hook, writer in itertools.pairwise(cycle)
     ]
     return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
+
+
+def _shared_fields(reader: Hook, writer: Hook) -> list[str]:
+    return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))

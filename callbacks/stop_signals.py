@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from ..adapter.exceptions import StopReason
@@ -33,6 +35,18 @@ class StopSignals:
             return
         for number in REASON_OF_SIGNAL:
             signal.signal(number, self._note)
+
+    @contextmanager
+    def installed(self) -> Iterator[StopSignals]:
+        """Handle the signals for the length of a block, and as before it afterwards."""
+        before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
+        self.install()
+        try:
+            yield self
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.reason is None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..adapter.exceptions import ContractError
 from ..reporters.durable import fsync_directory, write_bytes_durably
 from .cadence import crossed, suppressed
-from .hook import Hook, run_state_of
+from .hook import Hook, fire, run_state_of
 
 __all__ = ["WriteSamples"]
 
@@ -44,6 +44,7 @@ class WriteSamples(Hook):
         ValueError: `every_n_steps` is negative.
     """
 
+    optional_reads = ("loss_stats", "latest_checkpoint_uri")
     writes = ("latest_sample_uris",)
 
     def __init__(
@@ -83,11 +84,7 @@ class WriteSamples(Hook):
                 for index, request in enumerate(self.requests):
                     paths += self._write_sample(generate, pl_module, step, f"step-{step:08d}-{index:02d}", request)
         run_state_of(trainer).latest_sample_uris = [str(path) for path in paths]
-        for logger in trainer.loggers:
-            log_sample = getattr(logger, "log_sample", None)
-            if log_sample is not None:
-                for path in paths:
-                    log_sample(path=str(path), step=step)
+        fire(trainer, "on_samples_written", paths, step)
         return paths
 
     def _write_text(self, generate: Callable[..., Any] | None, pl_module: pl.LightningModule, step: int) -> list[Path]:

@@ -1,0 +1,160 @@
+"""The one place where a job becomes Lightning objects.
+
+`lightning_config` says in LightningCLI's own terms what a job stands for; ``genlight run`` makes the objects from it,
+and ``genlight run --print_config`` prints it for ``genlight fit --config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentError, ArgumentParser
+
+from .exceptions import StartupContractError
+from .run_config import RunConfig
+
+__all__ = ["instantiate", "lightning_config"]
+
+_LISTS = ("callbacks", "logger", "plugins")
+"""Trainer arguments of which a job's own entries come after ours."""
+
+
+def lightning_config(
+    config: RunConfig, *, parquet_paths: Sequence[str] = (), model_handles: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The LightningCLI configuration that a job stands for: ``trainer``, ``model`` and ``data``.
+
+    Args:
+        config: The job.
+        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+        model_handles: What its inputs brought here for the trainer.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: the job names no data.
+    """
+    return {
+        "trainer": _trainer(config),
+        "model": {
+            "class_path": "genlight.adapter.ContractModule",
+            "init_args": {
+                "plugin": config.trainer,
+                "job": dataclasses.asdict(config.job),
+                "model_handles": dict(model_handles or {}),
+            },
+        },
+        "data": _data(config, parquet_paths),
+    }
+
+
+def _trainer(config: RunConfig) -> dict[str, Any]:
+    theirs = dict(config.lightning)
+    ours: dict[str, Any] = {
+        "max_steps": config.job.max_steps,
+        "max_epochs": _epochs(config),
+        "default_root_dir": str(config.artifacts_dir),
+        "log_every_n_steps": config.job.metric_every or 50,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "callbacks": _callbacks(config),
+        "logger": [
+            _class(
+                "genlight.reporters.EventLogger",
+                path=config.events_path.name,
+                run_id=config.run_id,
+                save_dir=str(config.events_path.parent),
+            )
+        ],
+    }
+    merged = {name: ours.get(name, []) + _listed(theirs.pop(name, None)) for name in _LISTS}
+    return {**ours, **theirs, **{name: value for name, value in merged.items() if value}}
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _epochs(config: RunConfig) -> int:
+    """Passes over the data; -1 is Lightning's word for no limit."""
+    if config.mock_batches is not None:
+        return 1
+    return -1 if config.dataset is None or config.dataset.epochs is None else config.dataset.epochs
+
+
+def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
+    job = config.job
+    requests = [
+        {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
+        for request in config.sample_prompts
+    ]
+    return [
+        _class(
+            "genlight.callbacks.StopRequests",
+            cancel_file=None if config.cancel_file is None else str(config.cancel_file),
+            max_runtime_s=config.max_runtime_s,
+            canceled=config.canceled,
+        ),
+        _class("genlight.callbacks.LogMetrics", every_n_steps=job.metric_every),
+        _class(
+            "genlight.callbacks.WriteSamples",
+            directory=str(config.samples_dir),
+            every_n_steps=job.sample_every,
+            requests=requests,
+            seed=config.sample_seed,
+        ),
+        _class("genlight.callbacks.JobProgress"),
+        _class(
+            "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
+        ),
+    ]
+
+
+def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any]:
+    if config.mock_batches is not None:
+        return _class("genlight.adapter.MockDataModule", batches=list(config.mock_batches))
+    dataset = config.dataset
+    paths = list(parquet_paths) or (list(dataset.parquet_paths) if dataset is not None else [])
+    if dataset is None or not paths:
+        raise StartupContractError(
+            "startup.invalid_job_spec",
+            "The job names no data. Add `dataset.parquet_paths`, `inputs.dataset_parquet_refs` or `mock_batches`.",
+        )
+    given = dataclasses.asdict(dataset)
+    options = {name: value for name, value in given.items() if name not in ("parquet_paths", "epochs")}
+    return _class(
+        "genlight.adapter.ArrowDataModule",
+        parquet_paths=paths,
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in options.items()
+            if value is not None
+        },
+    )
+
+
+def _class(class_path: str, /, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+def instantiate(described: Mapping[str, Any]) -> tuple[pl.Trainer, pl.LightningDataModule]:
+    """The trainer and the data module of a configuration; the module is the caller's, who has loaded its class.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: Lightning has no such argument, or it cannot be made.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(pl.Trainer, "trainer")
+    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    try:
+        parsed = parser.parse_object({"trainer": described["trainer"], "data": described["data"]})
+        made = parser.instantiate_classes(parsed)
+    except (ArgumentError, ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
+        raise StartupContractError(
+            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {error}"
+        ) from error
+    return made.trainer, made.data

@@ -1,0 +1,59 @@
+"""What an exception means for the operator: a category, a text that is safe to show, an exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ..reporters.event_error import failure_category, safe_text, stop_reason
+from .exceptions import FailureCategory, StopReason
+
+__all__ = ["EXIT_COMPLETED", "EXIT_FAILED", "EXIT_STARTUP", "EXIT_STOPPED", "Failure", "describe_failure"]
+
+EXIT_COMPLETED: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_STARTUP: Final = 2
+"""A startup error, or wrong usage of the command line."""
+EXIT_STOPPED: Final = 75
+"""Cancelled, timed out or preempted: a restart goes on where it stopped (``EX_TEMPFAIL`` of sysexits.h)."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run that did not complete is reported."""
+
+    category: FailureCategory | StopReason
+    text: str
+    """``category:safe text``, or the reason of a stop."""
+    resumable: bool
+    exit_code: int
+
+
+def describe_failure(
+    error: BaseException,
+    *,
+    loading: bool,
+    has_checkpoint: bool,
+    secrets: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Failure:
+    """Tell a failure by what was raised and when.
+
+    Args:
+        error: What ended the run.
+        loading: Whether training had not begun, so that what tells nothing by its type is ``model-load``.
+        has_checkpoint: Whether a restart finds a checkpoint.
+        secrets: Texts that must not be shown.
+        environ: Environment whose values must not be shown; None takes the process's own.
+    """
+    reason = stop_reason(error)
+    if reason is not None:
+        return Failure(reason, reason, resumable=True, exit_code=EXIT_STOPPED)
+    category = failure_category(error)
+    if category == "train-step" and loading:
+        category = "model-load"
+    text = safe_text(error, secrets=secrets, environ=os.environ if environ is None else environ)
+    exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
+    return Failure(category, f"{category}:{text}", resumable=has_checkpoint, exit_code=exit_code)

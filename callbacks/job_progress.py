@@ -1,0 +1,105 @@
+"""Progress of a run for whoever watches: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing_extensions import override
+
+from .hook import Hook, run_state_of
+
+__all__ = ["JobProgress"]
+
+LINE_EVERY_S = 5.0
+BAR_EVERY_S = 0.1
+
+
+class JobProgress(Hook):
+    """Shows step, loss, speed and remaining time.
+
+    Args:
+        line_every_s: Seconds between lines where standard error is no terminal.
+
+    Raises:
+        ValueError: `line_every_s` is not positive.
+    """
+
+    reads = ("loss_stats",)
+
+    def __init__(self, *, line_every_s: float = LINE_EVERY_S) -> None:
+        if line_every_s <= 0:
+            raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
+        self.line_every_s = line_every_s
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._every_s = line_every_s
+        self._next = 0.0
+        self._start_step = 0
+        self._started_at = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start_step = trainer.global_step
+        self._started_at = time.monotonic()
+        self._next = self._started_at
+        if not sys.stderr.isatty():
+            return
+        self._every_s = BAR_EVERY_S
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[loss]}  {task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("", total=_limit(trainer), completed=self._start_step, loss="", speed="")
+        self._bar.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._every_s
+            self._show(trainer, now)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show(trainer, time.monotonic())
+        self._stop()
+
+    @override
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _show(self, trainer: pl.Trainer, now: float) -> None:
+        step = trainer.global_step
+        speed = (step - self._start_step) / max(now - self._started_at, 1e-9)
+        loss = (run_state_of(trainer).loss_stats or {}).get("train/loss")
+        loss_text = "" if loss is None else f"loss {loss:.4g}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, loss=loss_text, speed=f"{speed:.1f} steps/s", refresh=True)
+            return
+        limit = _limit(trainer)
+        left = "" if not limit or not speed else f"  eta {timedelta(seconds=round((limit - step) / speed))}"
+        total = f"/{limit}" if limit else ""
+        sys.stderr.write(f"step {step}{total}  {loss_text}  {speed:.1f} steps/s{left}\n")
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _limit(trainer: pl.Trainer) -> int | None:
+    return trainer.max_steps if trainer.max_steps > 0 else None

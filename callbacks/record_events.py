@@ -1,0 +1,50 @@
+"""Brings what happens in a run to an event log that the run has opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ..reporters.event_lines import RESUMED_METRIC
+from ..reporters.event_log import EventLog
+from .hook import Hook
+
+__all__ = ["RecordEvents"]
+
+
+class RecordEvents(Hook):
+    """Writes ``started``, ``checkpoint`` and ``sample`` events; the terminal event is the run's own.
+
+    Metrics come from the `EventLogger` that is attached to the same log.
+
+    Args:
+        event_log: An open log.
+    """
+
+    critical = True
+
+    # On `on_train_start`, first of all callbacks, so that whatever another one logs there comes after `started`.
+
+    def __init__(self, event_log: EventLog) -> None:
+        self.event_log = event_log
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.event_log.started()
+        step = trainer.global_step
+        if step:
+            self.event_log.metric(name=RESUMED_METRIC, value=step, step=step)
+
+    @override
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        self.event_log.checkpoint(path=path, step=step)
+
+    @override
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        for path in paths:
+            self.event_log.sample(path=path, step=step)
