@@ -36,6 +36,7 @@ class LineFile:
         last_line: The last whole line that was there when it was opened, or None.
         size: Bytes of the file.
         lines: Lines that were appended since it was opened.
+        closed: Whether `append` would be refused; also true in a forked child.
 
     Args:
         path: The file; it and its directories are created when absent.
@@ -49,6 +50,7 @@ class LineFile:
         self.path = Path(path)
         self._flush_every_s = flush_every_s
         self._descriptor = _open_locked(self.path)
+        self.closed = False
         self._torn = False
         self._dirty = False
         self._wake = threading.Event()
@@ -64,25 +66,19 @@ class LineFile:
             raise
         _open_files.add(self)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `append` would be refused; also true in a forked child."""
-        return self._descriptor < 0
-
     def append(self, line: bytes) -> None:
         """Write one line, which ends with its newline, whole or not at all.
 
         Raises:
             EventLogError: The file is closed, or the line could not be written; the file then ends as before.
         """
-        descriptor = self._descriptor
-        if descriptor < 0 or self._torn or self._flush_error is not None:
+        if self.closed or self._torn or self._flush_error is not None:
             self._recover()
         start, count = self.size, self.lines
         try:
-            written = os.write(descriptor, line)
+            written = os.write(self._descriptor, line)
             if written != len(line):
-                write_all(descriptor, line[written:])
+                write_all(self._descriptor, line[written:])
             self.size = start + len(line)
             self.lines = count + 1
         except BaseException as error:
@@ -110,13 +106,14 @@ class LineFile:
 
     def close(self) -> None:
         """Make everything durable and give up the lock; a second call does nothing."""
-        if self._descriptor < 0:
+        if self.closed:
             return
+        self.closed = True
         self._closing.set()
         self._wake.set()
-        if self._flusher is not None:
-            self._flusher.join()
         try:
+            if self._flusher is not None:
+                self._flusher.join()
             if self._dirty:
                 self.sync()
         finally:
@@ -134,7 +131,7 @@ class LineFile:
 
     def _recover(self) -> None:
         """Mend what an earlier call left behind, or say why that cannot be."""
-        if self._descriptor < 0:
+        if self.closed:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._flush_error is not None:
             error, self._flush_error, self._flusher = self._flush_error, None, None
@@ -181,7 +178,7 @@ def _close_in_child() -> None:
     # would take it away from the parent.
     for file in list(_open_files):
         os.close(file._descriptor)
-        file._descriptor = -1
+        file.closed, file._descriptor = True, -1
     _open_files.clear()
 
 

@@ -145,7 +145,8 @@ class EventLog:
         if type(step) is not int or step < 0 or step > MAX_STEP:
             step = checked_step(step)
         number, text = finite_float(name, value)
-        self._require_open("metric")
+        if self._file.closed:
+            raise self._refusal("metric", "closed")
         with self._lock:
             if self._phase != "started":
                 raise self._refusal("metric", self._phase)
