@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,10 +76,24 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
     assert module._router is None, "one device in fp32 needs no routing"
 
 
+# Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
+SHARDED = [name for name in zoo.ZOO if name not in ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank")]
+BLOCKS = ["Base", "Gan", "Accumulating", "ClippedByNorm", "WithEma", "Checkpointed", "SavingAndLoading", "Frozen"]
+HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "OwnScaler", "AdamClosure", "LooseTensor"]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The whole zoo under DDP, in one pair of processes, since starting one takes seconds."""
-    jobs = [{"key": name, "name": name} for name in zoo.ZOO]
+    """The whole zoo in one pair of processes, since starting one takes seconds."""
+    jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
+    jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
+    jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
+    for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
+        jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
+    jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
+    jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
+    jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
+    jobs += [{"key": "refused Checkpointed", "name": "Checkpointed", "strategy": "fsdp"}]
     return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
 
 
@@ -86,13 +101,73 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Normalized"])
 def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
-        assert_close(rank[name], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+        assert_close(rank[f"ddp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
-    first, second = (rank[name] for rank in two_ranks)
+    first, second = (rank[f"ddp {name}"] for rank in two_ranks)
     assert not isinstance(first, str), first
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHARDED if name not in ("Normalized", "Penalty")])
+def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[f"fsdp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_two_ranks_sharded_by_blocks_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[f"blocks {name}"], zoo.plain_run(name), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.02), ("16-mixed", 0.003), ("bf16-true", 0.1)])
+def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(two_ranks, precision, tolerance, name):
+    module, _ = zoo.hosted_run(name, **zoo.precision_of(precision))
+    expected = zoo.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        actual = dict(rank[f"{precision} {name}"])
+        assert actual.pop("overflow_steps", 0) == 0
+        assert_close(actual, expected, tolerance)
+    first, second = (rank[f"{precision} {name}"] for rank in two_ranks)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
+    first, second = (rank["overflow"] for rank in two_ranks)
+
+    assert first["overflow_steps"] == second["overflow_steps"] == 1
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_ranks):
+    module, _ = zoo.hosted_run("Base", **zoo.precision_of("bf16-mixed"))
+
+    assert_close(two_ranks[0]["fsdp bf16-mixed"], zoo.weights(module.contract_state, module.plugin), 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Lbfgs", r'state\["optimizer"\] is LBFGS'),
+        ("SparseEmbedding", r'state\["model"\]\. is an embedding with sparse gradients'),
+        ("Checkpointed", "mixed torch.Tensor and DTensor"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_the_reason(two_ranks, name, reason):
+    for rank in two_ranks:
+        assert isinstance(rank[f"refused {name}"], str)
+        assert re.search(reason, rank[f"refused {name}"])

@@ -468,6 +468,59 @@ class Normalized(Base):
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
 
 
+class WarmOptimizer(Base):
+    """The optimizer has taken a step before training begins."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(7)
+        state["model"].load_state_dict(mlp().state_dict())
+        self.train_step(rows(99), state, ctx)
+        return state
+
+
+class SavingAndLoading(Base):
+    """Writes its state down in the middle, loses it, and takes it back."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["calls"] += 1
+        if state["calls"] == 2:
+            saved = {k: copy.deepcopy(state[k].state_dict()) for k in ("model", "optimizer")}
+            moments = [v for entry in saved["optimizer"]["state"].values() for v in entry.values()]
+            for tensor in (*saved["model"].values(), *moments):
+                assert type(tensor) is torch.Tensor, "a trainer sees whole tensors"
+            assert [tuple(t.shape) for t in saved["model"].values()] == [(12, 6), (12,), (1, 12), (1,)]
+            with torch.no_grad():
+                for p in state["model"].parameters():
+                    p.zero_()
+            for entry in state["optimizer"].state.values():
+                entry["exp_avg"].zero_()
+            state["model"].load_state_dict(saved["model"])
+            state["optimizer"].load_state_dict(saved["optimizer"])
+        return result
+
+
+class OverflowOnOneRank(Base):
+    """The second half of the rows overflows in the second step."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        error = (state["model"](batch["x"]).float() - batch["y"]).square().squeeze(1)
+        if state["calls"] == 2:
+            error = error * torch.where(batch["kind"] == 1, torch.inf, 1.0)
+        state["optimizer"].zero_grad()
+        error.mean().backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
 ZOO = {
     cls.__name__: cls
     for cls in (
@@ -499,8 +552,13 @@ ZOO = {
         Untrainable,
         WithoutTorch,
         Normalized,
+        WarmOptimizer,
+        SavingAndLoading,
     )
 }
+
+
+ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank,)}
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
@@ -560,7 +618,7 @@ def hosted_run(
         **trainer_args,
     )
     base = ContractModule if policy is None else hosted(ContractModule)
-    module = base(ZOO[name](), TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0))
+    module = base({**ZOO, **ZOO_OF_FAULTS}[name](), TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0))
     module.policy = policy
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
@@ -617,6 +675,17 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     return strategy
 
 
+def precision_of(name: str) -> dict[str, Any]:
+    """Trainer arguments; Lightning itself refuses 16-mixed on a CPU, its plugin does not."""
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+    if name == "16-mixed":
+        return {"plugins": MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))}
+    if name == "bf16-mixed":
+        return {"plugins": MixedPrecision(name, "cpu")}
+    return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
+
+
 def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
 
@@ -633,16 +702,19 @@ def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any
     results: dict[str, Any] = {}
     for job in jobs:
         try:
-            module, _ = hosted_run(
+            module, trainer = hosted_run(
                 job["name"],
                 rank=rank,
                 world_size=world_size,
                 devices=world_size,
                 strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
                 policy=job.get("policy", "whole"),
-                **job.get("args", {}),
+                **precision_of(job.get("precision", "32-true")),
             )
+            assert trainer.global_step == STEPS
             results[job["key"]] = whole(weights(module.contract_state, module.plugin))
+            if module._router is not None and module._router.scales:
+                results[job["key"]]["overflow_steps"] = torch.tensor(module._router.overflow_steps)
         except Exception as error:
             results[job["key"]] = f"{type(error).__name__}: {error}"
             if job.get("trace"):
