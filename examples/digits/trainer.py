@@ -107,11 +107,14 @@ class DigitsTrainer:
     """Trains `VelocityModel` on batches with the columns `image` and `label`.
 
     Hyperparameters: width, depth, learning_rate, weight_decay, warmup_steps, clip_norm, ema_decay, label_dropout,
-    guidance, sampling_steps, seed.
+    guidance, sampling_steps, seed, threads (0 leaves torch's own number).
     """
 
     def setup(self, ctx: StepContext) -> None:
         seed_everything(int(ctx.job.hyperparams.get("seed", 0)))
+        threads = int(ctx.job.hyperparams.get("threads", 0))
+        if threads:  # handing work of this size to a second core costs more than it saves
+            torch.set_num_threads(threads)
 
     def configure(self, ctx: StepContext) -> DigitsState:
         hp = ctx.job.hyperparams

@@ -32,10 +32,11 @@ def context(**job):
 
 
 @pytest.fixture(autouse=True)
-def _keep_random_state():
-    state = torch.get_rng_state()
+def _keep_torch_settings():
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
     yield
     torch.set_rng_state(state)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
