@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..reporters.durable import temporary_name
@@ -20,27 +21,24 @@ def prepare_artifact_dirs(config: RunConfig) -> None:
     Raises:
         StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used.
     """
-    faults = artifact_dir_faults(config, create=True)
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
+    faults = artifact_dir_faults({name: getattr(config, name) for name in names}, create=True)
     if faults:
         raise StartupContractError(CODE, "\n  ".join(faults))
 
 
-def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
+def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]:
     """What is wrong with the artifact directories, a sentence each.
 
     Args:
-        config: Names the directories.
+        paths: The directories by name, and ``events_path``, a file.
         create: Make those that are missing; otherwise the nearest existing folder above them is probed.
     """
-    faults = [fault for name, path in _directories(config).items() if (fault := _directory_fault(name, path, create))]
-    if config.events_path.is_dir():
-        faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
+    directories = {**paths, "events_path": paths["events_path"].parent}
+    faults = [fault for name, path in directories.items() if (fault := _directory_fault(name, path, create))]
+    if paths["events_path"].is_dir():
+        faults.append(f"`events_path` is {str(paths['events_path'])!r}, which is a directory. Name a file.")
     return faults
-
-
-def _directories(config: RunConfig) -> dict[str, Path]:
-    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
-    return {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
 
 
 def _directory_fault(name: str, path: Path, create: bool) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .faults import FaultList
-from .run_config import artifact_paths, artifacts_template, read_settings
+from .settings import artifact_paths, artifacts_template, read_settings
 
 __all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "resolve_failure_sinks"]
 

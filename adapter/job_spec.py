@@ -51,21 +51,21 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class InputsSpec:
-    """References that are brought to this machine before training."""
+    """References that are brought to this machine before training; a URL may hold a credential, so none is shown."""
 
-    base_model_ref: str | None = None
-    dataset_parquet_refs: tuple[str, ...] = ()
-    resume_checkpoint_ref: str | None = None
+    base_model_ref: str | None = field(default=None, repr=False)
+    dataset_parquet_refs: tuple[str, ...] = field(default=(), repr=False)
+    resume_checkpoint_ref: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class UploadUrls:
-    """Where results are posted; None means not at all."""
+    """Where results are posted, None meaning not at all; a URL may hold a credential, so none is shown."""
 
-    metrics_url: str | None = None
-    checkpoint_url: str | None = None
-    sample_url: str | None = None
-    terminal_url: str | None = None
+    metrics_url: str | None = field(default=None, repr=False)
+    checkpoint_url: str | None = field(default=None, repr=False)
+    sample_url: str | None = field(default=None, repr=False)
+    terminal_url: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class JobSpec:
     max_runtime_seconds: float | None = None
     cancel_file_path: str | None = None
     uploads: UploadUrls = UploadUrls()
-    lightning: Mapping[str, Any] = field(default_factory=dict)
+    lightning: Mapping[str, Any] = field(default_factory=dict, repr=False)
     validate: Mapping[str, Any] | None = None
 
 

@@ -8,37 +8,22 @@ asked here.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from .contract import TrainingJobSpec
-from .environment import BY_SETTING, read_environment
 from .faults import FaultList
-from .job_spec import (
-    NESTED_FIELDS,
-    DatasetSpec,
-    InputsSpec,
-    JobSpec,
-    SampleRequest,
-    UploadUrls,
-    parse_job_spec,
-    read_job_spec,
-)
-from .overrides import Overrides, apply_overrides, parse_overrides
+from .job_spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
+from .settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from .spec_digest import digest_of_fields, spec_fields
 from .urls import origin_of
 
-__all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "folder_name", "resolve_run_config"]
+__all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config"]
 
 DEFAULT_UPLOAD_DEADLINE_S = 60.0
-ENVIRONMENT_ARTIFACTS_DIR = "/tmp/training"  # noqa: S108 -- the contract's own default for containers
-FILE_ARTIFACTS_DIR = "runs/{run_id}"
-LONGEST_FOLDER_NAME = 120
 
 
 @dataclass(frozen=True)
@@ -119,7 +104,7 @@ def resolve_run_config(
     """
     faults = FaultList()
     reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, faults)
-    _require(reading, faults)
+    require_settings(reading, faults)
     template = artifacts_template(spec_path, default_artifacts_dir)
     config = _assemble(reading, template, faults) if not faults.faults else None
     error = faults.error(secrets=reading.secrets)
@@ -127,133 +112,6 @@ def resolve_run_config(
         raise error
     assert config is not None
     return config
-
-
-def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None) -> str:
-    """Where artifacts go if no setting says so, with ``{run_id}`` for the run's folder name."""
-    if default is not None:
-        return os.fspath(default)
-    return ENVIRONMENT_ARTIFACTS_DIR if spec_path is None else FILE_ARTIFACTS_DIR
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What each source says, before one of them wins."""
-
-    spec: JobSpec
-    environment: Mapping[str, Any]
-    overrides: Overrides
-    spec_path: Path | None
-    readable: bool
-    """Whether the file of the job spec held a JSON object."""
-    given: frozenset[str]
-    """Dotted names, two levels deep, that the job spec and the command line give."""
-    secrets: tuple[str | None, ...] = field(default=(), repr=False)
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def pick(self, name: str, default: Any = None) -> Any:
-        """The value of a setting from the first source that gives one; notes which that was."""
-        value, source = self._find(name)
-        self.sources[name] = source if value is not None else "default"
-        return default if value is None else value
-
-    def _find(self, name: str) -> tuple[Any, str]:
-        if name in self.overrides.settings:
-            return self.overrides.settings[name], "--set"
-        in_spec = _field(self.spec, name)
-        if in_spec is not None and self.overrides.covers(name):
-            return in_spec, "--set"
-        if name in self.environment:
-            return self.environment[name], BY_SETTING[name].name
-        return in_spec, "job spec" if name in self.given else "default"
-
-    def path(self, name: str, default: Path | None = None) -> Path | None:
-        """A path setting, absolute: from the spec's folder if the spec gives it, else from the working directory."""
-        text = self.pick(name)
-        return default if text is None else self.absolute(name, text)
-
-    def absolute(self, name: str, text: str) -> Path:
-        """`text`, which is the setting `name` or a part of it, as an absolute path."""
-        base = self.spec_dir if self.sources.get(name) == "job spec" else Path.cwd()
-        return Path(os.path.normpath(base / os.path.expanduser(text)))
-
-    @property
-    def spec_dir(self) -> Path:
-        """The folder of the job spec."""
-        return Path.cwd() if self.spec_path is None else self.spec_path.parent
-
-
-def read_settings(
-    spec_path: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], faults: FaultList
-) -> Settings:
-    """Read all sources and note their faults; never raises because of what they hold."""
-    environment = read_environment(environ, faults)
-    path = _spec_path(spec_path, environment, faults)
-    raw = None if path is None else read_job_spec(path, faults)
-    set_by_hand = parse_overrides(overrides, faults)
-    merged = apply_overrides(raw or {}, set_by_hand, faults)
-    spec = parse_job_spec(merged, faults)
-    tokens = (merged.get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
-    secrets = tuple(token for token in tokens if isinstance(token, str) and token)
-    return Settings(spec, environment, set_by_hand, path, raw is not None, frozenset(_names(merged)), secrets)
-
-
-def _names(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in raw.items():
-        yield {"request_id": "run_id"}.get(name, name)
-        if name in NESTED_FIELDS and isinstance(value, Mapping):
-            yield from (f"{name}.{inner.replace('_url', '_ref') if name == 'inputs' else inner}" for inner in value)
-
-
-def _spec_path(given: str | os.PathLike[str] | None, environment: Mapping[str, Any], faults: FaultList) -> Path | None:
-    text = environment.get("job_spec_path") if given is None else os.fspath(given)
-    if not text:
-        faults.add(
-            "No job spec was given. Name its path as an argument or in `TRAINER_JOB_SPEC_PATH`.",
-            code="startup.missing_job_spec_path",
-        )
-        return None
-    return Path(os.path.abspath(os.path.expanduser(text)))
-
-
-def _field(spec: JobSpec, name: str) -> Any:
-    """The field of the spec behind a dotted setting name; empty containers count as not given."""
-    value: Any = spec
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return None if value in ((), {}) else value
-
-
-def _require(reading: Settings, faults: FaultList) -> None:
-    """Note what must be there and is not, and settings that exclude each other."""
-    if reading.readable:
-        for name, example in (("run_id", '"run_id": "my-run"'), ("max_steps", '"max_steps": 1000')):
-            if getattr(reading.spec, name) is None and not faults.concern(name):
-                faults.add(f"`{name}` is missing. Add {example} to the job spec.", name=name)
-        if reading.pick("trainer") is None and not faults.concern("trainer"):
-            faults.add(
-                'No trainer is named. Add "trainer": "module:Class" to the job spec, or set `TRAINER_PLUGIN`.',
-                code="startup.missing_trainer_import",
-            )
-    if reading.pick("orchestrated") and not reading.pick("capability_token") and not faults.concern("capability_token"):
-        faults.add(
-            "An orchestrated run needs a token. Set `TRAINER_CAPABILITY_TOKEN`, or `capability_token` in the job spec.",
-            code="startup.missing_capability_token",
-        )
-    _refuse_contradictions(reading.spec, faults)
-
-
-def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
-    paths = bool(spec.dataset and spec.dataset.parquet_paths)
-    refs = bool(spec.inputs.dataset_parquet_refs)
-    if paths and refs:
-        faults.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
-    if spec.mock_batches is not None and (paths or refs):
-        faults.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
-    if spec.dataset and not paths and not refs and spec.mock_batches is None:
-        faults.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
-    if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
-        faults.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
 
 
 def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> RunConfig:
@@ -360,24 +218,3 @@ def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
 def _token_origins(uploads: UploadUrls, file_store_url: str | None, further: Sequence[str]) -> frozenset[str]:
     urls = [*dataclasses.astuple(uploads), file_store_url]
     return frozenset([*(origin_of(url) for url in urls if url), *further])
-
-
-def folder_name(run_id: str) -> str:
-    """A run's id as the name of one folder: what a path would interpret is percent-encoded."""
-    name = quote(run_id, safe="")
-    if not name.strip("."):
-        name = name.replace(".", "%2E")
-    if len(name) <= LONGEST_FOLDER_NAME:
-        return name
-    return f"{name[:LONGEST_FOLDER_NAME]}~{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
-
-
-def artifact_paths(reading: Settings, template: str, run_id: str) -> dict[str, Path]:
-    """Where artifacts go, by the name of the `RunConfig` field."""
-    default = Path(os.path.abspath(template.replace("{run_id}", folder_name(run_id))))
-    root = reading.path("artifacts_dir") or default
-    paths = {"artifacts_dir": root}
-    for name in ("checkpoints", "samples", "metrics"):
-        paths[f"{name}_dir"] = reading.path(f"{name}_dir") or root / name
-    paths["events_path"] = reading.path("events_path") or paths["metrics_dir"] / "events.jsonl"
-    return paths

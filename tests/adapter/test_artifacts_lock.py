@@ -20,9 +20,9 @@ from genlight.adapter.artifacts_lock import lock_artifacts
 from genlight.adapter.run_config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], overrides=["artifacts_dir=" + sys.argv[2]], environ={})
 with lock_artifacts(config):
-    child = os.fork() if sys.argv[3] == "fork" else None
-    if child != 0:
-        print(child, flush=True)
+    child = os.fork() if sys.argv[3] == "fork" else 0
+    if child == 0:
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 
@@ -43,7 +43,7 @@ def config_of(tmp_path):
 
 @pytest.fixture
 def holder(config_of):
-    """Starts another process that holds the directory; returns it and, if it forked, its child's id."""
+    """Starts another process that holds the directory; returns it and its forked child's id, or its own."""
     started = []
 
     def start(mode="plain"):
@@ -52,8 +52,8 @@ def holder(config_of):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         child = process.stdout.readline().strip()
-        started.extend([process.pid] + ([int(child)] if child.isdecimal() else []))
-        return process, child
+        started.extend({process.pid, int(child)})
+        return process, int(child)
 
     yield start
     for pid in started:
@@ -85,7 +85,7 @@ def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_its_lock(confi
     with process:
         process.kill()
         process.wait()
-        os.kill(int(child), 0)
+        os.kill(child, 0)
         with lock_artifacts(config):
             pass
 

@@ -11,7 +11,8 @@ import pytest
 from genlight.adapter.environment import VARIABLES
 from genlight.adapter.exceptions import StartupContractError
 from genlight.adapter.job_spec import NESTED_FIELDS, SPEC_FIELDS, SampleRequest
-from genlight.adapter.run_config import RunConfig, folder_name, resolve_run_config
+from genlight.adapter.run_config import RunConfig, resolve_run_config
+from genlight.adapter.settings import folder_name
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
