@@ -84,6 +84,8 @@ class DurableCheckpointIO(CheckpointIO):
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()
         try:
+            # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+            record.parent.mkdir(parents=True, exist_ok=True)
             prepared = prepare(checkpoint, request.meta)
             self.writer.wait()
         except BaseException:

@@ -153,13 +153,13 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
 
 def test_a_failed_asynchronous_save_is_raised_by_the_next_call_and_leaves_nothing(tmp_path):
     plugin = DurableCheckpointIO(asynchronous=True)
-    (tmp_path / "file").touch()
-    plugin.save_checkpoint({}, tmp_path / "file" / "a.ckpt")
-    with pytest.raises(OSError, match="exists"):
+    (tmp_path / "a.ckpt").mkdir()
+    plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    with pytest.raises(IsADirectoryError):
         plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.teardown()
-    assert sorted(os.listdir(tmp_path)) == ["b", "b.ckpt", "file"]
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b", "b.ckpt"]
 
 
 def test_a_broken_checkpoint_is_not_loaded(tmp_path):
