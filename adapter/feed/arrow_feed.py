@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ..exceptions import InputError
 from .files import PathLike
+from .filtering import as_expression
 from .ledger import Ledger
 from .order import Order
 from .plan import SHARD_MODES, Shard
@@ -101,7 +102,7 @@ class ArrowFeed:
         if shard not in SHARD_MODES:
             raise ValueError(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {shard!r}.")
         self._given = source
-        self._columns, self._filters, self._filesystem = columns, filters, filesystem
+        self._columns, self._filters, self._filesystem = columns, as_expression(filters), filesystem
         self._batch_size, self._readahead, self._readahead_bytes = batch_size, readahead, readahead_bytes
         self._shuffle, self._seed, self._window = shuffle, seed, shuffle_window
         self._epochs, self._drop_last, self._shard = epochs, drop_last, shard

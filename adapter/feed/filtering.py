@@ -29,9 +29,11 @@ def as_expression(filters: Any) -> pc.Expression | None:
 
 
 def _tuples(filters: Any) -> Any:
-    is_term = isinstance(filters, list | tuple) and len(filters) == 3 and isinstance(filters[0], str)
-    if is_term:
-        return tuple(filters)
+    if not isinstance(filters, list | tuple):
+        raise TypeError(f"{filters!r} is no list")
+    if filters and isinstance(filters[0], str):
+        column, operator, value = filters
+        return column, operator, value
     return [_tuples(item) for item in filters]
 
 

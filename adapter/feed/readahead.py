@@ -17,12 +17,16 @@ from .reader import Chunk
 
 __all__ = ["ReadAhead"]
 
+_FULL_SIZE = 1 << 20
+_SMALL_WEIGHT = 1 / 64
+
 
 class ReadAhead:
     """An iterator over the chunks of `make()`, decoded by a background thread.
 
-    At most `max_items` chunks wait at a time, and together at most `max_bytes`, one chunk excepted: a chunk that is
-    larger by itself is handed over when nothing else waits. With ``max_items=0`` there is no thread.
+    At most `max_items` chunks of more than 1 MiB, or as many more smaller ones, wait at a time, and together at most
+    `max_bytes`, one chunk excepted: a chunk that is larger by itself is handed over when nothing else waits. With
+    ``max_items=0`` there is no thread.
 
     Args:
         make: Makes the iterator that decodes; called in the thread. It must not refer to the consumer.
@@ -33,6 +37,7 @@ class ReadAhead:
     def __init__(self, make: Callable[[], Iterator[Chunk]], max_items: int, max_bytes: int) -> None:
         self.wait_seconds = 0.0
         self._direct = make() if max_items == 0 else None
+        self._ready: deque[Chunk] = deque()
         if self._direct is None:
             self._queue = _Queue(max_items, max_bytes)
             thread = threading.Thread(target=_fill, args=(self._queue, make), name="genlight-feed", daemon=True)
@@ -44,14 +49,25 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Chunk:
+        if self._ready:
+            return self._take()
         start = time.perf_counter()
         try:
-            return next(self._direct) if self._direct is not None else self._queue.get()
+            if self._direct is not None:
+                return next(self._direct)
+            self._ready = self._queue.take_all()
         finally:
             self.wait_seconds += time.perf_counter() - start
+        return self._take()
+
+    def _take(self) -> Chunk:
+        chunk = self._ready.popleft()
+        self._queue.release(chunk)
+        return chunk
 
     def close(self) -> None:
         """Stop decoding and wait for the thread to end; more than one call is fine."""
+        self._ready.clear()
         if self._direct is None:
             self._stop()
         else:
@@ -59,62 +75,88 @@ class ReadAhead:
 
 
 class _Queue:
-    """Hands chunks from one thread to another, in order, within limits."""
+    """Hands chunks from one thread to another, in order, within limits.
+
+    The consumer takes all that is there at once and releases chunks one by one as it uses them: with small chunks the
+    two threads would otherwise wait for each other, and for the interpreter lock, at every single one.
+    """
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._items: deque[tuple[Chunk | BaseException, int]] = deque()
+        self._chunks: deque[Chunk] = deque()
+        self._end: BaseException | None = None
+        self._weight = 0.0
         self._bytes = 0
         self._changed = threading.Condition()
         self._stopped = False
 
-    def put(self, item: Chunk | BaseException, size: int) -> bool:
+    def put(self, chunk: Chunk) -> bool:
         """Wait for room, then append; False when the consumer has gone."""
+        size = chunk.batch.nbytes
         with self._changed:
-            while not self._stopped and self._full(size):
+            while not self._stopped and self._bytes and self._is_too_much(size):
                 self._changed.wait()
             if self._stopped:
                 return False
-            self._items.append((item, size))
-            self._bytes += size
+            self._chunks.append(chunk)
+            self._bytes += size + 1
+            self._weight += _weight(size)
             self._changed.notify_all()
             return True
 
-    def _full(self, size: int) -> bool:
-        return bool(self._items) and (len(self._items) >= self._max_items or self._bytes + size > self._max_bytes)
+    def _is_too_much(self, size: int) -> bool:
+        return self._bytes + size > self._max_bytes or self._weight + _weight(size) > self._max_items
 
-    def get(self) -> Chunk:
-        """The next chunk; an exception that was put is raised, and again each time after."""
+    def end(self, reason: BaseException) -> None:
+        """No more chunks; the consumer gets `reason` raised after the last one."""
         with self._changed:
-            while not self._items:
+            self._end = reason
+            self._changed.notify_all()
+
+    def take_all(self) -> deque[Chunk]:
+        """Everything that is ready, at least one chunk; at the end its reason is raised, each time."""
+        with self._changed:
+            while not self._chunks:
                 if self._stopped:
                     raise StopIteration
+                if self._end is not None:
+                    raise self._end
                 self._changed.wait()
-            item, size = self._items[0]
-            if isinstance(item, BaseException):
-                raise item
-            self._items.popleft()
-            self._bytes -= size
-            self._changed.notify_all()
-            return item
+            taken, self._chunks = self._chunks, deque()
+            return taken
+
+    def release(self, chunk: Chunk) -> None:
+        """`chunk` is in use and no longer counts as waiting."""
+        size = chunk.batch.nbytes
+        with self._changed:
+            self._bytes -= size + 1
+            self._weight -= _weight(size)
+            # Waking the decoder for each of many small chunks would be the ping-pong that this avoids.
+            if self._weight <= self._max_items / 2:
+                self._changed.notify_all()
 
     def stop(self) -> None:
         """End both sides."""
         with self._changed:
             self._stopped = True
-            self._items.clear()
+            self._chunks.clear()
             self._changed.notify_all()
 
 
+def _weight(size: int) -> float:
+    """How much of a full-sized chunk this is; powers of two, so that sums of them are exact."""
+    return 1.0 if size >= _FULL_SIZE else _SMALL_WEIGHT
+
+
 def _fill(queue: _Queue, make: Callable[[], Iterator[Chunk]]) -> None:
-    end: BaseException = StopIteration()
+    reason: BaseException = StopIteration()
     try:
         for chunk in make():
-            if not queue.put(chunk, chunk.batch.nbytes):
+            if not queue.put(chunk):
                 return
     except BaseException as error:  # noqa: BLE001 - raised in the training thread
-        end = error
-    queue.put(end, 0)
+        reason = error
+    queue.end(reason)
 
 
 def _stop(queue: _Queue, thread: threading.Thread) -> None:

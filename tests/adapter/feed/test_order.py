@@ -41,19 +41,19 @@ def test_rows_move_only_within_their_window_of_their_row_group(rows_file, ids):
 
 
 def test_a_window_as_large_as_a_row_group_places_every_row_anywhere_in_it(rows_file, ids):
-    feed = ArrowFeed(rows_file(50), batch_size=50, shuffle=True, epochs=400)
+    feed = ArrowFeed(rows_file(50), batch_size=50, shuffle=True, epochs=150)
     places = np.array(ids(feed))
-    # Uniform: the mean place of each row is near the middle; 400 draws have a standard error of 0.72.
-    assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 4.5
+    # Uniform: the mean place of each row is near the middle; 150 draws have a standard error of 1.2.
+    assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 6
     # No pair of neighbours stays together more often than chance has it (2 in 50, of which one direction).
     assert (np.diff(places, axis=1) == 1).mean() < 0.04
 
 
 def test_row_groups_come_in_random_order(ids):
     tables = [pa.table({"id": [i]}) for i in range(50)]
-    feed = ArrowFeed(tables, batch_size=50, shuffle=True, epochs=400)
+    feed = ArrowFeed(tables, batch_size=50, shuffle=True, epochs=150)
     places = np.array(ids(feed))
-    assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 4.5
+    assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 6
 
 
 def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids):

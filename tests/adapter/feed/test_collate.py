@@ -1,0 +1,102 @@
+"""Record batches as tensors."""
+
+from __future__ import annotations
+
+import datetime
+import io
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from genlight.adapter.exceptions import InputError
+from genlight.adapter.feed import to_torch
+from genlight.adapter.feed.collate import LazyImage
+from PIL import Image
+
+
+def address(array: pa.Array) -> int:
+    buffer = array.buffers()[-1]
+    return buffer.address + array.offset * array.type.bit_width // 8
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"],
+)
+def test_numbers_share_memory_with_arrow(dtype):
+    array = pa.array(np.arange(10).astype(dtype)).slice(3, 4)
+    tensor = to_torch(pa.record_batch({"x": array}))["x"]
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.tolist() == [3, 4, 5, 6]
+    assert tensor.data_ptr() == address(array)
+
+
+def test_a_copy_has_memory_of_its_own():
+    array = pa.array([1, 2, 3])
+    tensor = to_torch(pa.record_batch({"x": array}), copy=True)["x"]
+    tensor += 1
+    assert array.to_pylist() == [1, 2, 3]
+
+
+def test_fixed_size_lists_become_tensors_of_more_dimensions_without_a_copy():
+    values = pa.array(np.arange(24, dtype=np.float32))
+    inner = pa.FixedSizeListArray.from_arrays(values, 3)
+    array = pa.FixedSizeListArray.from_arrays(inner, 2).slice(1, 2)
+    tensor = to_torch(pa.record_batch({"x": array}))["x"]
+    assert torch.equal(tensor, torch.arange(24.0).view(4, 2, 3)[1:3])
+    assert tensor.data_ptr() == values.buffers()[1].address + 6 * 4
+
+
+def test_fixed_shape_tensors_keep_their_shape():
+    array = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.int32).reshape(4, 2, 3))
+    tensor = to_torch(pa.record_batch({"x": array.slice(1, 2)}))["x"]
+    assert torch.equal(tensor, torch.arange(24, dtype=torch.int32).view(4, 2, 3)[1:3])
+
+
+def test_booleans_and_times_become_tensors():
+    when = pa.array([datetime.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("ms"))
+    batch = to_torch(pa.record_batch({"flag": pa.array([True]), "when": when}))
+    assert batch["flag"].dtype == torch.bool
+    assert batch["flag"].tolist() == [True]
+    assert batch["when"].tolist() == [1000]
+
+
+def test_lists_of_varying_length_become_a_list_of_tensors():
+    array = pa.array([[9], [1, 2], [], None, [3]], pa.list_(pa.int64())).slice(1)
+    assert [None if t is None else t.tolist() for t in to_torch(pa.record_batch({"x": array}))["x"]] == [
+        [1, 2],
+        [],
+        None,
+        [3],
+    ]
+
+
+def test_structs_become_dictionaries_and_other_values_lists():
+    point = pa.array([{"x": 1.0, "name": "a"}, {"x": 2.0, "name": None}])
+    batch = to_torch(pa.record_batch({"p": point, "d": pa.array(["u", "v"]).dictionary_encode()}))
+    assert batch["p"]["x"].tolist() == [1.0, 2.0]
+    assert batch["p"]["name"] == ["a", None]
+    assert batch["d"] == ["u", "v"]
+
+
+def test_images_are_decoded_when_they_are_asked_for():
+    encoded = io.BytesIO()
+    Image.new("RGB", (2, 3), (1, 2, 3)).save(encoded, "PNG")
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = [{"bytes": encoded.getvalue(), "path": None}, {"bytes": b"broken", "path": None}, None]
+    images = to_torch(pa.record_batch({"image": pa.array(rows, kind)}))["image"]
+    assert images[0].tensor().shape == (3, 2, 3)
+    assert images[0].tensor()[0, 0].tolist() == [1, 2, 3]
+    assert isinstance(images[1], LazyImage)
+    assert images[2] is None
+
+
+@pytest.mark.parametrize("array", [pa.array([1, None]), pa.array([[1, 2], None], pa.list_(pa.int32(), 2))])
+def test_nulls_among_numbers_are_refused_with_the_columns_name(array):
+    with pytest.raises(InputError, match="Column 'x' has 1 nulls"):
+        to_torch(pa.record_batch({"x": array}))
+
+
+def test_an_empty_batch_gives_empty_tensors():
+    assert to_torch(pa.record_batch({"x": pa.array([], pa.int16())}))["x"].dtype == torch.int16

@@ -1,0 +1,196 @@
+"""Bad input: one clear error, before training where metadata can tell, else at the step that needed the rows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from genlight.adapter.exceptions import InputError
+from genlight.adapter.feed import ArrowFeed
+
+
+def spoil_row_group(path: Path, group: int) -> None:
+    """Overwrite the data pages of one row group, and leave size, footer and modification time as they are."""
+    stat = path.stat()
+    column = pq.read_metadata(path).row_group(group).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * column.total_compressed_size)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"nowhere\.parquet does not exist"):
+        ArrowFeed(tmp_path / "nowhere.parquet").check()
+
+
+def test_no_paths_at_all_is_an_input_error():
+    with pytest.raises(InputError, match="No data files"):
+        ArrowFeed([]).check()
+
+
+def test_a_folder_or_pattern_without_matches_is_named(tmp_path):
+    with pytest.raises(InputError, match="matches no file"):
+        ArrowFeed(tmp_path).check()
+    with pytest.raises(InputError, match=r"\*\.parquet matches no file"):
+        ArrowFeed(str(tmp_path / "*.parquet")).check()
+
+
+def test_a_missing_column_names_the_nearest_one(rows_file):
+    with pytest.raises(InputError, match=r"no column 'txet'; did you mean 'text'\?"):
+        ArrowFeed(rows_file(3), columns=["id", "txet"]).check()
+
+
+def test_a_column_unlike_any_other_is_answered_with_the_list(rows_file):
+    with pytest.raises(InputError, match=r"no column 'zzz'; it has 'id', 'text'"):
+        ArrowFeed(rows_file(3), columns=["zzz"]).check()
+
+
+def test_schemas_that_differ_name_column_types_and_both_files(rows_file, tmp_path):
+    first = rows_file(3)
+    pq.write_table(pa.table({"id": ["a"], "text": ["b"]}), tmp_path / "other.parquet")
+    with pytest.raises(InputError, match=r"other\.parquet: column 'id' is string, but int64 in .*data\.parquet"):
+        ArrowFeed([first, tmp_path / "other.parquet"]).check()
+
+
+def test_a_column_that_only_one_file_has_is_a_fault_unless_columns_leave_it_out(rows_file, tmp_path, ids):
+    first = rows_file(3)
+    pq.write_table(pa.table({"text": ["b"], "id": [3], "more": [1]}), tmp_path / "other.parquet")
+    with pytest.raises(InputError, match=r"other\.parquet: columns 'more' are not in"):
+        ArrowFeed([first, tmp_path / "other.parquet"]).check()
+    feed = ArrowFeed([first, tmp_path / "other.parquet"], columns=["text", "id"], batch_size=4, epochs=1)
+    assert ids(feed) == [[0, 1, 2, 3]]
+    assert feed.schema.names == ["text", "id"]
+
+
+def test_a_truncated_file_is_told_from_its_footer(rows_file):
+    path = rows_file(50)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"data\.parquet: not a whole Parquet file"):
+        ArrowFeed(path).check()
+
+
+def test_files_without_any_row_are_refused(rows_file):
+    with pytest.raises(InputError, match=r"no rows in .*data\.parquet"):
+        ArrowFeed(rows_file(0)).check()
+
+
+def test_fewer_rows_than_ranks_is_refused(rows_file):
+    with pytest.raises(InputError, match="3 rows for 4 ranks"):
+        ArrowFeed(rows_file(3), world_size=4).check()
+
+
+def test_drop_last_without_one_full_step_is_refused(rows_file):
+    with pytest.raises(InputError, match="fewer than the 8 of a full step"):
+        ArrowFeed(rows_file(7), batch_size=4, world_size=2, drop_last=True).check()
+
+
+def test_all_faults_are_listed_in_one_error(rows_file, tmp_path):
+    short = rows_file(9, name="short")
+    short.write_bytes(short.read_bytes()[:-5])
+    with pytest.raises(InputError) as caught:
+        ArrowFeed([rows_file(3), short, tmp_path / "gone.parquet"], columns=["di"]).check()
+    for fault in ("short.parquet", "gone.parquet", "no column 'di'"):
+        assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("readahead", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_row_group_fails_at_the_step_that_needs_it_and_is_named(rows_file, ids, readahead, workers):
+    path = rows_file(8, 8, 8)
+    spoil_row_group(path, 1)
+    iterator = iter(ArrowFeed(path, batch_size=4, readahead=readahead, workers=workers))
+    assert ids(iterator, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(InputError, match=r"data\.parquet, row group 1"):
+        next(iterator)
+
+
+def test_the_position_after_a_failed_read_is_that_of_the_last_batch_handed_out(rows_file, ids):
+    path = rows_file(8, 8)
+    whole = path.read_bytes()
+    spoil_row_group(path, 1)
+    stat = path.stat()
+    feed = ArrowFeed(path, batch_size=4, epochs=1)
+    with pytest.raises(InputError):
+        ids(feed)
+    state = feed.state_dict()
+    path.write_bytes(whole)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = ArrowFeed(path, batch_size=4, epochs=1)
+    again.load_state_dict(state)
+    assert ids(again) == [[8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(rows_file, ids):
+    path = rows_file(8, 8)
+    feed = ArrowFeed(path, batch_size=4, readahead=0, shuffle=True)
+    feed.check()
+    rows_file(8, 9)
+    with pytest.raises(InputError, match="changed while it was read"):
+        ids(feed, 4)
+
+
+def test_a_position_is_refused_on_other_data(rows_file):
+    state = ArrowFeed(rows_file(8, 8)).state_dict()
+    with pytest.raises(InputError, match="other data"):
+        ArrowFeed(rows_file(8, 9)).load_state_dict(state)
+
+
+def test_a_position_survives_a_move_of_the_data(rows_file, tmp_path, ids):
+    path = rows_file(8, 8)
+    feed = ArrowFeed(path, batch_size=4, epochs=1)
+    assert len(ids(feed, 1)) == 1
+    state = feed.state_dict()
+    (tmp_path / "moved").mkdir()
+    moved = path.rename(tmp_path / "moved" / path.name)
+    again = ArrowFeed(moved, batch_size=4, epochs=1)
+    again.load_state_dict(state)
+    assert ids(again, 1) == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"shuffle_window": 3}])
+def test_a_position_is_refused_under_another_order(rows_file, change):
+    path = rows_file(8, 8)
+    options = {"shuffle": True, "shuffle_window": 4}
+    state = ArrowFeed(path, **options).state_dict()
+    with pytest.raises(InputError, match="does not fit the data"):
+        ArrowFeed(path, **{**options, **change}).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("batch_size", 0, ValueError),
+        ("batch_size", 1.5, TypeError),
+        ("readahead", -1, ValueError),
+        ("seed", -1, ValueError),
+        ("epochs", 0, ValueError),
+        ("rank", 1, ValueError),
+        ("shard", "files", ValueError),
+        ("collate", "numpy", TypeError),
+        ("workers", -1, ValueError),
+        ("shuffle_window", 0, ValueError),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_by_name(argument, value, error):
+    with pytest.raises(error, match=f"Invalid `{argument}`"):
+        ArrowFeed("data.parquet", **{argument: value})
+
+
+def test_a_filter_that_is_no_filter_is_refused_by_name(rows_file):
+    with pytest.raises(ValueError, match="Invalid `filters`"):
+        ArrowFeed(rows_file(3), filters=[["id", ">"]]).check()
+
+
+def test_a_filter_on_a_missing_column_is_an_input_error(rows_file):
+    with pytest.raises(InputError, match="nope"):
+        ArrowFeed(rows_file(3), filters=[["nope", ">", 1]]).check()
+
+
+def test_a_filter_that_no_row_passes_is_an_input_error(rows_file):
+    with pytest.raises(InputError, match="no row passes"):
+        ArrowFeed(rows_file(3), filters=[["id", ">", 100]]).check()

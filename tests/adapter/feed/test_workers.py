@@ -1,0 +1,83 @@
+"""Worker processes: the same batches, order and position as without them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from genlight.adapter.feed import ArrowFeed, trained_rows
+
+
+def with_noise(batch):
+    noise = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    return batch.column("id").to_pylist(), noise
+
+
+def refuse_row_40(batch):
+    if 40 in batch.column("id").to_pylist():
+        raise ValueError("row 40 is not welcome")
+    return batch
+
+
+@pytest.mark.parametrize("shard", ["rows", "row_groups"])
+def test_workers_hand_out_the_same_batches_in_the_same_order(rows_file, ids, shard):
+    path = rows_file(11, 2, 20, 9, 31)
+    for rank in range(2):
+        options = {"batch_size": 3, "epochs": 2, "shuffle": True, "rank": rank, "world_size": 2, "shard": shard}
+        assert ids(ArrowFeed(path, workers=2, **options)) == ids(ArrowFeed(path, **options))
+
+
+def test_a_position_taken_with_workers_in_flight_resumes_with_any_number_of_them(rows_file, ids):
+    path = rows_file(11, 2, 20, 9, 31)
+    options = {"batch_size": 4, "epochs": 2, "shuffle": True}
+    whole = ids(ArrowFeed(path, **options))
+    for steps, before, after in ((5, 2, 0), (17, 0, 2), (22, 2, 1)):
+        feed = ArrowFeed(path, workers=before, **options)
+        assert ids(feed, steps) == whole[:steps]
+        state = feed.state_dict()
+        feed.close()
+        again = ArrowFeed(path, workers=after, **options)
+        again.load_state_dict(state)
+        assert ids(again) == whole[steps:]
+
+
+def test_random_numbers_in_collate_depend_on_the_rows_alone(rows_file):
+    path = rows_file(11, 2, 20, 9, 31)
+    options = {"batch_size": 8, "epochs": 2, "collate": with_noise}
+    whole = list(ArrowFeed(path, workers=1, **options))
+    assert len({noise for _, noise in whole}) == len(whole)
+    feed = ArrowFeed(path, workers=2, **options)
+    iterator = iter(feed)
+    assert [next(iterator) for _ in range(7)] == whole[:7]
+    again = ArrowFeed(path, workers=1, **options)
+    again.load_state_dict(feed.state_dict())
+    assert list(again) == whole[7:]
+    feed.close()
+
+
+def test_workers_leave_the_random_numbers_of_the_training_process_alone(rows_file, ids):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    ids(ArrowFeed(rows_file(30), batch_size=8, epochs=1, workers=2, collate=None))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_ledger_of_workers_tells_the_rows_of_each_step(rows_file, ids, tmp_path):
+    path = rows_file(11, 2, 20)
+    ids(ArrowFeed(path, batch_size=4, epochs=2, workers=2, shuffle=True, ledger=tmp_path / "ledger"))
+    trained = trained_rows([tmp_path / "ledger"])
+    assert trained == {(epoch, str(path), row): 1 for epoch in range(2) for row in range(33)}
+
+
+def test_tensors_come_out_of_workers(rows_file):
+    feed = ArrowFeed(rows_file(6), batch_size=4, epochs=1, workers=1, columns=["id"], collate="torch")
+    assert [batch["id"].tolist() for batch in feed] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_an_error_in_collate_is_raised_as_what_it_is(rows_file):
+    feed = ArrowFeed(rows_file(30, 30), batch_size=4, epochs=1, workers=1, collate=refuse_row_40)
+    with pytest.raises(ValueError, match="row 40 is not welcome"):
+        list(feed)
+    feed.close()
