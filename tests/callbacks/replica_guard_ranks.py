@@ -1,0 +1,102 @@
+"""One rank of the guard's tests; started once per rank: ``replica_guard_ranks.py RANK WORLD_SIZE FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from genlight.callbacks.replica_guard import ReplicaGuard
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+
+
+class Environment(LightningEnvironment):
+    creates_processes_externally = True
+
+    def local_rank(self) -> int:
+        return RANK
+
+    def global_rank(self) -> int:
+        return RANK
+
+    def world_size(self) -> int:
+        return WORLD_SIZE
+
+    def set_world_size(self, size: int) -> None: ...
+
+
+class Module(pl.LightningModule):
+    """Trains as Lightning's users do; on rank 1 something may go wrong before a step."""
+
+    def __init__(self, fault: str, at_step: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.fault, self.at_step = fault, at_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(torch.ones(3, 4)).square().mean()
+
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if RANK == 1 and batch_idx == self.at_step:
+            if self.fault == "one bit":
+                self.net[2].weight.view(-1)[0] = torch.nextafter(self.net[2].weight.view(-1)[0], torch.tensor(9.0))
+            elif self.fault == "buffer":
+                self.net[1].running_mean.add_(1)
+            elif self.fault == "all":
+                for tensor in self.parameters():
+                    tensor.add_(0.5)
+                for tensor in self.buffers():
+                    tensor.add_(1)
+        if self.fault == "nan":
+            self.net[0].weight.fill_(torch.nan)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(list(range(12)))
+
+
+def outcome(fault: str, at_step: int, every_n_steps: int) -> str:
+    strategy = DDPStrategy(
+        cluster_environment=Environment(), process_group_backend="gloo", broadcast_buffers=fault != "buffer"
+    )
+    trainer = pl.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ReplicaGuard(every_n_steps)],
+    )
+    try:
+        trainer.fit(Module(fault, at_step))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"finished {trainer.global_step}"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
+    cases = [("none", 0, 1), ("one bit", 2, 1), ("one bit", 2, 4), ("one bit", 2, 0), ("one bit", 5, 100)]
+    cases += [("buffer", 1, 2), ("all", 1, 2), ("nan", 0, 1)]
+    results = {f"{fault} at {step} checked {every}": outcome(fault, step, every) for fault, step, every in cases}
+    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,86 @@
+"""Replicas that drift apart end the run with an error that says where and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from genlight.callbacks.replica_guard import ReplicaGuard, digest
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each rank of several short DDP trainings ended with."""
+    folder = tmp_path_factory.mktemp("guard")
+    script = Path(__file__).with_name("replica_guard_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_equal_replicas_train_to_the_end_also_when_their_weights_are_nan(outcomes):
+    for rank in outcomes:
+        assert rank["none at 0 checked 1"] == "finished 6"
+        assert rank["nan at 0 checked 1"] == "finished 6"
+
+
+@pytest.mark.slow
+def test_one_bit_of_difference_is_found_at_the_next_check_on_every_rank(outcomes):
+    for rank in outcomes:
+        found = rank["one bit at 2 checked 1"]
+        assert found.startswith("ReplicaDriftError: after step 3 1 of 9 tensors differ between ranks")
+        assert "the first is net.2.weight: rank 0 and rank 1 hold different values" in found
+        assert "an update that not every rank made" in found
+        assert "after step 4 " in rank["one bit at 2 checked 4"]
+
+
+@pytest.mark.slow
+def test_the_end_of_training_is_checked_and_zero_switches_the_guard_off(outcomes):
+    for rank in outcomes:
+        assert "after step 6 " in rank["one bit at 5 checked 100"]
+        assert rank["one bit at 2 checked 0"] == "finished 6"
+
+
+@pytest.mark.slow
+def test_the_likely_cause_follows_from_what_drifted(outcomes):
+    for rank in outcomes:
+        assert "SyncBatchNorm" in rank["buffer at 1 checked 2"]
+        assert "gradients that are not averaged" in rank["all at 1 checked 2"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+def test_a_digest_changes_with_any_element_and_with_nothing_else(dtype):
+    tensor = torch.arange(24).reshape(4, 6).to(dtype)
+
+    assert digest(tensor) == digest(tensor.t().contiguous().t())
+    for i in range(24):
+        other = tensor.clone()
+        other.view(-1)[i] = not other.view(-1)[i] if dtype is torch.bool else other.view(-1)[i] + 1
+        assert digest(other) != digest(tensor)
+
+
+def test_a_negative_cadence_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -3\."):
+        ReplicaGuard(every_n_steps=-3)
