@@ -30,6 +30,8 @@ ENVIRONMENT = {
 class UploadConfig:
     """Destinations, credentials and limits of a run's uploads; a destination that is not set is not used.
 
+    URLs are left out of ``repr`` like the token: they may hold a signature.
+
     Raises:
         ValueError: `run_id` is empty, a number is out of range, or a URL is none.
     """
@@ -40,15 +42,15 @@ class UploadConfig:
     folder that was moved still delivers."""
     owner: str = ""
     token: str | None = field(default=None, repr=False)
-    metrics_url: str | None = None
-    checkpoint_url: str | None = None
-    sample_url: str | None = None
-    terminal_url: str | None = None
-    file_store_url: str | None = None
+    metrics_url: str | None = field(default=None, repr=False)
+    checkpoint_url: str | None = field(default=None, repr=False)
+    sample_url: str | None = field(default=None, repr=False)
+    terminal_url: str | None = field(default=None, repr=False)
+    file_store_url: str | None = field(default=None, repr=False)
     """Base of the file store (``TENSORHUB_URL``); used where `owner` and `token` are set too."""
     token_origins: Sequence[str] = ()
     """Further origins that may be sent the token, beside those of the URLs above."""
-    targets: Sequence[str] = ()
+    targets: Sequence[str] = field(default=(), repr=False)
     """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
     deadline_s: float = 60.0
     """Seconds that the end of a run waits for uploads to settle."""

@@ -31,7 +31,7 @@ from .wire import (
 
 __all__ = ["Delivery", "receipt_key"]
 
-CONTRADICTIONS_ALLOWED = 2
+CONTRADICTIONS_ALLOWED = 4
 """How often a store may report another digest than ours for one entry, before it counts as final."""
 
 

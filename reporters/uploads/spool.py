@@ -25,12 +25,13 @@ from ...adapter.exceptions import UploadError
 from ..durable import fsync_directory, write_all, write_bytes_durably
 from .wire import Kind
 
-__all__ = ["Entry", "Spool", "read_journal"]
+__all__ = ["Entry", "Spool", "read_description", "read_journal"]
 
 log = logging.getLogger(__name__)
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
+DESCRIPTION = "about.json"
 REWRITE_FROM_BYTES = 1 << 20
 MAX_RECEIPTS = 1024
 
@@ -115,6 +116,19 @@ def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
     """
     content, _ = _read(Path(directory) / JOURNAL)
     return list(content.by_seq.values())
+
+
+def read_description(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Whose spool lies at `directory`: ``run_id``, ``owner`` and ``targets``.
+
+    Raises:
+        UploadError: There is no spool, or the description is damaged.
+    """
+    path = Path(directory) / DESCRIPTION
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UploadError(f"{directory} is no upload spool: {path.name} cannot be read ({error}).") from error
 
 
 def _read(path: Path) -> tuple[_Content, int]:
@@ -230,6 +244,13 @@ class Spool:
         """How many entries of `kind` wait."""
         with self._mutex:
             return len(self._content.entries[kind])
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Write down whose spool it is, for commands that look at it later; `read_description` gives it back."""
+        data = msgspec.json.format(msgspec.json.encode(facts, order="sorted")) + b"\n"
+        path = self.directory / DESCRIPTION
+        if not path.exists() or path.read_bytes() != data:
+            write_bytes_durably(path, data)
 
     def sync(self) -> None:
         """Make what was added survive a power cut as well."""

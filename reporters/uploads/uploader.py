@@ -85,12 +85,16 @@ class Uploader:
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         wire = Wire(self._client, resume_from_bytes=config.resume_from_bytes, interrupted=self._closing.is_set)
         self._delivery = Delivery(config, self._spool, wire, self._targets, self._closing.is_set)
-        self._lanes = [_Lane("metrics"), _Lane("sample"), _Lane("checkpoint"), _Lane("terminal", is_open=False)]
+        kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
+        self._lanes = [_Lane(kind, is_open=config.wants(kind)) for kind in kinds]
+        self._terminal_lane = _Lane("terminal", is_open=False)
+        self._lanes.append(self._terminal_lane)
         self._rng = random.Random()
         self._thread: threading.Thread | None = None
         self._failure: UploadError | None = None
         self._settling = False
         self._lost_metrics = 0
+        self._spool.describe({"run_id": config.run_id, "owner": config.owner, "targets": sorted(self._targets)})
         self._look_through_leftovers(keep_terminal)
 
     # enqueueing, from the training thread
@@ -230,22 +234,23 @@ class Uploader:
                 self._spool.remove(stale)
             self._spool.add("terminal", payload.step, {"payload": body, "key": key})
             self._spool.sync()
-        self.open_terminal()
-        self._settling = True
+        return self._send_terminal(limit)
+
+    def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
+        """Send the terminal message that an earlier attempt left in the spool, if there is one."""
+        return self._send_terminal(self.config.deadline_s if deadline_s is None else deadline_s)
+
+    def _send_terminal(self, limit_s: float) -> SettleResult:
+        with self._condition:
+            self._settling = True
+            self._terminal_lane.is_open = self.config.wants("terminal")
+            self._terminal_lane.wake()
+            self._condition.notify_all()
         try:
-            self._wait_until(lambda: not self._deliverable("terminal"), time.monotonic() + limit, None)
+            self._wait_until(lambda: not self._deliverable("terminal"), time.monotonic() + limit_s, None)
         finally:
             self._settling = False
         return self._result(("terminal",))
-
-    def open_terminal(self) -> None:
-        """Let a terminal message that waits in the spool be sent."""
-        with self._condition:
-            for lane in self._lanes:
-                if lane.kind == "terminal":
-                    lane.is_open = True
-                    lane.wake()
-            self._condition.notify_all()
 
     # life
 
@@ -357,6 +362,10 @@ class Uploader:
             if missing:
                 log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
                 self._spool.remove(entry)
+        for kind in REQUIRED_KINDS:
+            if self._spool.count(kind) and not self.config.wants(kind):
+                log.warning("%d of kind %s wait in %s, but no URL is set for them", self._spool.count(kind), kind,
+                            self._spool.directory)  # fmt: skip
         parcels = [unpack(e.body) for e in (*self._spool.entries("sample"), *self._spool.entries("checkpoint"))]
         links = [parcel.files[-1].location(self._root) for parcel in parcels if parcel.held]
         release_others(self._spool.directory, links)
@@ -415,7 +424,7 @@ class Uploader:
         return idempotency_key(self.config.run_id, "terminal", payload.step, payload.status, digest)
 
     def _deliverable(self, *kinds: Kind) -> bool:
-        return any(self._spool.head(kind) is not None for kind in kinds)
+        return any(self.config.wants(kind) and self._spool.head(kind) is not None for kind in kinds)
 
     def _wait_until(self, settled: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
         self.start()
@@ -439,7 +448,8 @@ class Uploader:
     def _result(self, kinds: Sequence[Kind] = ("checkpoint", "sample")) -> SettleResult:
         with self._condition:
             reasons = {lane.kind: lane.last_reason for lane in self._lanes if lane.failures}
-            waiting = [entry for entry in self._spool.entries() if entry.kind in kinds]
+            wanted = [kind for kind in kinds if self.config.wants(kind)]
+            waiting = [entry for entry in self._spool.entries() if entry.kind in wanted]
             undelivered = tuple(_undelivered(entry, reasons.get(entry.kind, "")) for entry in waiting)
             return SettleResult(undelivered, self._spool.count("metrics"), self._lost_metrics)
 

@@ -51,6 +51,9 @@ class Reset(Exception):
 
 class Server:
     def __init__(self, directory):
+        self.reset(directory)
+
+    def reset(self, directory):
         self.files = Path(directory) / "files"
         self.files.mkdir(parents=True, exist_ok=True)
         self.options = dict(DEFAULTS)
@@ -198,6 +201,8 @@ class Server:
     async def control(self, path, body, writer):
         if path == "/__control":
             changes = json.loads(body)
+            if "directory" in changes:
+                self.reset(changes.pop("directory"))
             if "seed" in changes:
                 self.dice = random.Random(changes["seed"])
             if changes.get("faults") == "all":

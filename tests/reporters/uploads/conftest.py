@@ -59,19 +59,30 @@ def stop_server(process):
     process.stdout.close()
 
 
+@pytest.fixture(scope="session")
+def _server_processes():
+    """Servers are kept for the next test: starting one takes longer than most tests."""
+    servers = []
+    yield servers
+    for process, _ in servers:
+        stop_server(process)
+
+
 @pytest.fixture
-def start_chaos(tmp_path):
-    """Start a further server; the function returns its `Chaos`."""
-    processes = []
+def start_chaos(tmp_path, _server_processes):
+    """A server that knows nothing yet; the function returns another one at each call."""
+    used = 0
 
     def start(name):
-        process, chaos = start_server(tmp_path / name)
-        processes.append(process)
-        return chaos
+        nonlocal used
+        if used == len(_server_processes):
+            _server_processes.append(start_server(tmp_path / name))
+        _, chaos = _server_processes[used]
+        used += 1
+        chaos.control(directory=str(tmp_path / name))
+        return Chaos(chaos.port, tmp_path / name)
 
-    yield start
-    for process in processes:
-        stop_server(process)
+    return start
 
 
 @pytest.fixture

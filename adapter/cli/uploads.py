@@ -1,0 +1,207 @@
+"""``genlight uploads``: list, retry or export what a run could not deliver."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...reporters.http import split_origins
+from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig
+from ...reporters.uploads.parcel import Parcel, unpack
+from ...reporters.uploads.spool import Entry, read_description, read_journal
+from ...reporters.uploads.wire import encode, metrics_payload
+from ..exceptions import UploadError
+
+__all__ = ["add_arguments", "run"]
+
+_DELIVERED, _LEFT, _USAGE = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="artifacts directory of a run")
+    parser.add_argument("action", nargs="?", default="list", choices=("list", "retry", "export"))
+    parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
+    parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
+    parser.add_argument(
+        "--job", metavar="FILE", help="retry: job spec with URLs and token, beside the TRAINER_… variables"
+    )
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try (60)")
+    parser.add_argument("--target", action="append", metavar="URL", help="retry: send checkpoints and samples here too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code.
+
+    0 when nothing is left (or was listed, exported), 1 when something could not be delivered, 2 for arguments that
+    cannot be used.
+    """
+    spool = _spool_of(Path(args.run_dir))
+    try:
+        about, entries = read_description(spool), read_journal(spool)
+    except UploadError as error:
+        return _complain(str(error), _USAGE)
+    if args.action == "retry":
+        return _retry(args, spool, about, entries)
+    if args.action == "export":
+        return _export(args, spool, about, entries)
+    _list(entries, spool.parent, as_json=args.json)
+    return _DELIVERED
+
+
+def _spool_of(run_dir: Path) -> Path:
+    """The spool of the run at `run_dir`, which may be the spool itself."""
+    inside = run_dir / SPOOL_DIRECTORY
+    return inside if inside.is_dir() else run_dir
+
+
+def _list(entries: Sequence[Entry], root: Path, *, as_json: bool) -> None:
+    for entry in entries:
+        facts = _facts(entry, root)
+        if as_json:
+            _say(json.dumps(facts, sort_keys=True))
+        else:
+            _say(f"{facts['kind']:<10}  step {facts['step']:<9}  {facts['size_bytes']:>13,} B  {facts['state']}"
+                 f"  {facts['name']}")  # fmt: skip
+    if not as_json:
+        _say(f"{len(entries)} waiting" if entries else "nothing is waiting")
+
+
+def _facts(entry: Entry, root: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
+    facts["state"] = f"refused ({entry.failure})" if entry.failure else "waiting"
+    if entry.kind in ("checkpoint", "sample"):
+        parcel = unpack(entry.body)
+        facts["name"] = str(root / parcel.local_path)
+        facts["size_bytes"] = sum(file.size_bytes for file in parcel.files)
+        facts["files"], facts["files_sent"] = len(parcel.files), sum(part.startswith("put:") for part in entry.parts)
+        if any(not file.location(root).exists() for file in parcel.files):
+            facts["state"] = "lost (files are gone)"
+    elif entry.kind == "metrics":
+        facts["name"] = ", ".join(sorted(entry.body["metrics"]))
+    else:
+        facts["name"] = str(entry.body["payload"]["status"])
+    return facts
+
+
+def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries: Sequence[Entry]) -> int:
+    from ...reporters.uploads.uploader import Uploader
+
+    try:
+        config = _config(args, spool, about)
+        _require_destinations(config, entries)
+        uploader = Uploader(config, keep_terminal=True)
+    except (UploadError, ValueError) as error:
+        return _complain(str(error), _USAGE)
+    with uploader:
+        result = uploader.settle(progress=_show_progress)
+        if result.ok:
+            result = uploader.deliver_waiting_terminal()
+    for item in result.undelivered:
+        _complain(str(item), _LEFT)
+    left = len(read_journal(spool))
+    _say(f"{len(entries) - left} delivered, {left} left")
+    return _LEFT if left else _DELIVERED
+
+
+def _config(args: argparse.Namespace, spool: Path, about: dict[str, Any]) -> UploadConfig:
+    """Settings of the environment, else of the job spec; whose run it is, the spool knows."""
+    job = _read_job(args.job or os.environ.get("TRAINER_JOB_SPEC_PATH"))
+    from_spec = {**job.get("uploads", {}), "token": job.get("capability_token")}
+    from_environment = {
+        name: os.environ[variable] for name, variable in ENVIRONMENT.items() if os.environ.get(variable)
+    }
+    known: dict[str, Any] = {
+        name: text for name in ENVIRONMENT if (text := from_environment.get(name) or from_spec.get(name))
+    }
+    return UploadConfig(
+        run_id=about["run_id"],
+        owner=about["owner"] or job.get("owner", ""),
+        spool_dir=spool,
+        targets=tuple(dict.fromkeys((*about["targets"], *(args.target or ())))),
+        token_origins=split_origins(os.environ.get("TRAINER_TOKEN_ORIGINS", "")),
+        deadline_s=args.deadline,
+        **known,
+    )
+
+
+def _read_job(path: str | None) -> dict[str, Any]:
+    if not path:
+        return {}
+    try:
+        job = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UploadError(f"The job spec {path} cannot be read: {error}") from error
+    if not isinstance(job, dict) or not isinstance(job.get("uploads", {}), dict):
+        raise UploadError(f"The job spec {path} is no JSON object with an object `uploads`.")
+    return job
+
+
+def _require_destinations(config: UploadConfig, entries: Sequence[Entry]) -> None:
+    """An entry without a destination would count as delivered, or wait for ever."""
+    missing = sorted({entry.kind for entry in entries if not config.wants(entry.kind)})
+    if missing:
+        variables = ", ".join(f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in missing)
+        raise UploadError(f"There is no URL for {', '.join(missing)}. Set {variables}, or give the job spec by --job.")
+
+
+def _export(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries: Sequence[Entry]) -> int:
+    if not args.to:
+        return _complain("export needs --to DIR", _USAGE)
+    target = Path(args.to)
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        return _complain(f"{target} exists; name a folder that does not", _USAGE)
+    lost = 0
+    with (target / "messages.jsonl").open("wb") as messages:
+        for entry in entries:
+            if entry.kind in ("checkpoint", "sample"):
+                lost += _export_files(entry, unpack(entry.body), spool.parent, target)
+            messages.write(encode(_message(entry, about["run_id"])) + b"\n")
+    _say(f"{len(entries)} exported to {target}; they still wait in the spool")
+    return _LEFT if lost else _DELIVERED
+
+
+def _export_files(entry: Entry, parcel: Parcel, root: Path, target: Path) -> int:
+    """Copy the files of one entry; how many were gone."""
+    lost = 0
+    for file in parcel.files:
+        copy = target / f"{entry.kind}s" / f"{entry.seq:06d}" / file.layout
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copy2(file.location(root), copy)
+        except FileNotFoundError:
+            lost += 1
+            _complain(f"{file.path} is gone", _LEFT)
+    return lost
+
+
+def _message(entry: Entry, run_id: str) -> dict[str, Any]:
+    if entry.kind == "metrics":
+        return metrics_payload(run_id, entry.step, entry.body["metrics"])
+    if entry.kind == "terminal":
+        return dict(entry.body["payload"])
+    parcel = unpack(entry.body)
+    folder = f"{entry.kind}s/{entry.seq:06d}"
+    files = [f"{folder}/{file.layout}" for file in parcel.files]
+    return {"run_id": run_id, "kind": entry.kind, "step": entry.step, "final": parcel.final, "files": files}
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def _show_progress(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def _complain(text: str, code: int) -> int:
+    sys.stderr.write(f"genlight uploads: {text}\n")
+    return code

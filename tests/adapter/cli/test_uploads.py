@@ -1,0 +1,162 @@
+"""``genlight uploads`` on the spool that a run left behind."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from genlight.adapter.cli import uploads as command
+from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
+
+TOKEN = "t0ken-that-must-not-leak"
+
+
+@pytest.fixture
+def chaos(tmp_path):
+    path = Path(__file__).parents[2] / "reporters" / "uploads" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("upload_conftest", path)
+    tools = sys.modules.setdefault("upload_conftest", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(tools)
+    process, server = tools.start_server(tmp_path / "server")
+    yield server
+    tools.stop_server(process)
+
+
+@pytest.fixture
+def genlight_uploads(capsys, monkeypatch):
+    """Run the command; returns its exit code, its output and its complaints."""
+    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
+
+    def call(*arguments):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def left_over(tmp_path):
+    """The artifacts of a run that could deliver nothing."""
+    run = tmp_path / "run"
+    data = run / "checkpoints" / "step-00000003"
+    data.mkdir(parents=True)
+    (data / "model.safetensors").write_bytes(b"weights")
+    record = data.with_suffix(".json")
+    record.write_text("{}")
+    away = "http://127.0.0.1:9"
+    config = UploadConfig(
+        run_id="run-1",
+        owner="me",
+        token=TOKEN,
+        spool_dir=run / "uploads",
+        metrics_url=away,
+        checkpoint_url=away,
+        terminal_url=away,
+        file_store_url=away,
+    )
+    with Uploader(config) as uploader:
+        uploader.enqueue_metrics({"train/loss": 0.5}, 3)
+        uploader.enqueue_checkpoint(record, [data], step=3)
+        uploader.deliver_terminal(TerminalPayload("failed", 3, str(record), error="upload: away"), 0.05)
+    return run
+
+
+@pytest.fixture
+def environment(chaos, monkeypatch):
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
+    monkeypatch.setenv("TENSORHUB_URL", chaos.url)
+    for kind in ("METRICS", "CHECKPOINT", "TERMINAL"):
+        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
+
+
+def test_it_lists_what_waits(left_over, genlight_uploads):
+    code, out, _ = genlight_uploads(left_over)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[-1] == "3 waiting"
+    assert [line.split()[0] for line in lines[:-1]] == ["metrics", "checkpoint", "terminal"]
+    assert "step-00000003.json" in lines[1]
+
+
+def test_it_lists_json_for_other_programs(left_over, genlight_uploads):
+    _, out, _ = genlight_uploads(left_over, "--json")
+    entries = [json.loads(line) for line in out.splitlines()]
+    assert entries[1]["files"] == 2
+    assert entries[1]["files_sent"] == 0
+    assert entries[1]["size_bytes"] == len("weights") + len("{}")
+
+
+def test_it_delivers_everything_the_terminal_message_last(left_over, chaos, environment, genlight_uploads):
+    code, out, _ = genlight_uploads(left_over, "retry")
+    assert code == 0
+    assert "3 delivered, 0 left" in out
+    assert chaos.files()["step-00000003-model.safetensors"] == b"weights"
+    assert chaos.state["applied"][-1]["body"]["error"] == "upload: away"
+    assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
+
+
+def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, genlight_uploads):
+    urls = {f"{kind}_url": f"{chaos.url}/{kind}" for kind in ("metrics", "checkpoint", "terminal")}
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"run_id": "run-1", "max_steps": 5, "capability_token": TOKEN, "uploads": urls}))
+    assert genlight_uploads(left_over, "retry", "--job", job)[0] == 0
+    assert len(chaos.messages("/checkpoint")) == 1
+    assert chaos.requests("/checkpoint")[0]["headers"]["authorization"] == f"Bearer {TOKEN}"
+
+
+def test_what_cannot_be_delivered_is_named_and_stays(left_over, chaos, environment, genlight_uploads):
+    chaos.control(tokens=["another"])
+    code, out, err = genlight_uploads(left_over, "retry", "--deadline", 5)
+    assert code == 1
+    assert "HTTP 401" in err
+    assert "3 left" in out
+    assert TOKEN not in out + err
+    assert genlight_uploads(left_over)[1].endswith("3 waiting\n")
+
+
+def test_without_a_url_it_names_the_variables_to_set(left_over, genlight_uploads, monkeypatch):
+    code, _, err = genlight_uploads(left_over, "retry")
+    assert code == 2
+    assert "TRAINER_UPLOAD_CHECKPOINT_URL" in err
+    assert "TRAINER_UPLOAD_TERMINAL_URL" in err
+
+
+def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_path, genlight_uploads):
+    code, _, _ = genlight_uploads(left_over, "export", "--to", tmp_path / "out")
+    assert code == 0
+    messages = [json.loads(line) for line in (tmp_path / "out" / "messages.jsonl").read_text().splitlines()]
+    assert [message["kind"] for message in messages] == ["metrics", "checkpoint", "terminal"]
+    assert [(tmp_path / "out" / name).read_bytes() for name in messages[1]["files"]] == [b"weights", b"{}"]
+    assert genlight_uploads(left_over)[1].endswith("3 waiting\n")
+
+
+def test_an_export_never_overwrites(left_over, tmp_path, genlight_uploads):
+    (tmp_path / "out").mkdir()
+    assert genlight_uploads(left_over, "export", "--to", tmp_path / "out")[0] == 2
+    assert genlight_uploads(left_over, "export")[0] == 2
+
+
+def test_a_run_that_is_alive_keeps_its_spool(left_over, environment, genlight_uploads):
+    config = UploadConfig(run_id="run-1", owner="me", spool_dir=left_over / "uploads")
+    with Uploader(config, keep_terminal=True):
+        code, _, err = genlight_uploads(left_over, "retry")
+    assert code == 2
+    assert "in use by another run" in err
+
+
+def test_a_folder_without_a_spool_is_a_usage_error(tmp_path, genlight_uploads):
+    code, _, err = genlight_uploads(tmp_path)
+    assert code == 2
+    assert "no upload spool" in err
+
+
+def test_a_run_whose_folder_was_moved_still_delivers(left_over, chaos, environment, tmp_path, genlight_uploads):
+    moved = left_over.rename(tmp_path / "moved")
+    assert genlight_uploads(moved, "retry")[0] == 0
+    (message,) = chaos.messages("/checkpoint")
+    assert message["local_path"] == str(moved / "checkpoints" / "step-00000003.json")

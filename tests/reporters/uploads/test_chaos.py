@@ -1,0 +1,117 @@
+"""Many uploads through a network that fails at every third request, with the client killed on the way."""
+
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+
+import pytest
+from genlight.reporters.uploads import UploadConfig, Uploader
+
+CLIENT = textwrap.dedent(
+    """
+    import json, logging, sys
+    from pathlib import Path
+    from genlight.reporters.uploads import UploadConfig, Uploader
+
+    logging.disable(logging.CRITICAL)
+    url, run, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    config = UploadConfig(
+        run_id="run-1", owner="me", token="t", spool_dir=run / "uploads", sample_url=url + "/sample",
+        checkpoint_url=url + "/checkpoint", file_store_url=url, timeout_s=0.25, backoff_base_s=0.002,
+        backoff_cap_s=0.02, resume_from_bytes=100_000,
+    )
+    done = run / "queued"
+    uploader = Uploader(config)
+    uploader.start()
+    queued = int(done.read_text()) if done.exists() else 0
+    for step in range(queued, count):  # a resumed run may queue its last step once more
+        path = run / "files" / f"{step}.bin"
+        if step % 2:
+            uploader.enqueue_checkpoint(path, step=step)
+        else:
+            uploader.enqueue_sample(path, step=step)
+        fresh = run / "queued.new"
+        fresh.write_text(str(step + 1))
+        fresh.replace(done)
+    result = uploader.settle(50)
+    uploader.close()
+    sys.exit(0 if result.ok else 9)
+    """
+)
+
+
+def _write_files(run, count, dice):
+    (run / "files").mkdir(parents=True)
+    for step in range(count):
+        size = dice.choice([0, 1, 100, 5_000, 70_000, 300_000])
+        (run / "files" / f"{step}.bin").write_bytes(dice.randbytes(size))
+
+
+def _assert_all_there_once(chaos, run, count):
+    expected = {f"step-{step:08d}-{step}.bin": (run / "files" / f"{step}.bin").read_bytes() for step in range(count)}
+    assert chaos.files() == expected
+    applied = chaos.state["applied"]
+    assert len({item["key"] for item in applied}) == len(applied)
+    files = [item["file"] for item in applied if "file" in item]
+    assert len(files) == len(set(files)) == count
+    for path, parity in (("/sample", 0), ("/checkpoint", 1)):
+        messages = chaos.messages(path)
+        assert [message["step"] for message in messages] == list(range(parity, count, 2))
+        for message in messages:
+            digest = hashlib.sha256((run / "files" / f"{message['step']}.bin").read_bytes()).hexdigest()
+            assert message["sha256"] == digest
+
+
+def _client(chaos, run, count):
+    return subprocess.Popen([sys.executable, "-c", CLIENT, chaos.url, str(run), str(count)])
+
+
+def test_uploads_of_mixed_sizes_all_arrive_once_and_in_order_though_every_third_request_fails(chaos, tmp_path):
+    run, count = tmp_path / "run", 30
+    _write_files(run, count, random.Random(1))
+    chaos.control(rate=0.3, faults="all", resume=True, seed=3)
+    assert _client(chaos, run, count).wait(60) == 0
+    _assert_all_there_once(chaos, run, count)
+
+
+@pytest.mark.slow
+def test_500_uploads_all_arrive_once_and_byte_identical_though_the_client_is_killed_ten_times(chaos, tmp_path):
+    run, count = tmp_path / "run", 500
+    _write_files(run, count, random.Random(2))
+    chaos.control(rate=0.3, faults="all", resume=True, seed=5)
+    killed = 0
+    for part in range(1, 11):
+        client = _client(chaos, run, count)
+        while client.poll() is None and len(chaos.state["applied"]) < part * 90:
+            time.sleep(0.02)
+        if client.poll() is None:
+            client.send_signal(signal.SIGKILL)
+            killed += 1
+        client.wait()
+    assert killed == 10
+    assert _client(chaos, run, count).wait(60) == 0
+    _assert_all_there_once(chaos, run, count)
+
+
+def test_memory_stays_flat_while_large_files_are_sent(chaos, tmp_path):
+    big = tmp_path / "run" / "big.bin"
+    big.parent.mkdir()
+    big.write_bytes(bytes(24 << 20))
+    config = UploadConfig(
+        run_id="r", owner="me", token="t", spool_dir=tmp_path / "run" / "uploads", file_store_url=chaos.url
+    )
+    with Uploader(config) as uploader:
+        tracemalloc.start()
+        try:
+            uploader.enqueue_checkpoint(big, step=1)
+            assert uploader.settle(30).ok
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert chaos.files()["step-00000001-big.bin"] == big.read_bytes()
+    assert peak < 4 << 20

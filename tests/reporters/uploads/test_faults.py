@@ -1,0 +1,298 @@
+"""The uploader against a server and a network that fail, one fault at a time."""
+
+import logging
+import os
+
+import pytest
+from genlight.reporters.uploads import TerminalPayload
+
+PASSING = [
+    "500",
+    "503",
+    "408",
+    "425",
+    "429",
+    "reset-before",
+    "reset-mid-body",
+    "reset-after",
+    "half-close",
+    "truncated",
+]
+
+
+@pytest.mark.parametrize("fault", [*PASSING, "stall", "slow-read", "garbage", "duplicate", "wrong-digest"])
+def test_a_fault_that_passes_delays_an_upload_and_loses_nothing(chaos, uploader_for, write_checkpoint, fault):
+    chaos.control(script=[fault, "ok", fault, fault])
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1, size=300_000)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    assert uploader.settle().ok
+    assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
+    assert len(chaos.messages("/checkpoint")) == len(chaos.messages("/metrics")) == 1
+
+
+@pytest.mark.parametrize("fault", ["reset-after", "half-close", "truncated", "stall"])
+def test_a_retry_after_a_lost_acknowledgement_has_the_same_idempotency_key(chaos, uploader_for, fault):
+    chaos.control(script=[fault, fault])
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    assert uploader.settle().ok
+    assert uploader.settle().pending_metrics == 0
+    requests = chaos.requests("/metrics")
+    assert len(requests) == 3
+    assert len({request["key"] for request in requests}) == 1
+
+
+@pytest.mark.parametrize("status", ["400", "404", "409", "413", "422", "451"])
+def test_another_client_error_is_final_at_once_and_is_seen_by_the_run(chaos, uploader_for, write_checkpoint, status):
+    chaos.control(script=[status])
+    uploader = uploader_for(chaos, file_store_url=None)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    result = uploader.settle()
+    assert len(chaos.requests()) == 1
+    (left,) = result.undelivered
+    assert left.permanent
+    assert not result.auth
+    assert f"HTTP {status}" in str(result.error())
+    assert (
+        str(uploader.failure) == f"checkpoint of step 1 (step-00000001.json): HTTP {status} from {chaos.url}/checkpoint"
+    )
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_refused_credentials_are_final_and_told_apart(chaos, uploader_for, write_checkpoint, status):
+    chaos.control(script=[status])
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    result = uploader.settle()
+    assert result.auth
+    assert result.error().auth
+
+
+def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_delivers_in_order(
+    chaos, uploader_for, write_checkpoint
+):
+    chaos.control(tokens=["new"])
+    uploader = uploader_for(chaos)
+    for step in (1, 2, 3):
+        record, files = write_checkpoint(step)
+        uploader.enqueue_checkpoint(record, files, step=step)
+    uploader.enqueue_metrics({"a": 1.0}, 3)
+    assert uploader.settle().auth
+    uploader.close()
+    uploader = uploader_for(chaos, token="new")
+    record, files = write_checkpoint(4)
+    uploader.enqueue_checkpoint(record, files, step=4)
+    assert uploader.settle().ok
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4]
+    assert [message["step"] for message in chaos.messages("/metrics")] == [3]
+
+
+def test_a_digest_that_keeps_contradicting_ours_fails_the_upload(chaos, uploader_for, write_checkpoint):
+    chaos.control(rate=1.0, faults=["wrong-digest"])
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    result = uploader.settle()
+    assert "sha256" in result.undelivered[0].reason
+    assert result.undelivered[0].permanent
+    assert len(chaos.requests()) == 5
+
+
+def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_for):
+    chaos.control(script=["429"], retry_after="30")
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    result = uploader.settle(0.3)
+    assert len(chaos.requests("/metrics")) == 1
+    assert result.pending_metrics == 1
+
+
+def test_metrics_that_are_refused_do_not_fail_the_run(chaos, uploader_for, caplog):
+    chaos.control(script=["400"])
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    uploader.enqueue_metrics({"a": 2.0}, 2)
+    result = uploader.settle()
+    assert result.ok
+    assert result.lost_metrics == 1
+    assert [message["step"] for message in chaos.messages("/metrics")] == [2]
+
+
+def test_a_metrics_endpoint_that_is_away_does_not_hold_up_a_checkpoint(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["500"] * 1000, script_paths="/metrics")
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle(0.5).ok
+    assert len(chaos.messages("/checkpoint")) == 1
+
+
+def test_a_full_outage_leaves_everything_in_the_spool_for_the_next_process(chaos, uploader_for, write_checkpoint):
+    chaos.control(outage=True)
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    lines = []
+    result = uploader.settle(1.3, progress=lines.append)
+    assert not result.ok
+    assert not result.undelivered[0].permanent
+    assert lines
+    assert lines[0].startswith("uploads: 1 left")
+    assert not uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: x"), 0.1).ok
+    uploader.close()
+    chaos.control(outage=False)
+    uploader = uploader_for(chaos)
+    assert uploader.settle().ok
+    assert chaos.messages("/terminal") == []  # that attempt's message is out of date
+    assert uploader.deliver_terminal(TerminalPayload("completed", 2)).ok
+    assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
+    assert len(chaos.messages("/checkpoint")) == len(chaos.messages("/metrics")) == 1
+
+
+def test_no_server_at_all_is_a_fault_that_may_pass(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, checkpoint_url="http://127.0.0.1:9/checkpoint", file_store_url=None)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    result = uploader.settle(0.1)
+    assert result.undelivered[0].reason == "ConnectError: Connection refused at http://127.0.0.1:9/checkpoint"
+
+
+def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write_checkpoint):
+    chaos.control(resume=True, script=["reset-mid-body"])
+    uploader = uploader_for(chaos, resume_from_bytes=100_000)
+    record, files = write_checkpoint(1, size=1_000_000)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
+    first, head, second = chaos.requests("model.safetensors")
+    size = files[0].stat().st_size
+    assert (first["method"], head["method"], second["method"]) == ("PUT", "HEAD", "PUT")
+    assert second["headers"]["content-range"] == f"bytes {size // 2}-{size - 1}/{size}"
+    assert second["received"] == size - size // 2
+
+
+def test_a_store_that_does_not_resume_gets_the_whole_file_again(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["reset-mid-body"])
+    uploader = uploader_for(chaos, resume_from_bytes=100_000)
+    record, files = write_checkpoint(1, size=1_000_000)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
+
+
+def test_a_file_that_is_gone_fails_its_upload_and_names_it(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    files[0].unlink()
+    result = uploader.settle()
+    assert "model.safetensors" in result.undelivered[0].reason
+
+
+def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, uploader_for, write_checkpoint, caplog):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.close()
+    files[0].unlink()
+    assert uploader_for(chaos).settle().ok
+    assert "no longer there" in caplog.text
+
+
+def test_what_waits_is_kept_by_a_start_that_has_no_url_for_it(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    uploader.close()
+    uploader = uploader_for(chaos, checkpoint_url=None, file_store_url=None, metrics_url=None)
+    assert uploader.settle().ok
+    uploader.close()
+    assert chaos.requests() == []
+    assert uploader_for(chaos).settle().ok
+    assert len(chaos.messages("/checkpoint")) == len(chaos.messages("/metrics")) == 1
+
+
+def test_a_checkpoint_that_was_replaced_is_sent_once_as_it_is_now(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1, name="final")
+    uploader.enqueue_checkpoint(record, files, step=1, final=True)
+    files[0].write_bytes(b"newer")
+    os.utime(files[0], ns=(1, 1))
+    uploader.enqueue_checkpoint(record, files, step=2, final=True)
+    assert uploader.settle().ok
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
+    assert chaos.files()["final-model.safetensors"] == b"newer"
+
+
+def test_a_spool_directory_is_used_by_one_uploader_at_a_time(chaos, uploader_for):
+    uploader_for(chaos)
+    with pytest.raises(Exception, match="in use by another run"):
+        uploader_for(chaos)
+
+
+def test_a_redirect_that_turns_an_upload_into_a_download_is_refused(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["302"], redirect_to="")
+    uploader = uploader_for(chaos, file_store_url=None)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    result = uploader.settle()
+    assert "redirect" in result.undelivered[0].reason
+    assert chaos.messages("/checkpoint") == []
+
+
+def test_a_redirect_that_keeps_the_method_takes_the_bytes_along_and_leaves_the_token_behind(
+    chaos, start_chaos, uploader_for, write_checkpoint
+):
+    other = start_chaos("other")
+    chaos.control(redirect_to=other.url)
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1, size=400_000)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    assert other.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
+    assert len(other.requests()) == 4
+    assert all("authorization" in request["headers"] for request in chaos.requests())
+    assert not any("authorization" in request["headers"] for request in other.requests())
+
+
+def test_the_token_goes_to_no_origin_that_was_not_named(chaos, start_chaos, uploader_for, config_for):
+    config = config_for(chaos, token_origins=["https://elsewhere.example"])
+    assert config.origins() == {chaos.url, "https://elsewhere.example:443"}
+
+
+def test_neither_token_nor_query_is_in_any_text_or_file(
+    chaos, uploader_for, write_checkpoint, config_for, caplog, tmp_path
+):
+    caplog.set_level(logging.DEBUG)
+    chaos.control(tokens=["another"], script=["500", "429"])
+    secret = "sig=s3cret"
+    uploader = uploader_for(
+        chaos, checkpoint_url=f"{chaos.url}/checkpoint?{secret}", metrics_url=f"{chaos.url}/m?{secret}"
+    )
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    result = uploader.settle()
+    terminal = uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: x"))
+    shown = [
+        caplog.text,
+        repr(result),
+        str(result.error()),
+        repr(uploader.failure),
+        repr(terminal),
+        repr(uploader.config),
+    ]
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file():
+            shown.append(path.read_bytes().decode("latin-1"))
+    assert "HTTP 401" in shown[2]
+    for text in shown:
+        assert uploader.config.token not in text
+        assert "s3cret" not in text
