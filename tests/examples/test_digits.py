@@ -23,6 +23,7 @@ from genlight.adapter.run_config import resolve_run_config
 from lightning.pytorch import Trainer
 from PIL import Image
 
+GENLIGHT = "from genlight.adapter.cli import main; raise SystemExit(main())"
 SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}
 
 
@@ -298,7 +299,7 @@ def reader_of_digits(table):
 
 
 def run_job(job, artifacts, *settings):
-    command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(job)]
+    command = [sys.executable, "-c", GENLIGHT, "run", str(job)]
     for setting in settings:
         command += ["--set", setting]
     environment = {**os.environ, "TRAINER_ARTIFACTS_DIR": str(artifacts)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,3 +93,15 @@ def test_an_interrupted_training_goes_on_from_lightnings_checkpoint(fit):
     assert state.scheduler.last_epoch == 40
     assert {int(entry["step"]) for entry in state.optimizer.state.values()} == {40}
     assert [step for step, _ in logged("train/loss")] == [25]
+
+
+@pytest.mark.slow
+def test_genlight_fit_takes_the_configuration(examples, tmp_path):
+    (tmp_path / "examples").symlink_to(examples)
+    config = "examples/lightningcli/digits.yaml"
+    code = "from genlight.adapter.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", code, "fit", "--config", config, *SMALL, "--trainer.max_steps=30"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (log,) = (tmp_path / "runs" / "digits-cli").rglob("metrics.csv")
+    assert "train/loss" in log.read_text()
