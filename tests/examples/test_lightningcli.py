@@ -95,13 +95,24 @@ def test_an_interrupted_training_goes_on_from_lightnings_checkpoint(fit):
     assert [step for step, _ in logged("train/loss")] == [25]
 
 
-@pytest.mark.slow
-def test_genlight_fit_takes_the_configuration(examples, tmp_path):
-    (tmp_path / "examples").symlink_to(examples)
-    config = "examples/lightningcli/digits.yaml"
+def genlight_fit(folder, *arguments):
     code = "from genlight.adapter.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", code, "fit", "--config", config, *SMALL, "--trainer.max_steps=30"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, "-c", code, "fit", "--config", "examples/lightningcli/digits.yaml", *SMALL, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_genlight_fit_takes_the_configuration_and_goes_on_from_its_checkpoint(examples, tmp_path):
+    (tmp_path / "examples").symlink_to(examples)
+    first = genlight_fit(tmp_path, "--trainer.max_steps=30")
+    assert first.returncode == 0, first.stderr[-3000:]
     (log,) = (tmp_path / "runs" / "digits-cli").rglob("metrics.csv")
     assert "train/loss" in log.read_text()
+
+    last = "runs/digits-cli/checkpoints/last.ckpt"
+    second = genlight_fit(tmp_path, "--trainer.max_steps=60", f"--ckpt_path={last}")
+    assert second.returncode == 0, second.stderr[-3000:]
+    logs = sorted((tmp_path / "runs" / "digits-cli").rglob("metrics.csv"))
+    assert len(logs) == 2
+    with logs[1].open() as lines:
+        assert [int(row["step"]) for row in csv.DictReader(lines) if row["train/loss"]] == [50]
