@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
@@ -184,6 +185,26 @@ class ArrowFeed:
                 return
         self._fresh = False
         self.close()
+
+    @property
+    def batch_sampler(self) -> SimpleNamespace:
+        """Where Lightning looks for `set_epoch`: at ``loader.batch_sampler.sampler``."""
+        return SimpleNamespace(sampler=self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration with `epoch`, unless a position in the middle of an epoch was loaded.
+
+        Lightning's loops call this before each epoch. It is what brings the right order after a checkpoint that was
+        saved at the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
+        """
+        _, layout = self._opened()
+        loaded_within = self._position is not None and self._fresh and self._at().normalized(layout).step > 0
+        if self._per_epoch and not loaded_within and not self._continues(epoch, layout):
+            self._position, self._step, self._fresh = Position.start_of(epoch, layout.order), 0, True
+
+    def _continues(self, epoch: int, layout: Layout) -> bool:
+        """Whether the next iteration begins with `epoch` anyway."""
+        return self._first_position(True, layout).epoch == epoch
 
     def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
         if self._position is not None and self._fresh:

@@ -73,15 +73,19 @@ class ArrowDataModule(LightningDataModule):
         }
         self._train: ArrowFeed | None = None
         self._val: ArrowFeed | None = None
+        if val_paths is None:
+            # Lightning takes any overridden method for a promise of data, and warns when it gives none.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
-    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+    def setup(self, stage: str) -> None:
         """Make the feeds anew and read the metadata of all files.
 
         Raises:
             InputError: Lists every fault that metadata can tell.
         """
-        self._train = self._feed(self._paths, per_epoch=True, **self._training)
-        self._train.check()
+        if stage == "fit":
+            self._train = self._feed(self._paths, per_epoch=True, **self._training)
+            self._train.check()
         if self._val_paths is not None:
             self._val = self._feed(self._val_paths, epochs=1)
             self._val.check()
@@ -93,9 +97,12 @@ class ArrowDataModule(LightningDataModule):
         assert self._train is not None
         return self._train
 
-    def val_dataloader(self) -> ArrowFeed | list[ArrowFeed]:
-        """One pass over the validation data, or nothing."""
-        return [] if self._val is None else self._val
+    def val_dataloader(self) -> ArrowFeed:
+        """One pass over the validation data each time; does not exist without `val_paths`."""
+        if self._val is None:
+            self.setup("validate")
+        assert self._val is not None
+        return self._val
 
     def _feed(self, paths: str | Sequence[str], **options: Any) -> ArrowFeed:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -1,0 +1,171 @@
+"""The feed under Lightning's own fit loop: shares, epochs, and resume in the middle of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from genlight.adapter.exceptions import InputError
+from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class Seen(LightningModule):
+    """Notes the ids of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(batch.column("id").to_pylist())
+        return self.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validated(Seen):
+    """Notes the ids of each validation step as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[list[int]] = []
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch.column("id").to_pylist())
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint at the end of one step, or of one epoch."""
+
+    def __init__(self, path: Path, step: int | None = None, epoch: int | None = None) -> None:
+        self.path, self.step, self.epoch = path, step, epoch
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, *args):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(data, *callbacks, resume=None, model=None, **options):
+    options = {"max_epochs": 3, **options}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    model = model or Seen()
+    trainer.fit(model, data, ckpt_path=resume, weights_only=False)
+    return model
+
+
+def test_an_epoch_of_lightning_is_one_pass_over_the_data(rows_file):
+    model = fit(ArrowDataModule(str(rows_file(5)), batch_size=2))
+    assert model.seen == [[0, 1], [2, 3], [4]] * 3
+
+
+@pytest.mark.parametrize("where", [{"step": 2}, {"step": 3}, {"step": 5}, {"epoch": 0}, {"epoch": 1}])
+def test_lightning_resumes_after_the_last_trained_batch(rows_file, tmp_path, where):
+    data = {"parquet_paths": str(rows_file(7)), "batch_size": 3, "shuffle": True}
+    whole = fit(ArrowDataModule(**data), SaveAt(tmp_path / "c.ckpt", **where)).seen
+    assert len({tuple(batch) for batch in whole}) > 4
+    done = where.get("step") or (where["epoch"] + 1) * 3
+    resumed = fit(ArrowDataModule(**data), resume=tmp_path / "c.ckpt").seen
+    assert resumed == whole[done:]
+
+
+def test_a_feed_given_to_the_trainer_directly_resumes_as_well(rows_file, tmp_path):
+    options = {"batch_size": 3, "shuffle": True, "per_epoch": True}
+    path = rows_file(7)
+    whole = fit(ArrowFeed(path, **options), SaveAt(tmp_path / "c.ckpt", step=4)).seen
+    assert fit(ArrowFeed(path, **options), resume=tmp_path / "c.ckpt").seen == whole[4:]
+
+
+def test_limited_epochs_are_followed_by_the_next_order_not_the_rest(rows_file):
+    model = fit(ArrowDataModule(str(rows_file(6)), batch_size=2), limit_train_batches=2)
+    assert model.seen == [[0, 1], [2, 3]] * 3
+
+
+def test_validation_reads_its_files_anew_each_time(rows_file):
+    data = ArrowDataModule(
+        str(rows_file(2)), batch_size=2, val_paths=str(rows_file(3, name="val", first_id=10)), shuffle=True
+    )
+    model = fit(data, model=Validated(), max_epochs=2, num_sanity_val_steps=0)
+    assert model.validated == [[10, 11], [12]] * 2
+
+
+def test_a_missing_column_fails_before_training(rows_file):
+    with pytest.raises(InputError, match="did you mean 'text'"):
+        fit(ArrowDataModule(str(rows_file(2)), columns=["tekst"]))
+
+
+TWO_PROCESSES = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from genlight.adapter.feed import ArrowFeed
+
+folder, rank, world_size, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+meeting = f"file://{folder}/store-{world_size}-{steps}"
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+feed = ArrowFeed(
+    folder / "data.parquet", batch_size=12 // world_size, rank=rank, world_size=world_size, epochs=2, shuffle=True,
+    ledger=folder / sys.argv[5],
+)
+checkpoint = folder / "position.json"
+if checkpoint.exists():
+    feed.load_state_dict(json.loads(checkpoint.read_text()))
+dist.barrier()
+done = 0
+for batch in feed:
+    total = torch.tensor([batch.num_rows])
+    dist.all_reduce(total)  # hangs, and so fails, when ranks have different numbers of steps
+    done += 1
+    if done == steps:
+        if rank == 0:
+            checkpoint.write_text(json.dumps(feed.state_dict()))
+        break
+feed.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
+    from genlight.adapter.feed import trained_rows
+
+    path = rows_file(40, 1, 33, 27)
+    ledgers = []
+    for world_size, steps in ((1, 3), (2, 5), (1, 4), (2, 1000)):
+        ledgers.append(f"ledger-{len(ledgers)}")
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", TWO_PROCESSES, *map(str, (tmp_path, rank, world_size, steps, ledgers[-1]))],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors.decode()
+    trained = trained_rows([tmp_path / name for name in ledgers])
+    assert trained == {(epoch, str(path), row): 1 for epoch in range(2) for row in range(101)}
+    position = json.loads((tmp_path / "position.json").read_text())
+    assert position["epoch"] == 1
