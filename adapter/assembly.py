@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from .exceptions import StartupContractError
 from .run_config import RunConfig
@@ -153,7 +154,7 @@ def instantiate(described: Mapping[str, Any]) -> tuple[pl.Trainer, pl.LightningD
     try:
         parsed = parser.parse_object({"trainer": described["trainer"], "data": described["data"]})
         made = parser.instantiate_classes(parsed)
-    except (ArgumentError, ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
+    except (ArgumentError, ValueError, TypeError, MisconfigurationException) as error:
         raise StartupContractError(
             "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {error}"
         ) from error

@@ -201,6 +201,12 @@ class ContractEpochLoop(_TrainingEpochLoop):
         """Completed steps of the contract."""
         return self.completed_steps
 
+    @property
+    def _is_validation_done(self) -> bool:
+        # Lightning takes a restored loop without a validation run for one that was interrupted in it, and would train
+        # one batch more than the epoch has.
+        return not self.validates or bool(super()._is_validation_done)
+
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
@@ -234,8 +240,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.reset()
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
-        step = _Step(self, data_fetcher)
         self.validates = self.trainer.enable_validation
+        step = _Step(self, data_fetcher)
         while not self.done:
             if not step.run():
                 self.exhausted = self.batch_progress.is_last_batch = True

@@ -113,7 +113,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             if moved is not None:
                 log.info("moved earlier artifacts to %s", moved)
         completion = attempt.run(allow_changed=options.allow_changed)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
         failure = describe_failure(
             error,
             loading=event_log.phase == "new",
@@ -188,7 +188,7 @@ class _Training:
         described = lightning_config(self.config, parquet_paths=paths, model_handles=inputs.model_handles())
         trainer, data = instantiate(described)
         self.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
-        self._attach(trainer, start)
+        self._attach(trainer)
         record = start.record
         if record is not None and record.is_old:
             self.module.resume_from(
@@ -199,7 +199,7 @@ class _Training:
         final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
         return Completion(self.module.completed_steps, final if final.exists() else None, self.module.stopped)
 
-    def _attach(self, trainer: pl.Trainer, start: Start) -> None:
+    def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ..callbacks.checkpoint import Checkpoint
         from ..callbacks.hook import callbacks_of, run_state_of
@@ -265,7 +265,7 @@ def _report_startup_failure(options: RunOptions, error: StartupContractError | E
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
                 event_log.failed(step=0, error=failure.text, category=failure.category)
         except (OSError, EventLogError) as problem:
-            log.error("the failed event could not be written to %s: %s", sinks.events_path, problem)
+            log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP
 
 

@@ -1,0 +1,93 @@
+"""``genlight fit``, ``validate`` and ``test``: LightningCLI with genlight's defaults."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from ...callbacks.checkpoint.checkpoint import Checkpoint
+from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
+from ...callbacks.checkpoint.selection import newest_valid
+from ...callbacks.hook import callbacks_of
+from ...callbacks.stop_requests import StopRequests
+from .. import compat
+from ..exceptions import GenlightError, TrainingCanceled
+from ..failures import describe_failure
+
+__all__ = ["GenlightCLI", "run_lightning_cli"]
+
+log = logging.getLogger(__name__)
+
+
+class GenlightCLI(LightningCLI):
+    """LightningCLI whose checkpoints are durable, whose runs stop cleanly and resume by themselves.
+
+    Beside LightningCLI's own: every run has a `StopRequests` callback and writes through `DurableCheckpointIO`, and
+    ``--resume auto`` goes on from the newest whole checkpoint of the `Checkpoint` callback, if there is one.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__(
+            pl.LightningModule,
+            pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=SaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"plugins": [DurableCheckpointIO()], "callbacks": [StopRequests()]},
+            seed_everything_default=False,
+            args=list(arguments),
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """LightningCLI's, without ``predict``, which a trainer of the contract has nothing for."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--resume",
+            choices=["auto", "never"],
+            default="never",
+            help="auto: go on from the newest whole checkpoint, or start anew where there is none",
+        )
+
+    def before_fit(self) -> None:
+        """Choose the checkpoint to resume from, where that was left to us."""
+        settings = self.config["fit"]
+        if settings["resume"] == "auto" and settings.get("ckpt_path") is None:
+            self.config_init["fit"]["ckpt_path"] = self._newest_checkpoint()
+
+    def _newest_checkpoint(self) -> str | None:
+        callback = next((c for c in callbacks_of(self.trainer) if isinstance(c, Checkpoint)), None)
+        if callback is None:
+            raise GenlightError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
+        directory = callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
+        record, warnings = newest_valid(directory)
+        for warning in warnings:
+            log.warning(warning)
+        return None if record is None else str(record.path)
+
+
+def run_lightning_cli(arguments: Sequence[str]) -> int:
+    """Run one of LightningCLI's subcommands and return genlight's exit code for it."""
+    compat.install()
+    if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
+        sys.path.insert(0, os.getcwd())
+    try:
+        GenlightCLI(arguments)
+    except TrainingCanceled as error:
+        log.warning("stopped: %s; start again with --resume auto to go on", error.reason)
+        return describe_failure(error, loading=False, has_checkpoint=True).exit_code
+    except GenlightError as error:
+        log.error("%s", error)  # noqa: TRY400 - its message says all
+        return describe_failure(error, loading=False, has_checkpoint=False).exit_code
+    return 0

@@ -1,0 +1,101 @@
+"""The commands of ``genlight`` and how they are found.
+
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. Declaring arguments loads
+neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate`` and
+``test`` are LightningCLI's own subcommands and are handed to it as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "run": "run a job from its spec, or from the environment",
+    "doctor": "check spec, environment, trainer class and inputs of a job without training",
+    "check": "check a trainer class for conformance",
+    "events": "show, follow or check an event log",
+    "checkpoint": "list, verify, show or export checkpoints",
+    "uploads": "list, retry or export what is still to be uploaded",
+}
+COMPLETION = "print_shtab"
+"""jsonargparse's own argument, there when shtab is installed."""
+
+LIGHTNING_COMMANDS = {
+    "fit": "train from a LightningCLI configuration",
+    "validate": "validate from a LightningCLI configuration",
+    "test": "test from a LightningCLI configuration",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: Arguments after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _configure_logging()
+    if words and words[0] in LIGHTNING_COMMANDS:
+        from .lightning_cli import run_lightning_cli
+
+        return run_lightning_cli(words)
+    parser = build_parser(words)
+    parsed = parser.parse_args(words)
+    if parsed.subcommand is None:
+        parser.print_help()
+        return 0
+    command = import_module(f".{parsed.subcommand}", __package__)
+    code: int = command.run(getattr(parsed, parsed.subcommand))
+    return code
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        words: What is to be parsed. Only the command that it names declares its arguments, since that loads what the
+            command stands on; for a completion script all do.
+    """
+    parser = ArgumentParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+    parser.add_argument("--version", action="version", version=version_text())
+    commands = parser.add_subcommands(required=False)
+    for name, summary in COMMANDS.items():
+        declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
+        commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
+    for name, summary in LIGHTNING_COMMANDS.items():
+        commands.add_subcommand(name, ArgumentParser(description=summary), help=summary)
+    return parser
+
+
+def _command_parser(name: str, *, declares: bool) -> ArgumentParser:
+    if not declares:
+        return ArgumentParser()
+    command: Any = import_module(f".{name}", __package__)
+    parser = ArgumentParser(description=command.__doc__)
+    command.add_arguments(parser)
+    return parser
+
+
+def version_text() -> str:
+    """Genlight's version, and those of what it stands on."""
+    stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("lightning", "torch"))
+    return f"genlight {metadata.version('genlight')} ({stands_on}, python {sys.version.split()[0]})"
+
+
+def _configure_logging() -> None:
+    """Our messages to standard error; of Lightning's own, what is at least a warning."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "httpx2", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,63 @@
+"""Run a job from its spec, or from the environment of an orchestrated container.
+
+Exit codes: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument(
+        "job", nargs="?", metavar="JOB.json", help="the job spec; without it TRAINER_JOB_SPEC_PATH names one"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated",
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print the LightningCLI configuration of the job, for genlight fit"
+    )
+    parser.add_argument("--fresh", action="store_true", help="move artifacts of earlier runs aside and start anew")
+    parser.add_argument(
+        "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code."""
+    from ..run import RunOptions, run_job
+
+    options = RunOptions(
+        spec_path=None if args.job is None else Path(args.job),
+        overrides=args.set,
+        fresh=args.fresh,
+        allow_changed=args.allow_changed,
+    )
+    return _print_config(options.spec_path, args.set) if args.print_config else run_job(options)
+
+
+def _print_config(spec_path: Path | None, overrides: list[str]) -> int:
+    import yaml
+
+    from ..assembly import lightning_config
+    from ..exceptions import StartupContractError
+    from ..failures import EXIT_COMPLETED, EXIT_STARTUP
+    from ..run_config import resolve_run_config
+
+    try:
+        described = lightning_config(resolve_run_config(spec_path=spec_path, overrides=overrides))
+    except StartupContractError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_STARTUP
+    sys.stdout.write(yaml.safe_dump(described, sort_keys=False))
+    return EXIT_COMPLETED
