@@ -1,0 +1,42 @@
+# The targets that README, CONTRIBUTING and CI name. Only Python 3.11 or newer and make are needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check format faults bench lock clean
+
+demo: $(INSTALLED)  ## train the digits model through the whole path
+	$(BIN)/genlight run --fresh examples/digits/job.json
+
+test: $(INSTALLED)  ## every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+check: $(INSTALLED)  ## lint, format, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+faults: $(INSTALLED)  ## the long fault-injection runs
+	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults
+
+lock: $(INSTALLED)  ## write down the versions that are installed now
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.new
+	{ head -1 constraints.txt; cat constraints.new; } > constraints.tmp && mv constraints.tmp constraints.txt && rm constraints.new
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
+
+# The stamp is newer than both files only after a complete install, so an interrupted one starts again.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
+	touch $@
