@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -198,6 +199,22 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert validate_events(path) == []
+
+
+def test_a_file_that_is_moved_aside_before_it_is_locked_is_not_written(path, monkeypatch):
+    lock = fcntl.flock
+    path.touch()
+    aside = path.with_suffix(".aside")
+
+    def lock_late(descriptor, operation):
+        if not aside.exists():
+            path.rename(aside)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with EventLog(path, run_id="r") as log:
+        log.started()
+    assert (len(list(read_events(path))), aside.stat().st_size) == (1, 0)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -274,7 +275,7 @@ def test_lightning_flushing_its_loggers_from_a_signal_handler_ends_nothing(tmp_p
             trainer.logger.finalize("finished")
 
     make_trainer(tmp_path, Flush()).fit(Line())
-    assert sound_events(path)[-1]["event"] == "completed"
+    assert [event["event"] for event in sound_events(path)] == ["started", *["metric"] * 6, "completed"]
 
 
 def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_warning(tmp_path, path, caplog):
@@ -324,6 +325,39 @@ def test_other_ranks_open_and_write_nothing(path, monkeypatch):
     logger.experiment.metric(name="a", value=1, step=1)
     logger.finalize("success")
     assert not path.exists()
+
+
+RANKS = """
+import sys
+import lightning.pytorch as pl
+import torch
+from genlight.reporters.event_logger import EventLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Logging(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("train/loss", loss)
+        return loss
+
+pl.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=4, limit_val_batches=0, log_every_n_steps=1,
+    logger=EventLogger(run_id="r", save_dir=sys.argv[1]), default_root_dir=sys.argv[1],
+    callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)], enable_progress_bar=False,
+).fit(Logging())
+"""
+
+
+@pytest.mark.slow
+def test_several_ranks_write_one_log(tmp_path, path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120, env=environ)
+    kinds = [event["event"] for event in sound_events(path)]
+    assert (kinds.count("started"), kinds.count("metric"), kinds.count("checkpoint")) == (1, 4, 2)
+    assert kinds[-1] == "completed"
 
 
 def test_nothing_is_opened_before_the_first_use(path):
