@@ -157,7 +157,7 @@ class UploadArtifacts(Hook):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._look_for_files(trainer)  # here, because Lightning's checkpoints are written after `on_train_batch_end`
+        self._look_for_files(trainer)  # before the next one, as ModelCheckpoint comes last
         self._raise_refusal()
 
     @override
@@ -168,6 +168,15 @@ class UploadArtifacts(Hook):
         self._last_step = trainer.global_step
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._look_for_files(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look_for_files(trainer)
+
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             self._look_at_facts(trainer)
@@ -175,6 +184,7 @@ class UploadArtifacts(Hook):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._look_at_facts(trainer)
+        self._look_for_files(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -256,7 +266,7 @@ class UploadArtifacts(Hook):
         assert self._uploader is not None
         try:
             refusal = self._uploader.settle(progress=log.info).error()
-            payload = _terminal(trainer, error if error is not None else refusal)
+            payload = _terminal(trainer, error if error is not None else refusal, self._uploader.starts)
             failure = refusal or self._uploader.deliver_terminal(payload).error()
         finally:
             self._close()
@@ -271,9 +281,9 @@ class UploadArtifacts(Hook):
             self._uploader = None
 
 
-def _terminal(trainer: pl.Trainer, error: BaseException | None) -> TerminalPayload:
+def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
     """How the run ended; of a foreign exception only its type is told, because its text may hold anything."""
-    attempt, step = run_state_of(trainer).attempt, trainer.global_step
+    step = trainer.global_step
     checkpoint = next(iter(reversed(_paths_of(trainer))), None) or run_state_of(trainer).latest_checkpoint_uri
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)

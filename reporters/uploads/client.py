@@ -60,22 +60,29 @@ def open_file(path: Path) -> Any:
 
 
 class Wire:
-    """Transfers over one shared client; for use by one thread."""
+    """Transfers over one shared client; several threads may use it."""
 
     def __init__(self, client: httpx2.Client, *, resume_from_bytes: int, interrupted: Callable[[], bool]) -> None:
         self._client = client
         self._resume_from_bytes = resume_from_bytes
         self._interrupted = interrupted
 
-    def post(self, url: str, body: bytes, key: str) -> None:
+    def post(self, url: str, body: bytes, key: str, timeout_s: float | None = None) -> None:
         """POST `body` (JSON) and return once the server acknowledged it.
+
+        Args:
+            url: The endpoint.
+            body: The message.
+            key: Idempotency key.
+            timeout_s: Seconds without a byte after which it counts as stalled; None means the client's.
 
         Raises:
             TryAgain: A network fault, or a status that may pass.
             Refused: Any other answer than success.
         """
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-        self._exchange(self._client.build_request("POST", url, content=body, headers=headers))
+        timeout = self._client.timeout if timeout_s is None else httpx2.Timeout(timeout_s)
+        self._exchange(self._client.build_request("POST", url, content=body, headers=headers, timeout=timeout))
 
     def put_file(self, url: str, path: Path, facts: FileFacts, key: str, *, resume: bool) -> UploadedFile:
         """Stream a file to the store and check what the store says of it.

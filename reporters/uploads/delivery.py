@@ -74,7 +74,7 @@ class Delivery:
         self._progress: dict[int, _Progress] = {}
 
     def advance(self, entry: Entry) -> bool:
-        """Make the next request for `entry`; True once nothing is left to do for it.
+        """Make the next request for `entry`, which is no terminal message; True once nothing is left to do for it.
 
         Raises:
             TryAgain: The request failed in a way that may pass.
@@ -83,8 +83,6 @@ class Delivery:
         """
         if entry.kind == "metrics":
             return self._send_metrics(entry)
-        if entry.kind == "terminal":
-            return self._send_terminal(entry)
         progress = self._progress.setdefault(entry.seq, _Progress())
         try:
             done = self._advance_artifact(entry, unpack(entry.body), progress)
@@ -95,6 +93,16 @@ class Delivery:
             del self._progress[entry.seq]
         return done
 
+    def send_terminal(self, entry: Entry, timeout_s: float) -> None:
+        """Send a terminal message; any thread may do it.
+
+        Raises:
+            TryAgain: The request failed in a way that may pass.
+            Refused: It can't succeed.
+        """
+        self._wire.post(self._config.terminal_url or "", encode(entry.body["payload"]), entry.body["key"], timeout_s)
+        self._spool.add_receipt(entry.body["key"], {"step": entry.step})
+
     def forget(self, entry: Entry) -> None:
         """`entry` was given up; drop what is remembered of its files."""
         self._progress.pop(entry.seq, None)
@@ -102,11 +110,6 @@ class Delivery:
     def _send_metrics(self, entry: Entry) -> bool:
         body = encode(metrics_payload(self._config.run_id, entry.step, entry.body["metrics"]))
         self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
-        return True
-
-    def _send_terminal(self, entry: Entry) -> bool:
-        self._post(entry, self._config.terminal_url, encode(entry.body["payload"]), entry.body["key"], "")
-        self._spool.add_receipt(entry.body["key"], {"step": entry.step})
         return True
 
     def _advance_artifact(self, entry: Entry, parcel: Parcel, progress: _Progress) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import msgspec
 
 from ...adapter.exceptions import UploadError
-from ..durable import fsync_directory, write_all, write_bytes_durably
+from ..durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
 from .wire import Kind
 
 __all__ = ["Entry", "Spool", "read_description", "read_journal"]
@@ -169,6 +169,7 @@ class Spool:
         self._path = self.directory / JOURNAL
         self._descriptor = -1
         try:
+            self._sweep()
             self._content, whole = _read(self._path)
             for entry in self._content.by_seq.values():
                 entry.failure, entry.auth = None, False  # a new start is a new chance
@@ -182,6 +183,12 @@ class Spool:
         except BaseException:
             self.close()
             raise
+
+    def _sweep(self) -> None:
+        """Remove what a process that was killed while it rewrote the journal left."""
+        for name in os.listdir(self.directory):
+            if name.startswith(TEMPORARY_PREFIX) or name == JOURNAL + ".new":
+                (self.directory / name).unlink()
 
     def _open_journal(self) -> None:
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -216,9 +223,7 @@ class Spool:
     def add_receipt(self, key: str, receipt: dict[str, Any]) -> None:
         """Remember a delivery beyond the life of its entry, durably; the newest 1024 are kept."""
         self._append(_Line("receipt", key=key, receipt=receipt))
-        with self._mutex:
-            if self._descriptor >= 0:
-                os.fdatasync(self._descriptor)
+        self.sync()
 
     def receipt(self, key: str) -> dict[str, Any] | None:
         """What `add_receipt` remembered."""
@@ -253,10 +258,20 @@ class Spool:
             write_bytes_durably(path, data)
 
     def sync(self) -> None:
-        """Make what was added survive a power cut as well."""
+        """Make what was added survive a power cut as well; nobody who adds meanwhile waits for the disk."""
         with self._mutex:
-            if self._descriptor >= 0:
-                os.fdatasync(self._descriptor)
+            descriptor = os.dup(self._descriptor) if self._descriptor >= 0 else -1
+        if descriptor >= 0:
+            try:
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def forget_everything(self) -> None:
+        """Drop entries and receipts; for a directory that belonged to another run."""
+        with self._mutex:
+            self._content = _Content()
+            self.rewrite()
 
     def close(self) -> None:
         """Release the spool to other processes; what waits stays on disk."""

@@ -61,7 +61,7 @@ def open_target(url: str) -> Target:
         UploadError: The package for the scheme is not installed.
     """
     scheme, separator, rest = url.partition("://")
-    if not separator or not rest:
+    if not scheme or not separator or not rest:
         raise ValueError(
             "Invalid upload target. Expected hf://owner/name, s3://…, gs://… or file://…, "
             f"but received {safe_url(url)!r}."
@@ -78,16 +78,18 @@ class HuggingFaceTarget:
     Args:
         repository: ``owner/name``; made, private, when it does not exist.
         revision: Branch.
+        endpoint: Address of the hub; None means huggingface_hub's own (``HF_ENDPOINT``).
 
     Raises:
         ValueError: `repository` is not ``owner/name``.
     """
 
-    def __init__(self, repository: str, revision: str = "main") -> None:
+    def __init__(self, repository: str, revision: str = "main", endpoint: str | None = None) -> None:
         if repository.count("/") != 1 or not all(repository.split("/")):
             raise ValueError(f"Invalid upload target. Expected hf://owner/name, but received 'hf://{repository}'.")
         self.repository = repository
         self.revision = revision
+        self._endpoint = endpoint
         self._repository_exists = False
 
     @property
@@ -100,7 +102,7 @@ class HuggingFaceTarget:
         from huggingface_hub import CommitOperationAdd, HfApi
         from huggingface_hub.errors import HfHubHTTPError
 
-        api = HfApi()
+        api = HfApi(endpoint=self._endpoint)
         operations = [
             CommitOperationAdd(path_in_repo=f"{shipment.run_id}/{shipment.folder}/{name}", path_or_fileobj=path)
             for name, path in shipment.files

@@ -25,7 +25,7 @@ from .holding import Held, hold, release_others
 from .outcome import REQUIRED_KINDS, SettleResult, Undelivered
 from .parcel import Parcel, files_in, pack, stored_path, unpack
 from .retry import Interrupted, Refused, TryAgain, backoff_s
-from .spool import Entry, Spool
+from .spool import Entry, Spool, read_description
 from .targets import open_target
 from .wire import Kind, TerminalPayload, UploadedFile, idempotency_key, terminal_payload
 
@@ -65,6 +65,8 @@ class _Lane:
 class Uploader:
     """Delivers what is enqueued, in the background, also what an earlier process of the run left behind.
 
+    `starts` counts how often an uploader was made for the run's spool, this time included.
+
     Args:
         config: Destinations and limits. The token stays in memory: give it anew at each start.
         keep_terminal: Whether a terminal message that an earlier attempt could not deliver is still wanted. A run that
@@ -87,15 +89,17 @@ class Uploader:
         self._delivery = Delivery(config, self._spool, wire, self._targets, self._closing.is_set)
         kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
         self._lanes = [_Lane(kind, is_open=config.wants(kind)) for kind in kinds]
-        self._terminal_lane = _Lane("terminal", is_open=False)
-        self._lanes.append(self._terminal_lane)
         self._rng = random.Random()
         self._thread: threading.Thread | None = None
         self._failure: UploadError | None = None
         self._settling = False
         self._lost_metrics = 0
-        self._spool.describe({"run_id": config.run_id, "owner": config.owner, "targets": sorted(self._targets)})
-        self._look_through_leftovers(keep_terminal)
+        try:
+            self._claim_spool()
+            self._look_through_leftovers(keep_terminal)
+        except BaseException:
+            self.close()
+            raise
 
     # enqueueing, from the training thread
 
@@ -241,16 +245,23 @@ class Uploader:
         return self._send_terminal(self.config.deadline_s if deadline_s is None else deadline_s)
 
     def _send_terminal(self, limit_s: float) -> SettleResult:
-        with self._condition:
-            self._settling = True
-            self._terminal_lane.is_open = self.config.wants("terminal")
-            self._terminal_lane.wake()
-            self._condition.notify_all()
-        try:
-            self._wait_until(lambda: not self._deliverable("terminal"), time.monotonic() + limit_s, None)
-        finally:
-            self._settling = False
-        return self._result(("terminal",))
+        """Sent by the calling thread, which has to wait anyway, so that a transfer that stalls does not hold it up."""
+        end, failures = time.monotonic() + limit_s, 0
+        while (entry := self._spool.head("terminal")) is not None:
+            left = max(0.05, end - time.monotonic())
+            try:
+                self._delivery.send_terminal(entry, min(self.config.timeout_s, left))
+                self._spool.remove(entry)
+            except Refused as error:
+                self._refuse(entry, error)
+            except TryAgain as error:
+                failures += 1
+                cap_s = min(self.config.backoff_cap_s, SETTLING_BACKOFF_CAP_S)
+                pause = max(backoff_s(failures, self.config.backoff_base_s, cap_s, self._rng), error.retry_after_s or 0)
+                if time.monotonic() + pause >= end:
+                    return SettleResult((_undelivered(entry, error.reason),))
+                self._closing.wait(pause)
+        return SettleResult(tuple(_undelivered(entry, "") for entry in self._spool.entries("terminal")))
 
     # life
 
@@ -322,6 +333,8 @@ class Uploader:
         except (Interrupted, UploadError, OSError):
             raise
         except Exception as error:
+            if self._closing.is_set():
+                raise Interrupted from error
             log.exception("delivering a %s failed unexpectedly", entry.kind)
             self._refuse(entry, Refused(f"unexpected {type(error).__name__}"))
         lane.failures, lane.not_before, lane.server_asked_to_wait = 0, 0.0, False
@@ -352,6 +365,24 @@ class Uploader:
 
     # helpers
 
+    def _claim_spool(self) -> None:
+        """Write down whose spool it is; what waits for another run is not sent under this one's name."""
+        try:
+            before = read_description(self._spool.directory)
+        except UploadError:
+            before = {}
+        if before.get("run_id", self.config.run_id) != self.config.run_id:
+            if self._spool.entries():
+                raise UploadError(
+                    f"The upload spool {self._spool.directory} holds uploads of run {before['run_id']!r}, not of "
+                    f"{self.config.run_id!r}. Deliver them by `genlight uploads`, or use another directory."
+                )
+            self._spool.forget_everything()
+            before = {}
+        self.starts = int(before.get("starts", 0)) + 1
+        facts = {"run_id": self.config.run_id, "owner": self.config.owner, "targets": sorted(self._targets)}
+        self._spool.describe({**facts, "starts": self.starts})
+
     def _look_through_leftovers(self, keep_terminal: bool) -> None:
         """An earlier attempt's terminal message is out of date; what has vanished from disk is lost."""
         for entry in self._spool.entries("terminal"):
@@ -364,8 +395,7 @@ class Uploader:
                 self._spool.remove(entry)
         for kind in REQUIRED_KINDS:
             if self._spool.count(kind) and not self.config.wants(kind):
-                log.warning("%d of kind %s wait in %s, but no URL is set for them", self._spool.count(kind), kind,
-                            self._spool.directory)  # fmt: skip
+                log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, self._spool.directory)
         parcels = [unpack(e.body) for e in (*self._spool.entries("sample"), *self._spool.entries("checkpoint"))]
         links = [parcel.files[-1].location(self._root) for parcel in parcels if parcel.held]
         release_others(self._spool.directory, links)

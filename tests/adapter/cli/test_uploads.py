@@ -149,6 +149,14 @@ def test_a_run_that_is_alive_keeps_its_spool(left_over, environment, genlight_up
     assert "in use by another run" in err
 
 
+def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, environment, genlight_uploads):
+    chaos.control(script=["400"] * 9, script_paths="/checkpoint")
+    code, out, _ = genlight_uploads(left_over, "retry")
+    assert code == 1
+    assert "1 delivered, 2 left" in out
+    assert chaos.messages("/terminal") == []
+
+
 def test_a_folder_without_a_spool_is_a_usage_error(tmp_path, genlight_uploads):
     code, _, err = genlight_uploads(tmp_path)
     assert code == 2

@@ -4,6 +4,7 @@ import logging
 import os
 
 import pytest
+from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads import TerminalPayload
 
 PASSING = [
@@ -203,6 +204,46 @@ def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, upl
     files[0].unlink()
     assert uploader_for(chaos).settle().ok
     assert "no longer there" in caplog.text
+
+
+def test_what_waits_for_another_run_is_never_sent_under_this_ones_name(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.close()
+    with pytest.raises(UploadError, match="holds uploads of run 'run-1', not of 'run-2'"):
+        uploader_for(chaos, run_id="run-2")
+    uploader = uploader_for(chaos)
+    assert uploader.settle().ok
+    uploader.close()
+    uploader = uploader_for(chaos, run_id="run-2")
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    assert [message["run_id"] for message in chaos.messages("/checkpoint")] == ["run-1", "run-2"]
+
+
+def test_the_terminal_message_does_not_wait_for_a_transfer_that_stalls(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["stall"] * 9, script_paths="/api/")
+    uploader = uploader_for(chaos, timeout_s=30.0)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert not uploader.settle(0.2).ok
+    assert uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: slow"), 2.0).ok
+    assert [message["status"] for message in chaos.messages("/terminal")] == ["failed"]
+
+
+@pytest.mark.parametrize("fault", ["500", "reset-after", "duplicate", "stall"])
+def test_the_terminal_message_is_tried_again_until_it_is_acknowledged(chaos, uploader_for, fault):
+    chaos.control(script=[fault] * 2)
+    assert uploader_for(chaos).deliver_terminal(TerminalPayload("completed", 1)).ok
+    assert len(chaos.messages("/terminal")) == 1
+
+
+def test_a_terminal_message_that_is_refused_is_not_tried_again(chaos, uploader_for):
+    chaos.control(script=["403"])
+    result = uploader_for(chaos).deliver_terminal(TerminalPayload("completed", 1))
+    assert result.auth
+    assert len(chaos.requests("/terminal")) == 1
 
 
 def test_what_waits_is_kept_by_a_start_that_has_no_url_for_it(chaos, uploader_for, write_checkpoint):

@@ -1,0 +1,204 @@
+"""Destinations beside the contract's: file systems of fsspec and a Hugging Face repository."""
+
+import base64
+import http.server
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import fsspec
+import pytest
+from genlight.adapter.exceptions import UploadError
+from genlight.reporters.uploads.retry import Interrupted, Refused, TryAgain
+from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target
+
+
+@pytest.fixture
+def shipment(tmp_path):
+    model, record = tmp_path / "model.bin", tmp_path / "step-00000003.json"
+    model.write_bytes(b"weights")
+    record.write_text("{}")
+    files = (("step-00000003/model.bin", model), ("step-00000003.json", record))
+    return Shipment("run-1", "checkpoints", "step-00000003", files)
+
+
+def test_a_folder_gets_the_files_in_their_layout(shipment, tmp_path):
+    target = open_target(f"file://{tmp_path}/archive")
+    target.deliver(shipment)
+    target.deliver(shipment)
+    archive = tmp_path / "archive" / "run-1" / "checkpoints"
+    assert sorted(p.relative_to(archive).as_posix() for p in archive.rglob("*") if p.is_file()) == [
+        "step-00000003.json",
+        "step-00000003/model.bin",
+    ]
+    assert (archive / "step-00000003" / "model.bin").read_bytes() == b"weights"
+
+
+def test_an_object_store_gets_the_same(shipment):
+    FsspecTarget("memory://bucket/prefix").deliver(shipment)
+    stored = fsspec.filesystem("memory").cat("/bucket/prefix/run-1/checkpoints/step-00000003/model.bin")
+    assert stored == b"weights"
+
+
+def test_a_file_that_is_gone_is_final(shipment, tmp_path):
+    shipment.files[0][1].unlink()
+    with pytest.raises(Refused, match=r"model\.bin is gone"):
+        FsspecTarget(f"file://{tmp_path}/archive").deliver(shipment)
+
+
+def test_a_fault_of_the_file_system_may_pass(shipment, tmp_path):
+    (tmp_path / "archive").write_text("a file where a folder must be")
+    with pytest.raises(TryAgain, match="file://"):
+        FsspecTarget(f"file://{tmp_path}/archive").deliver(shipment)
+
+
+def test_closing_stops_between_two_files(shipment, tmp_path):
+    stopped = Shipment(shipment.run_id, shipment.folder, shipment.title, shipment.files, lambda: True)
+    with pytest.raises(Interrupted):
+        FsspecTarget(f"file://{tmp_path}/archive").deliver(stopped)
+
+
+def test_a_scheme_whose_package_is_missing_is_an_error_that_names_it():
+    with pytest.raises(UploadError, match="s3fs"):
+        open_target("s3://key:secret@bucket/prefix")
+
+
+@pytest.mark.parametrize("url", ["", "bucket", "://x", "hf://", "hf://only-a-name", "hf://a/b/c", "nothing://x"])
+def test_what_is_no_target_is_refused(url):
+    with pytest.raises(ValueError, match=r"Invalid upload target|Protocol not known"):
+        open_target(url)
+
+
+def test_a_repository_may_name_its_branch():
+    assert open_target("hf://me/model").name == "hf://me/model@main"
+    assert open_target("hf://me/model@dev").name == "hf://me/model@dev"
+
+
+def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_for, write_checkpoint, tmp_path):
+    uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
+    record, files = write_checkpoint(3)
+    uploader.enqueue_checkpoint(record, files, step=3)
+    assert uploader.settle().ok
+    archive = tmp_path / "archive" / "run-1" / "checkpoints"
+    for file in (record, *files):
+        assert (archive / file.relative_to(record.parent)).read_bytes() == file.read_bytes()
+    assert len(chaos.messages("/checkpoint")) == 1
+
+
+def test_a_target_works_without_any_endpoint(chaos, uploader_for, write_checkpoint, tmp_path):
+    urls = dict.fromkeys(("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url", "token"))
+    uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], **urls)
+    record, files = write_checkpoint(3)
+    uploader.enqueue_checkpoint(record, files, step=3)
+    assert uploader.settle().ok
+    assert (tmp_path / "archive" / "run-1" / "checkpoints" / record.name).exists()
+    assert chaos.requests() == []
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's API as a commit needs."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.seen.append((self.path, body, self.headers.get("Authorization")))
+        status, answer = self.server.fails.pop(0) if self.server.fails else (200, self.answer_to(body))
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def answer_to(self, body):
+        if self.path == "/api/repos/create":
+            return {"url": f"http://{self.headers['Host']}/me/model"}
+        if "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            return {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+        return {"commitUrl": f"http://{self.headers['Host']}/me/model/commit/abc", "commitOid": "abc", "hookOutput": ""}
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.daemon_threads = True
+    server.seen, server.fails = [], []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+DELIVER = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from genlight.reporters.uploads.retry import Refused, TryAgain
+    from genlight.reporters.uploads.targets import Shipment, open_target
+
+    folder = Path(sys.argv[1])
+    files = (("step-00000003/model.bin", folder / "model.bin"), ("step-00000003.json", folder / "step-00000003.json"))
+    try:
+        open_target("hf://me/model").deliver(Shipment("run-1", "checkpoints", "step-00000003", files))
+    except (Refused, TryAgain) as error:
+        print(type(error).__name__, getattr(error, "auth", ""), error.reason)
+    """
+)
+
+
+@pytest.fixture
+def deliver_to_hub(hub, tmp_path):
+    """In a process of its own: huggingface_hub reads its endpoint once, at import."""
+
+    def deliver():
+        environment = os.environ | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_TOKEN": "hf_own",
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", DELIVER, str(tmp_path)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return deliver
+
+
+def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(shipment, hub, deliver_to_hub):
+    assert deliver_to_hub() == ""
+    commits = [body for path, body, _ in hub.seen if "/commit/main" in path]
+    assert len(commits) == 1
+    header, *files = [json.loads(line) for line in commits[0].splitlines()]
+    assert header["value"]["summary"] == "run-1: checkpoint step-00000003"
+    assert {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files} == {
+        "run-1/checkpoints/step-00000003/model.bin": b"weights",
+        "run-1/checkpoints/step-00000003.json": b"{}",
+    }
+    assert {token for _, _, token in hub.seen} == {"Bearer hf_own"}
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(403, "Refused True HTTP 403 from hf://me/model@main"), (400, "Refused False HTTP 400")]
+)
+def test_a_repository_that_refuses_is_final(shipment, hub, deliver_to_hub, status, outcome):
+    hub.fails = [(status, {"error": "no"})] * 9
+    assert deliver_to_hub().startswith(outcome)
+
+
+def test_a_hub_that_is_away_may_come_back(shipment):
+    target = HuggingFaceTarget("me/model", endpoint="http://127.0.0.1:9")
+    with pytest.raises(TryAgain, match=r"hf://me/model@main: \w+"):
+        target.deliver(shipment)
