@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,11 @@ from pathlib import Path
 from .exceptions import StartupContractError
 from .run_config import RunConfig
 
-__all__ = ["LOCK_NAME", "lock_artifacts"]
+__all__ = ["LOCK_NAME", "lock_artifacts", "lock_holder"]
 
 LOCK_NAME = ".lock"
 CODE = "startup.artifacts_in_use"
+PATIENCE, PAUSE_S = 4, 0.05
 
 
 class HeldLock:
@@ -63,6 +65,21 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
         yield
 
 
+def lock_holder(directory: Path) -> str | None:
+    """Who holds an artifacts directory, in words; None when nobody does. Neither makes nor keeps a lock."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def _separate_directories(config: RunConfig) -> list[Path]:
     """The artifacts directory, and those of the others that lie elsewhere."""
     root = config.artifacts_dir.resolve()
@@ -75,7 +92,7 @@ def _acquire(directory: Path, run_id: str) -> HeldLock:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     lock = HeldLock(descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_patiently(descriptor)
     except BlockingIOError:
         holder = _holder(descriptor)
         lock.release()
@@ -91,6 +108,16 @@ def _acquire(directory: Path, run_id: str) -> HeldLock:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(me).encode(), 0)
     return lock
+
+
+def _lock_patiently(descriptor: int) -> None:
+    """Lock the file; somebody who only looks, or who is being killed just now, holds it for a moment."""
+    for _ in range(PATIENCE):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _holder(descriptor: int) -> str:

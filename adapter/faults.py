@@ -26,6 +26,7 @@ CODES = (
 LONGEST_VALUE = 80
 MOST_SHOWN = 40
 HIDDEN = "<hidden>"
+SHORTEST_SECRET = 4
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ def render_value(value: Any, *, secret: bool = False) -> str:
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:
-    """`text` with every secret in it replaced."""
-    for secret in sorted({secret for secret in secrets if secret}, key=len, reverse=True):
+    """`text` with every secret in it replaced; one of a few characters is none, and would blot out every message."""
+    known = {secret for secret in secrets if secret and len(secret) >= SHORTEST_SECRET}
+    for secret in sorted(known, key=len, reverse=True):
         for spelling in (secret, json.dumps(secret)[1:-1]):
             text = text.replace(spelling, HIDDEN)
     return text

@@ -16,6 +16,7 @@ from typing import Any
 
 from .contract import TrainingJobSpec
 from .faults import FaultList
+from .inputs.refs import looks_like_path
 from .job_spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
 from .settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from .spec_digest import digest_of_fields, spec_fields
@@ -118,7 +119,7 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
     spec = reading.spec
     job = _job(reading)
     artifacts = artifact_paths(reading, artifacts_template, job.run_id)
-    dataset, inputs = _dataset(reading), _inputs(reading)
+    dataset, inputs = dataset_of(reading), inputs_of(reading)
     trainer = reading.pick("trainer")
     mock_batches = reading.pick("mock_batches", spec.mock_batches)
     fields = spec_fields(
@@ -130,7 +131,6 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         spec_dir=reading.spec_dir,
     )
     uploads = UploadUrls(**{f.name: reading.pick(f"uploads.{f.name}") for f in dataclasses.fields(UploadUrls)})
-    file_store_url = reading.pick("file_store_url")
     return RunConfig(
         run_id=job.run_id,
         trainer=trainer,
@@ -150,9 +150,9 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         cancel_file=reading.path("cancel_file_path"),
         canceled=reading.pick("canceled", False),
         uploads=uploads,
-        file_store_url=file_store_url,
+        file_store_url=reading.pick("file_store_url"),
         upload_deadline_s=reading.pick("upload_deadline_seconds", DEFAULT_UPLOAD_DEADLINE_S),
-        token_origins=_token_origins(uploads, file_store_url, reading.pick("token_origins", ())),
+        token_origins=token_origins_of(reading),
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         **artifacts,
@@ -169,7 +169,8 @@ def _job(reading: Settings) -> TrainingJobSpec:
     return TrainingJobSpec(**{name: value for name, value in given.items() if value is not None})
 
 
-def _dataset(reading: Settings) -> DatasetSpec | None:
+def dataset_of(reading: Settings) -> DatasetSpec | None:
+    """The dataset with absolute paths; None where the job names no Parquet files."""
     dataset = reading.pick("dataset")
     if dataset is None and not reading.spec.inputs.dataset_parquet_refs:
         return None
@@ -180,25 +181,30 @@ def _dataset(reading: Settings) -> DatasetSpec | None:
     return dataclasses.replace(dataset, parquet_paths=paths)
 
 
-def _inputs(reading: Settings) -> InputsSpec:
-    """The references; one that is a relative path of an existing file or folder becomes absolute."""
+def inputs_of(reading: Settings) -> InputsSpec:
+    """The references to inputs; those that are paths are absolute."""
+    inputs = reading.spec.inputs
     for name in (f.name for f in dataclasses.fields(InputsSpec)):
         reading.pick(f"inputs.{name}")
-    inputs = reading.spec.inputs
+
+    def reference(name: str, text: str | None) -> str | None:
+        return None if text is None else _reference(reading, f"inputs.{name}", text)
+
     return InputsSpec(
-        base_model_ref=_local_or_same(reading, "inputs.base_model_ref", inputs.base_model_ref),
+        base_model_ref=reference("base_model_ref", inputs.base_model_ref),
         dataset_parquet_refs=tuple(
-            _local_or_same(reading, "inputs.dataset_parquet_refs", ref) or ref for ref in inputs.dataset_parquet_refs
+            _reference(reading, "inputs.dataset_parquet_refs", text) for text in inputs.dataset_parquet_refs
         ),
-        resume_checkpoint_ref=_local_or_same(reading, "inputs.resume_checkpoint_ref", inputs.resume_checkpoint_ref),
+        resume_checkpoint_ref=reference("resume_checkpoint_ref", inputs.resume_checkpoint_ref),
     )
 
 
-def _local_or_same(reading: Settings, name: str, reference: str | None) -> str | None:
-    if reference is None or "://" in reference:
-        return reference
-    path = reading.absolute(name, reference)
-    return str(path) if os.path.exists(path) else reference
+def _reference(reading: Settings, name: str, text: str) -> str:
+    """`text` as an absolute path if it is one, else as it is."""
+    if "://" in text:
+        return text
+    path = reading.absolute(name, text)
+    return str(path) if os.path.exists(path) or looks_like_path(text) else text
 
 
 def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
@@ -209,12 +215,14 @@ def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
         dataclasses.replace(
             request,
             seed=seed if request.seed is None else request.seed,
-            source_image=_local_or_same(reading, "sample_prompts", request.source_image),
+            source_image=request.source_image and _reference(reading, "sample_prompts", request.source_image),
         )
         for request in requests
     )
 
 
-def _token_origins(uploads: UploadUrls, file_store_url: str | None, further: Sequence[str]) -> frozenset[str]:
-    urls = [*dataclasses.astuple(uploads), file_store_url]
-    return frozenset([*(origin_of(url) for url in urls if url), *further])
+def token_origins_of(reading: Settings) -> frozenset[str]:
+    """Origins that may be sent the token: those of the upload URLs, of the file store, and those that were listed."""
+    names = [*(f"uploads.{f.name}" for f in dataclasses.fields(UploadUrls)), "file_store_url"]
+    urls = [reading.pick(name) for name in names]
+    return frozenset([*(origin_of(url) for url in urls if url), *reading.pick("token_origins", ())])

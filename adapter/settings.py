@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 from .environment import BY_SETTING, read_environment
-from .faults import FaultList
+from .faults import FaultList, nearest
 from .job_spec import NESTED_FIELDS, JobSpec, parse_job_spec, read_job_spec
+from .lightning_arguments import trainer_arguments
 from .overrides import Overrides, apply_overrides, parse_overrides
 
 __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
@@ -130,6 +131,7 @@ def require_settings(reading: Settings, faults: FaultList) -> None:
             code="startup.missing_capability_token",
         )
     _refuse_contradictions(reading.spec, faults)
+    _refuse_unknown_arguments(reading.spec, faults)
 
 
 def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
@@ -143,6 +145,16 @@ def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
         faults.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
     if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
         faults.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
+
+
+def _refuse_unknown_arguments(spec: JobSpec, faults: FaultList) -> None:
+    """Note arguments that ``lightning.pytorch.Trainer`` does not have; Lightning would refuse them much later."""
+    known = trainer_arguments() if spec.lightning else ()
+    for name in spec.lightning if known else ():
+        if name not in known:
+            faults.add(
+                f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
+            )
 
 
 def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None) -> str:

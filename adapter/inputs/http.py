@@ -18,7 +18,7 @@ from ..urls import safe_url
 from .cache_entry import CHUNK_BYTES, CacheEntry, Content, Stored, Version
 from .progress import InputProgress, Tracker
 
-__all__ = ["Download", "RetryPolicy", "download"]
+__all__ = ["Download", "RetryPolicy", "download", "probe"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,10 @@ def _attempt(
         with client.stream("GET", request.url, headers=headers) as response:
             if response.status_code == 304 and stored is not None:
                 return _tell_finished(request, stored.content.size_bytes, tracker)
-            _refuse(response, request, entry)
+            if response.status_code == 416:
+                entry.drop_part()
+                raise Broken("the server has no such range")
+            _refuse(response, request)
             start = start if _continues(response, start) else 0
             version = Version(response.headers.get("etag"), response.headers.get("last-modified"))
             size = _receive(response, request, entry, version, start, tracker)
@@ -169,16 +172,31 @@ def _conditions(start: int, version: Version, stored: Stored | None) -> dict[str
     return {}
 
 
-def _refuse(response: httpx2.Response, request: Download, entry: CacheEntry) -> None:
+def probe(url: str, client: httpx2.Client) -> None:
+    """Ask for a file without reading it.
+
+    Raises:
+        AuthError: The server refuses the credentials.
+        InputError: A download would fail for another reason.
+    """
+    request = Download(url, Path())
+    try:
+        with client.stream("GET", url, headers={"Accept-Encoding": "identity", "Range": "bytes=0-0"}) as response:
+            if response.status_code != 416:  # an empty file has no first byte
+                _refuse(response, request)
+    except Broken as broken:
+        raise InputError(f"{request.label} cannot be fetched for now: {broken}.") from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
+
+
+def _refuse(response: httpx2.Response, request: Download) -> None:
     """Raise for every status that is not a file."""
     status = response.status_code
     if status in (200, 206):
         return
     if status in (401, 403):
         raise AuthError(f"The server refused {request.label} (status {status}). {_auth_advice(response)}")
-    if status == 416:
-        entry.drop_part()
-        raise Broken("the server has no such range")
     if is_transient(status):
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
         raise Broken(f"the server answered with status {status}", asked_s)

@@ -17,7 +17,7 @@ from .http import RetryPolicy
 from .progress import InputProgress, Tracker
 from .refs import HubRef
 
-__all__ = ["fetch_from_hub"]
+__all__ = ["fetch_from_hub", "probe_hub"]
 
 
 def fetch_from_hub(
@@ -55,6 +55,29 @@ def fetch_from_hub(
         else:
             tracker.tell(InputProgress(ref.label, 0, None, finished=True))
             return folder
+
+
+def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) -> None:
+    """Ask the hub for a repository and revision without fetching anything.
+
+    Raises:
+        AuthError: The hub refused the credentials, or the repository is gated.
+        InputError: There is no such repository or revision, or the hub does not answer in time.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    try:
+        api.repo_info(ref.repo_id, repo_type=kind, revision=ref.revision, timeout=timeout_s)
+    except HfHubHTTPError as error:
+        problem = _http_error(ref, kind, error)
+        raise problem if isinstance(problem, InputError) else InputError(f"{ref.label}: {problem}.") from None
+    except HFValidationError as error:
+        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
+    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+        raise InputError(f"{ref.label}: the hub cannot be asked: {failure_text(error)}.") from None
 
 
 class Unreachable(Exception):

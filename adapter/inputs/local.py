@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 
 from ..exceptions import InputError
+from .refs import PATTERN_CHARACTERS
 
 __all__ = ["parquet_files", "readable_file"]
-
-PATTERN_CHARACTERS = "*?["
 
 
 def parquet_files(text: str) -> list[Path]:

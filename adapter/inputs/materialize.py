@@ -21,10 +21,10 @@ from .http import Download, RetryPolicy, download
 from .hub import fetch_from_hub
 from .local import parquet_files, readable_file
 from .progress import ProgressReport, Tracker, TransferAbandoned
-from .refs import CozyRef, HttpRef, HubRef, LocalRef, Ref, parse_ref
+from .refs import PATTERN_CHARACTERS, CozyRef, HttpRef, HubRef, LocalRef, Ref, looks_like_path, parse_ref
 from .resume import fetch_checkpoint, local_checkpoint
 
-__all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs"]
+__all__ = ["Kind", "MaterializedInputs", "checked_ref", "default_cache_dir", "materialize_inputs"]
 
 PARALLEL_TRANSFERS = 4
 Kind = Literal["model", "dataset", "checkpoint"]
@@ -104,17 +104,20 @@ def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
     for kind, text in named:
         with _noting(faults):
             if text is not None:
-                wanted.append((kind, _checked(kind, text)))
+                wanted.append((kind, checked_ref(kind, text)))
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
     return wanted
 
 
-def _checked(kind: Kind, text: str) -> Ref:
-    if kind == "dataset" and any(character in text for character in "*?[") and "://" not in text:
-        ref: Ref = parse_ref(text) if text.startswith(("hf:", "cozy:")) else LocalRef(Path(text))
-    else:
-        ref = parse_ref(text)
+def checked_ref(kind: Kind, text: str) -> Ref:
+    """The meaning of a reference, after a look at what it needs on this machine.
+
+    Raises:
+        InputError: It is malformed, or names files that are not there.
+    """
+    pattern = kind == "dataset" and looks_like_path(text) and any(c in text for c in PATTERN_CHARACTERS)
+    ref = LocalRef(Path(text)) if pattern else parse_ref(text)
     if isinstance(ref, LocalRef) and kind == "dataset":
         parquet_files(str(ref.path))
     if isinstance(ref, LocalRef) and kind == "checkpoint":

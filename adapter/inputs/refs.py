@@ -12,12 +12,13 @@ from urllib.parse import unquote, urldefrag, urlsplit
 from ..exceptions import InputError
 from ..urls import is_http_url, safe_url, url_fault
 
-__all__ = ["CozyRef", "HttpRef", "HubRef", "LocalRef", "Ref", "parse_ref"]
+__all__ = ["CozyRef", "HttpRef", "HubRef", "LocalRef", "PATTERN_CHARACTERS", "Ref", "looks_like_path", "parse_ref"]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
 HUB = re.compile(rf"{REPOSITORY}(@(?P<revision>[^:\s]+))?(:(?P<path>\S.*))?")
 COZY = re.compile(rf"{REPOSITORY}(:(?P<tag>[\w.-]+))?(@(?P<digest>[A-Za-z0-9]+:[0-9a-fA-F]+))?")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+PATTERN_CHARACTERS = "*?["
 FILE_SUFFIXES = (".parquet", ".json", ".safetensors", ".arrow", ".csv", ".pt", ".bin", ".zip", ".gz")
 
 
@@ -114,7 +115,7 @@ def parse_ref(text: str) -> Ref:
         return _hub_ref(reference.removeprefix("hf:").removeprefix("//"), reference)
     if "://" in reference:
         raise _unknown(safe_url(reference), "the scheme is not supported")
-    if _looks_like_path(reference):
+    if looks_like_path(reference):
         raise InputError(f"There is no file or folder {reference!r}.")
     return _hub_ref(reference, reference)
 
@@ -126,8 +127,12 @@ def _unknown(text: str, reason: str) -> InputError:
     )
 
 
-def _looks_like_path(text: str) -> bool:
-    return text.startswith(("/", ".", "~")) or text.lower().endswith(FILE_SUFFIXES) or text.count("/") > 1
+def looks_like_path(text: str) -> bool:
+    """Whether `text` can only be meant as a path on this machine, also where there is none."""
+    if text.startswith(("hf:", "cozy:")) or "://" in text:
+        return False
+    begins, ends = text.startswith(("/", ".", "~")), text.lower().endswith(FILE_SUFFIXES)
+    return begins or ends or text.count("/") > 1 or any(character in text for character in PATTERN_CHARACTERS)
 
 
 def _file_ref(text: str) -> LocalRef:

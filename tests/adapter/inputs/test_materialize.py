@@ -34,6 +34,8 @@ def test_local_inputs_are_taken_where_they_lie(config_of, materialize, tmp_path)
     assert found.parquet_paths == (job / "a.parquet", job / "b.parquet")
     assert found.resume_checkpoint == job / "c.json"
     assert materialize(config_of(dataset={"parquet_paths": ["?.parquet"]})).parquet_paths == found.parquet_paths
+    refs = {"dataset_parquet_refs": ["?.parquet"]}
+    assert materialize(config_of(inputs=refs)).parquet_paths == found.parquet_paths
 
 
 def test_inputs_from_the_network_come_in_the_order_of_the_job(config_of, materialize, server, tmp_path):
