@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -134,6 +135,7 @@ class StepRouter:
         self._buffers = buffers or None
         self._managed = {id(found.value) for found in discovered.optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
+        self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
         self._unscaled: dict[int, Tensor] = {}
         self._inverse_scale: Tensor | None = None
         self._in_backward = False
@@ -194,6 +196,20 @@ class StepRouter:
                 self._scaler.check(found.value)
         if hooks.after_backward is not None:
             hooks.after_backward()
+
+    def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of ``torch.autograd.grad``, which accumulates nothing.
+
+        Where its result is differentiated again (a gradient penalty), sharded weights must stay whole until then:
+        the second backward reads them through no hook that could gather them.
+        """
+        for module in self._sharded if create_graph else ():
+            module.set_reshard_after_backward(False)
+        try:
+            return _run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+        finally:
+            for module in self._sharded if create_graph else ():
+                module.set_reshard_after_backward(True)
 
     def check_managed(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that trains a known module and that was not there after ``configure``."""
@@ -316,9 +332,11 @@ def _deactivate() -> None:
 
 def _route_backward(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     router = _routers.get(threading.get_ident())
-    # torch.autograd.grad accumulates nothing; a backward inside of backward is activation checkpointing.
-    if router is None or router._in_backward or not kwargs.get("accumulate_grad"):
+    # A backward inside of backward is activation checkpointing.
+    if router is None or router._in_backward:
         return _run_backward(outputs, grads, *args, **kwargs)
+    if not kwargs.get("accumulate_grad"):
+        return router.grad(outputs, grads, *args, **kwargs)
     return router.backward(outputs, grads, *args, **kwargs)
 
 
