@@ -114,7 +114,6 @@ class ArrowFeed:
         self._layout: Layout | None = None
         self._position: Position | None = None
         self._step = 0
-        self._fresh = True
         self._supply: Supply | None = None
         self._waited = 0.0
 
@@ -183,7 +182,6 @@ class ArrowFeed:
             position = self._at().normalized(layout)
             if per_epoch:
                 return
-        self._fresh = False
         self.close()
 
     @property
@@ -194,20 +192,20 @@ class ArrowFeed:
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with `epoch`, unless a position in the middle of an epoch was loaded.
 
-        Lightning's loops call this before each epoch. It is what brings the right order after a checkpoint that was
-        saved at the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
+        Lightning's loops call this before each epoch. It brings the right order after a checkpoint that was saved at
+        the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
         """
         _, layout = self._opened()
-        loaded_within = self._position is not None and self._fresh and self._at().normalized(layout).step > 0
+        loaded_within = self._fresh and self._at().normalized(layout).step > 0
         if self._per_epoch and not loaded_within and not self._continues(epoch, layout):
-            self._position, self._step, self._fresh = Position.start_of(epoch, layout.order), 0, True
+            self._position, self._step = Position.start_of(epoch, layout.order), 0
 
     def _continues(self, epoch: int, layout: Layout) -> bool:
         """Whether the next iteration begins with `epoch` anyway."""
         return self._first_position(True, layout).epoch == epoch
 
     def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
-        if self._position is not None and self._fresh:
+        if self._fresh:
             return self._at()
         if self._position is None or not per_epoch:
             return Position.start_of(0, layout.order)
@@ -220,12 +218,9 @@ class ArrowFeed:
         done = False
         try:
             for batch in supply.epoch():
-                if self._supply is not supply:
-                    raise RuntimeError("The feed was closed or iterated anew while this iterator was in use.")
                 self._step += 1
-                self._fresh = False
                 if self._ledger is not None:
-                    self._ledger.record(self._position, self._step - 1, supply.parts)
+                    self._ledger.record(position, self._step - 1, supply.parts)
                 yield batch
             done = True
         finally:
@@ -278,6 +273,11 @@ class ArrowFeed:
 
     # --- position
 
+    @property
+    def _fresh(self) -> bool:
+        """Whether the position was set and nothing was handed out since."""
+        return self._position is not None and self._step == self._position.step
+
     def _at(self) -> Position:
         assert self._position is not None
         return Position(self._position.epoch, self._position.spans, self._step)
@@ -308,7 +308,6 @@ class ArrowFeed:
                 stacklevel=2,
             )
         self._step = self._position.step
-        self._fresh = True
 
 
 def _too_few(layout: Layout) -> str:

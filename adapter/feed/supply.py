@@ -14,9 +14,10 @@ from .readahead import ReadAhead
 from .reader import Chunk, decode, join, merged
 from .sources import Part, Source
 
-__all__ = ["Block", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks", "chunks_of"]
+__all__ = ["CLOSED", "Block", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks", "chunks_of"]
 
 _CHUNK_BYTES = 32 << 20
+CLOSED = "The feed was closed or iterated anew while one of its iterators was in use."
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Block:
 class Supply(Protocol):
     """Batches from a position on, epoch after epoch."""
 
-    position: Position
-    """Where the next epoch, or the rest of one, begins."""
+    position: Position | None
+    """Where the next epoch, or the rest of one, begins; None while one is handed out."""
 
     @property
     def parts(self) -> list[Part]:
@@ -109,20 +110,39 @@ class Cutter:
 
     def steps(self, share: Share, block: Block) -> Iterator[pa.RecordBatch]:
         """The batches of our rank in `block`, one for each step."""
-        (start, end), stride, last = share.interval(block.first, self._rank), share.stride, share.steps - 1
-        for step in range(block.first, block.end):
-            if step == last:
-                start, end = share.interval(step, self._rank)
+        step, stride = block.first, share.stride
+        while step < block.end:
+            start, end = share.interval(step, self._rank)
             chunk = self._chunk
             if chunk is None or start >= chunk.end or chunk.block != block.number:
                 chunk = self._advance(block, start)
-            if end <= chunk.end:
-                if self._track:
-                    self.parts = [_part(chunk, start, end)]
-                yield chunk.batch.slice(start - chunk.at, end - start)
-            else:
+            if end > chunk.end:
                 yield self._across(block, chunk, start, end)
-            start, end = start + stride, end + stride
+                step += 1
+                continue
+            # All further steps of the same size that lie within the chunk; only the last of an epoch may differ.
+            last = min(block.end, max(share.steps - 1, step + 1))
+            count = min(last - step, (chunk.end - end) // stride + 1)
+            batches = self._slices(chunk, range(start, start + count * stride, stride), end - start)
+            for batch in batches:
+                yield batch
+                if self._chunk is not chunk:
+                    raise RuntimeError(CLOSED)
+            step += count
+
+    def _slices(self, chunk: Chunk, starts: range, size: int) -> Iterator[pa.RecordBatch]:
+        piece, at = chunk.batch.slice, chunk.at
+        if not self._track:
+            return (piece(start - at, size) for start in starts)
+        return (self._tracked(chunk, start, size) for start in starts)
+
+    def _tracked(self, chunk: Chunk, start: int, size: int) -> pa.RecordBatch:
+        self.parts = [_part(chunk, start, start + size)]
+        return chunk.batch.slice(start - chunk.at, size)
+
+    def close(self) -> None:
+        """Hand out nothing more: an iterator that is still in use fails at its next step."""
+        self._chunk, self._chunks = None, iter(())
 
     def _across(self, block: Block, chunk: Chunk, start: int, end: int) -> pa.RecordBatch:
         batches, self.parts = [], []
@@ -140,7 +160,7 @@ class Cutter:
             if chunk.block == block.number and chunk.end > start:
                 self._chunk = chunk
                 return chunk
-        raise RuntimeError("The feed was closed while one of its iterators was in use.")
+        raise RuntimeError(CLOSED)
 
 
 def _part(chunk: Chunk, start: int, end: int) -> Part:
@@ -158,7 +178,7 @@ class ThreadSupply:
     """Batches decoded by a thread of this process, which reads on into the next epoch."""
 
     def __init__(self, spec: Spec, position: Position) -> None:
-        self.position = position
+        self.position: Position | None = position
         self._collate = spec.collate
         self._layout = spec.layout
         self._blocks = blocks(spec, position)
@@ -181,7 +201,8 @@ class ThreadSupply:
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""
-        position, share = self.position, self._layout.share(self.position.rows)
+        assert self.position is not None
+        position, share, self.position = self.position, self._layout.share(self.position.rows), None
         if position.step < share.steps:
             batches = self._cutter.steps(share, next(self._blocks))
             yield from batches if self._collate is None else map(self._collate, batches)
@@ -189,4 +210,5 @@ class ThreadSupply:
 
     def close(self) -> None:
         """See `Supply`."""
+        self._cutter.close()
         self._reader.close()

@@ -23,7 +23,7 @@ from ..exceptions import InputError
 from .plan import Share
 from .position import Position
 from .sources import Part
-from .supply import Block, Spec, batches_of, blocks
+from .supply import CLOSED, Block, Spec, batches_of, blocks
 
 __all__ = ["WorkerSupply"]
 
@@ -100,9 +100,10 @@ class WorkerSupply:
     """Batches from `workers` processes; see `Supply`."""
 
     def __init__(self, spec: Spec, position: Position, workers: int) -> None:
-        self.position = position
+        self.position: Position | None = position
         self.parts: list[Part] = []
         self.wait_seconds = 0.0
+        self._closed = False
         self._spec = spec
         steps = _block_steps(spec)
         self._blocks = blocks(spec, position, steps)
@@ -118,7 +119,8 @@ class WorkerSupply:
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""
-        position, share = self.position, self._spec.layout.share(self.position.rows)
+        assert self.position is not None
+        position, share, self.position = self.position, self._spec.layout.share(self.position.rows), None
         step = position.step
         while step < share.steps:
             block = next(self._blocks)
@@ -131,6 +133,8 @@ class WorkerSupply:
         for batch, parts in zip(batches, made.parts, strict=True):
             self.parts = parts
             yield batch
+            if self._closed:
+                raise RuntimeError(CLOSED)
         if made.error is not None:
             raise InputError(made.error)
 
@@ -139,7 +143,7 @@ class WorkerSupply:
         try:
             return next(self._made)
         except StopIteration:
-            raise RuntimeError("The feed was closed while one of its iterators was in use.") from None
+            raise RuntimeError(CLOSED) from None
         finally:
             self.wait_seconds += time.perf_counter() - start
 
@@ -149,6 +153,7 @@ class WorkerSupply:
         if shutdown is not None:
             shutdown()
         self._made = iter(())
+        self._closed = True
 
 
 def _block_steps(spec: Spec) -> int:

@@ -85,3 +85,18 @@ def test_without_per_epoch_each_iteration_starts_at_the_first_row(rows_file, ids
 def test_an_endless_feed_has_no_length(rows_file):
     with pytest.raises(TypeError, match="repeats without end"):
         len(ArrowFeed(rows_file(5)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_that_is_overtaken_by_another_fails_instead_of_mixing_rows(rows_file, ids, workers):
+    feed = ArrowFeed(rows_file(30), batch_size=4, epochs=1, workers=workers)
+    first = iter(feed)
+    assert ids(first, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    second = iter(feed)
+    assert ids(second, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(RuntimeError, match="iterated anew"):
+        next(first)
+    assert ids(second, 1) == [[8, 9, 10, 11]]
+    feed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(second)
