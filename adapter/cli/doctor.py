@@ -30,6 +30,10 @@ NETWORK_PATIENCE_S = 4.0
 LONGEST_VALUE = 100
 SECRET_KEY = re.compile(r"token|secret|passw|credential|api_?key|authorization", re.IGNORECASE)
 HIDDEN = "<hidden>"
+PATHS = frozenset(
+    {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path"}
+    | {"resume_checkpoint_path", "cancel_file_path"}
+)
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 
@@ -124,7 +128,9 @@ def _table(settings: Settings, template: str) -> list[str]:
     rows = []
     for name in [*_names(), *COMMAND_LINE_SETTINGS]:
         value = settings.pick(name)
-        shown = _shown(name, defaults.get(name) if value is None else value)
+        if value is None or name in PATHS:
+            value = defaults.get(name)
+        shown = _shown(name, value)
         rows.append((name, settings.sources[name], shown))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = []
@@ -146,10 +152,12 @@ def _names() -> Iterator[str]:
 
 
 def _defaults(settings: Settings, template: str) -> dict[str, Any]:
+    """What holds where no source says anything; and paths, which are shown absolute whoever gave them."""
     job = {f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default is not dataclasses.MISSING}
     dataset = {f"dataset.{f.name}": f.default for f in dataclasses.fields(DatasetSpec)} if settings.spec.dataset else {}
     flags = {"resume_from_latest": False, "orchestrated": False, "canceled": False}
-    paths = {name: str(path) for name, path in _paths(settings, template).items()}
+    others = {name: settings.path(name) for name in ("resume_checkpoint_path", "cancel_file_path")}
+    paths = {name: path and str(path) for name, path in {**_paths(settings, template), **others}.items()}
     return {**job, **dataset, **flags, **paths, "upload_deadline_seconds": DEFAULT_UPLOAD_DEADLINE_S}
 
 

@@ -89,6 +89,8 @@ class NetworkChecks:
             except queue.Empty:
                 break
             answers[id(question)] = finding
+        for client in (self._client, self._plain_client):
+            client.close()
         yield from self._known
         for question in self._questions:
             silent = Finding("fault", question.subject, f"{question.label} did not answer in time")
