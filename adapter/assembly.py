@@ -7,6 +7,7 @@ and ``genlight run --print_config`` prints it for ``genlight fit --config``.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,14 @@ def lightning_config(
 
 
 def _trainer(config: RunConfig) -> dict[str, Any]:
-    theirs = dict(config.lightning)
-    ours: dict[str, Any] = {
+    ours, theirs = _our_arguments(config), config.lightning
+    lists = {name: ours.get(name, []) + _listed(theirs.get(name)) for name in _LISTS}
+    return {**ours, **theirs, **{name: entries for name, entries in lists.items() if entries}}
+
+
+def _our_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the Lightning trainer that follow from the job; its ``lightning`` block may say otherwise."""
+    return {
         "max_steps": config.job.max_steps,
         "max_epochs": _epochs(config),
         "default_root_dir": str(config.artifacts_dir),
@@ -70,8 +77,6 @@ def _trainer(config: RunConfig) -> dict[str, Any]:
             )
         ],
     }
-    merged = {name: ours.get(name, []) + _listed(theirs.pop(name, None)) for name in _LISTS}
-    return {**ours, **theirs, **{name: value for name, value in merged.items() if value}}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -142,20 +147,35 @@ def _class(class_path: str, /, **arguments: Any) -> dict[str, Any]:
     return {"class_path": class_path, "init_args": arguments}
 
 
-def instantiate(described: Mapping[str, Any]) -> tuple[pl.Trainer, pl.LightningDataModule]:
-    """The trainer and the data module of a configuration; the module is the caller's, who has loaded its class.
+def instantiate(config: RunConfig, *, parquet_paths: Sequence[str] = ()) -> tuple[pl.Trainer, pl.LightningDataModule]:
+    """The Lightning trainer and the data module of a job; its module is made by the caller, who has loaded its class.
 
     Raises:
-        StartupContractError: ``startup.invalid_job_spec``: Lightning has no such argument, or it cannot be made.
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has an argument that Lightning does
+            not know or cannot use, or the job names no data.
     """
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(pl.Trainer, "trainer")
-    parser.add_subclass_arguments(pl.LightningDataModule, "data")
+    data = _make(_data(config, parquet_paths))
     try:
-        parsed = parser.parse_object({"trainer": described["trainer"], "data": described["data"]})
-        made = parser.instantiate_classes(parsed)
-    except (ArgumentError, ValueError, TypeError, MisconfigurationException) as error:
+        theirs = _instantiated_by_jsonargparse(config.lightning)
+        ours = _our_arguments(config)
+        lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
+        return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
+    except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise StartupContractError(
             "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {error}"
         ) from error
-    return made.trainer, made.data
+
+
+def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
+    parsed = parser.parse_object({"trainer": dict(arguments)})
+    made = parser.instantiate_classes(parsed).trainer
+    return {name: getattr(made, name) for name in arguments}
+
+
+def _make(described: Mapping[str, Any]) -> Any:
+    """An instance of one of our own classes; jsonargparse would read the texts in its arguments as YAML once more."""
+    module, _, name = described["class_path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**described["init_args"])

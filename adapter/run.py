@@ -181,12 +181,10 @@ class _Training:
         return Completion(start.record.step, start.record.path)
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
-        from .assembly import instantiate, lightning_config
+        from .assembly import instantiate
         from .module import ContractModule, trainer_directory
 
-        paths = [str(path) for path in inputs.parquet_paths]
-        described = lightning_config(self.config, parquet_paths=paths, model_handles=inputs.model_handles())
-        trainer, data = instantiate(described)
+        trainer, data = instantiate(self.config, parquet_paths=[str(path) for path in inputs.parquet_paths])
         self.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
         self._attach(trainer)
         record = start.record

@@ -52,7 +52,7 @@ class WriteSamples(Hook):
         directory: str | os.PathLike[str],
         every_n_steps: int = 0,
         *,
-        requests: Sequence[Mapping[str, Any]] = (),
+        requests: Sequence[Mapping[str, str | int | None]] = (),
         seed: int | None = None,
         critical: bool = True,
     ) -> None:

@@ -13,7 +13,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
-from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.selection import newest_valid
 from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
@@ -41,7 +40,11 @@ class GenlightCLI(LightningCLI):
             subclass_mode_data=True,
             save_config_callback=SaveConfigCallback,
             save_config_kwargs={"overwrite": True},
-            trainer_defaults={"plugins": [DurableCheckpointIO()], "callbacks": [StopRequests()]},
+            trainer_defaults={
+                # By its path: jsonargparse copies defaults, and an instance holds a lock.
+                "plugins": [{"class_path": "genlight.callbacks.DurableCheckpointIO"}],
+                "callbacks": [StopRequests()],
+            },
             seed_everything_default=False,
             args=list(arguments),
         )
@@ -59,6 +62,11 @@ class GenlightCLI(LightningCLI):
             default="never",
             help="auto: go on from the newest whole checkpoint, or start anew where there is none",
         )
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        # LightningCLI would unpickle the checkpoint to take over hyperparameters that it holds; ours are no pickles.
+        return
 
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us."""

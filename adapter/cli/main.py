@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
@@ -25,6 +26,15 @@ COMMANDS = {
     "checkpoint": "list, verify, show or export checkpoints",
     "uploads": "list, retry or export what is still to be uploaded",
 }
+_NOT_FOR_USERS = (
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",
+    "Using ModelCheckpoint with manual optimization.*",
+    ".*treespec, LeafSpec.*",
+    "Checkpoint directory .* exists and is not empty.*",
+)
+"""Warnings of Lightning and torch about each other, or about what a trainer class decides."""
+
 COMPLETION = "print_shtab"
 """jsonargparse's own argument, there when shtab is installed."""
 
@@ -45,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _configure_logging()
+    _configure_messages()
     if words and words[0] in LIGHTNING_COMMANDS:
         from .lightning_cli import run_lightning_cli
 
@@ -93,9 +103,11 @@ def version_text() -> str:
     return f"genlight {metadata.version('genlight')} ({stands_on}, python {sys.version.split()[0]})"
 
 
-def _configure_logging() -> None:
-    """Our messages to standard error; of Lightning's own, what is at least a warning."""
+def _configure_messages() -> None:
+    """Our messages to standard error; of Lightning's, warnings that a user can act on."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "httpx2", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for text in _NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message=text)
