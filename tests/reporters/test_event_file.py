@@ -7,6 +7,7 @@ import fcntl
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,10 +171,11 @@ def test_an_interrupt_at_any_moment_leaves_a_sound_log(path):
     assert validate_events(path) == []
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
     log = EventLog(path, run_id="r")
     log.started()
-    read_end, write_end = os.pipe()
+    parent_end, child_end = socket.socketpair()
     child = os.fork()
     if child == 0:  # a data loader worker that outlives its parent
         status = 1
@@ -183,20 +185,20 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
             except EventLogError as error:
                 status = 0 if log.closed and str(os.getpid()) in str(error) else 2
             log.close()
-            os.close(write_end)
-            os.read(read_end, 1)
+            parent_end.close()
+            child_end.sendall(b"ready")
+            child_end.recv(1)
         finally:
             os._exit(status)
-    try:
-        os.close(read_end)
+    with parent_end:
+        child_end.close()
+        assert parent_end.recv(5) == b"ready"
         log.metric(name="a", value=1, step=1)
         with pytest.raises(EventLogError, match="is being written"):
             EventLog(path, run_id="r")
         log.close()
         EventLog(path, run_id="r").close()
-    finally:
-        os.close(write_end)
-        _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert validate_events(path) == []
 
