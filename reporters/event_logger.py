@@ -141,12 +141,15 @@ class EventLogger(Logger):
         event_log = self._started_log() if self._owns_log else self.experiment
         self._last_step = max(self._last_step, at)
         self._report_checkpoints(before=at)
-        if not event_log.takes_metrics_of(at):
+        try:
+            for name, value in metrics.items():
+                if name != "epoch":
+                    event_log.metric(name=name, value=value, step=at)
+        except EventLogError:
+            # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
+            if event_log.takes_metrics_of(at):
+                raise
             self._warn_late(metrics, at)
-            return
-        for name, value in metrics.items():
-            if name != "epoch":
-                event_log.metric(name=name, value=value, step=at)
 
     @override
     @rank_zero_only
