@@ -58,9 +58,9 @@ def step_of_name(name: str) -> int | None:
 
 
 def record_path(path: str | os.PathLike[str]) -> Path:
-    """The record of the checkpoint at `path`, which may name the record itself, its folder, or neither suffix."""
-    path = Path(path)
-    return path if path.suffix in RECORD_SUFFIXES else path.with_name(f"{path.name}.json")
+    """The record of the checkpoint at `path`, which may name the record, its folder, or neither suffix; absolute."""
+    path = Path(os.path.abspath(path))
+    return path if path.suffix in RECORD_SUFFIXES else path.parent / f"{path.name}.json"
 
 
 def name_of(record: Path) -> str:

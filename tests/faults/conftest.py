@@ -1,6 +1,6 @@
 """Fault injection at the level of system calls, and a model of what a disk holds after a power cut.
 
-`GENLIGHT_FAULTS=long` asks for the long versions, which ``make faults`` runs.
+`GENLIGHT_LONG_FAULTS=1` asks for the long versions, which ``make faults`` runs.
 """
 
 import errno
@@ -21,7 +21,7 @@ class Crash(BaseException):
 
 @pytest.fixture(scope="session")
 def is_long():
-    return os.environ.get("GENLIGHT_FAULTS") == "long"
+    return os.environ.get("GENLIGHT_LONG_FAULTS") == "1"
 
 
 class Injector:

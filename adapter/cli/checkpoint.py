@@ -1,0 +1,245 @@
+"""``genlight checkpoint``: list, verify, show or export checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ...callbacks.checkpoint.layout import name_of, record_path
+from ...callbacks.checkpoint.record import CheckpointRecord, read_record
+from ...callbacks.checkpoint.safetensors_format import parse_header
+from ...callbacks.checkpoint.selection import Listed, list_checkpoints
+from ...callbacks.checkpoint.verification import find_file, verify_files
+from ..exceptions import BrokenCheckpointError, CheckpointError
+
+__all__ = ["add_arguments", "run"]
+
+_SOUND, _BROKEN, _USAGE = 0, 1, 2
+_SHOWN_TENSORS = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("action", choices=("ls", "verify", "show", "export"))
+    parser.add_argument("path", metavar="PATH", help="checkpoint (its .json or its name), or a folder of checkpoints")
+    parser.add_argument("--json", action="store_true", help="ls, verify, show: JSON, for other programs")
+    parser.add_argument(
+        "--to", metavar="TARGET", help="export: FILE.safetensors, FILE.ckpt (Lightning), or a Hugging Face FOLDER"
+    )
+    parser.add_argument(
+        "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code.
+
+    0 when all is well, 1 when a checkpoint is broken, 2 for arguments that cannot be used.
+    """
+    try:
+        if args.action == "ls":
+            return _list(Path(args.path), as_json=args.json)
+        if args.action == "verify":
+            return _verify(Path(args.path), as_json=args.json)
+        if args.action == "show":
+            return _show(_one(Path(args.path)), as_json=args.json)
+        return _export(args)
+    except BrokenCheckpointError as error:
+        return _complain(str(error), _BROKEN)
+    except (CheckpointError, OSError) as error:
+        return _complain(str(error), _USAGE)
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"genlight checkpoint: {message}\n")
+    return code
+
+
+def _folder_of(path: Path) -> Path | None:
+    """The folder of checkpoints that `path` means, which may be a run's artifacts; None where it is a checkpoint."""
+    if record_path(path).is_file() or not path.is_dir():
+        return None
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _one(path: Path) -> CheckpointRecord:
+    folder = _folder_of(path)
+    if folder is None:
+        return read_record(record_path(path))
+    sound = [listed.record for listed in list_checkpoints(folder) if listed.record is not None]
+    if not sound:
+        raise FileNotFoundError(f"no checkpoint in {folder}")
+    return sound[-1]
+
+
+def _listed(path: Path) -> list[Listed]:
+    folder = _folder_of(path)
+    if folder is not None:
+        return list_checkpoints(folder)
+    record = record_path(path)
+    try:
+        return [Listed(record, read_record(record))]
+    except BrokenCheckpointError as error:
+        return [Listed(record, None, error.reason)]
+
+
+def _list(path: Path, *, as_json: bool) -> int:
+    rows = [_row(listed) for listed in _listed(path)]
+    if as_json:
+        _write_lines(json.dumps(row) for row in rows)
+        return _SOUND
+    header = {"name": "NAME", "step": "STEP", "size": "SIZE", "saved": "SAVED", "run_id": "RUN", "note": ""}
+    texts = [header, *({**row, "size": _size(row["size"])} for row in rows)]
+    widths = {key: max(len(str(text[key])) for text in texts) for key in header}
+    _write_lines("  ".join(str(text[key]).ljust(width) for key, width in widths.items()).rstrip() for text in texts)
+    return _SOUND
+
+
+def _row(listed: Listed) -> dict[str, Any]:
+    """What a listing says; files are looked at, not read."""
+    record = listed.record
+    name = name_of(listed.path)
+    if record is None:
+        return {"name": name, "step": "", "size": 0, "saved": "", "run_id": "", "note": f"broken: {listed.problem}"}
+    return {
+        "name": name,
+        "step": record.step,
+        "size": record.size_bytes,
+        "saved": _time(record),
+        "run_id": record.run_id,
+        "note": _note(record),
+    }
+
+
+def _note(record: CheckpointRecord) -> str:
+    try:
+        for entry in record.files:
+            find_file(record, entry)
+    except BrokenCheckpointError as error:
+        return f"broken: {error.reason}"
+    notes = [f"{name}={value:g}" for name, value in record.metrics.items() if value is not None]
+    return ", ".join((["older runtime"] if record.is_old else []) + (["final"] if record.final else []) + notes)
+
+
+def _verify(path: Path, *, as_json: bool) -> int:
+    outcomes = [_verdict(listed) for listed in _listed(path)]
+    if not outcomes:
+        return _complain(f"no checkpoint in {path}", _USAGE)
+    if as_json:
+        _write_lines(json.dumps({"name": name, "problem": problem}) for name, problem, _ in outcomes)
+    else:
+        _write_lines(f"{name}: {f'broken: {problem}' if problem else summary}" for name, problem, summary in outcomes)
+    return _BROKEN if any(problem for _, problem, _ in outcomes) else _SOUND
+
+
+def _verdict(listed: Listed) -> tuple[str, str, str]:
+    """Name, problem (empty if whole), and what was proven."""
+    name = name_of(listed.path)
+    if listed.record is None:
+        return name, listed.problem, ""
+    try:
+        verify_files(listed.record)
+    except BrokenCheckpointError as error:
+        return name, error.reason, ""
+    if listed.record.is_old:
+        return name, "", "readable (an older runtime's record has no digests)"
+    return name, "", f"whole ({len(listed.record.files)} files, {_size(listed.record.size_bytes)})"
+
+
+def _show(record: CheckpointRecord, *, as_json: bool) -> int:
+    tensors = _tensors(record)
+    if as_json:
+        facts = {name: getattr(record, name) for name in _FACTS} | {"state": record.state, "tensors": tensors}
+        sys.stdout.write(json.dumps(facts) + "\n")
+        return _SOUND
+    lines = [f"{record.name}  ({record.path})", ""]
+    lines += [f"  {name:<20}{_text(getattr(record, name))}" for name in _FACTS if getattr(record, name)]
+    lines += ["", "  files"]
+    lines += [f"    {_size(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
+    lines += ["", f"  tensors ({len(tensors)})"]
+    lines += [f"    {dtype:<6}{shape!s:<24}{name}" for name, (dtype, shape) in list(tensors.items())[:_SHOWN_TENSORS]]
+    lines += [f"    … and {len(tensors) - _SHOWN_TENSORS} more"] if len(tensors) > _SHOWN_TENSORS else []
+    lines += ["", "  state", *_outline(record.state, "    ")]
+    _write_lines(lines)
+    return _SOUND
+
+
+_FACTS = (
+    "step",
+    "run_id",
+    "attempt",
+    "final",
+    "max_steps",
+    "spec_digest",
+    "elapsed_s",
+    "world_size",
+    "metrics",
+    "versions",
+    "trainer_checkpoint",
+)
+
+
+def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
+    """Element type and shape of every tensor, from the headers alone."""
+    found = {}
+    for entry in record.files:
+        if not entry.path.endswith(".safetensors"):
+            continue
+        with open(find_file(record, entry), "rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        for key, stored in parse_header(header).items():
+            found[f"{record.file_name(entry)}:{key}"] = (stored.dtype, list(stored.shape))
+    return found
+
+
+def _outline(state: Any, indent: str) -> list[str]:
+    """The first two levels of the trainer's payload."""
+    if not isinstance(state, Mapping) or not state:
+        return [f"{indent}{_text(state)}"]
+    return [f"{indent}{key}: {_text(value)}" for key, value in state.items()]
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=dict)
+    return text if len(text) <= 100 else f"{text[:97]}…"
+
+
+def _export(args: argparse.Namespace) -> int:
+    if not args.to:
+        return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
+    # Only an export needs torch, whose import takes longer than any other action.
+    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
+
+    path, target = _one(Path(args.path)).path, Path(args.to)
+    if target.suffix == ".safetensors":
+        written = export_safetensors(path, target, strip_prefix=args.strip_prefix)
+    elif target.suffix == ".ckpt":
+        written = export_lightning(path, target)
+    else:
+        written = export_huggingface(path, target, strip_prefix=args.strip_prefix)
+    sys.stdout.write(f"{written}\n")
+    return _SOUND
+
+
+def _time(record: CheckpointRecord) -> str:
+    if not record.created_at_ms:
+        return ""
+    return datetime.fromtimestamp(record.created_at_ms / 1000).astimezone().isoformat(" ", "seconds")
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _write_lines(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)

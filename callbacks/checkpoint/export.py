@@ -1,0 +1,137 @@
+"""Checkpoints for other tools: one safetensors file, a Lightning ``.ckpt``, or a Hugging Face folder.
+
+Each is whole or absent, like a checkpoint; the checkpoint is proven before anything is exported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...adapter.exceptions import CheckpointError
+from ...reporters.durable import fsync_directory, temporary_name
+from .buffers import bytes_of
+from .commit import write_file
+from .layout import MODEL_FILE
+from .loading import load, load_weights
+from .record import CheckpointRecord
+from .safetensors_format import TORCH_TYPES, build_header
+from .saving import CONTRACT_KEY
+from .verification import verify
+
+__all__ = ["export_huggingface", "export_lightning", "export_safetensors"]
+
+
+def export_safetensors(path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "") -> Path:
+    """The model's weights as one file.
+
+    Args:
+        path: The checkpoint.
+        target: The file to make; an existing one is replaced.
+        strip_prefix: Only tensors whose name starts with this, and without it: ``model.`` for what hangs there.
+
+    Raises:
+        CheckpointError: No tensor has such a name, or one has a type that safetensors does not know.
+        BrokenCheckpointError: The checkpoint is not whole.
+    """
+    weights = _weights(path, strip_prefix)
+    return _whole(target, lambda temporary: _write_weights(temporary, weights))
+
+
+def export_lightning(path: str | os.PathLike[str], target: Path) -> Path:
+    """A checkpoint file of stock Lightning, which ``load_from_checkpoint`` and ``ckpt_path`` take.
+
+    What only this project restores (random states, the trainer's payload) is left out: its types would make
+    ``torch.load(weights_only=True)``, Lightning's default, refuse the whole file.
+
+    Raises:
+        BrokenCheckpointError: The checkpoint is not whole.
+    """
+    checkpoint = {name: value for name, value in load(path).items() if name != CONTRACT_KEY}
+    return _whole(target, lambda temporary: _save_and_sync(checkpoint, temporary))
+
+
+def export_huggingface(path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "") -> Path:
+    """A folder with ``model.safetensors``, ``config.json`` and what the trainer's own hook wrote.
+
+    The configuration holds the hyper-parameters that JSON can express, and where the weights come from.
+
+    Raises:
+        CheckpointError: `target` exists, or no tensor has the prefix.
+        BrokenCheckpointError: The checkpoint is not whole.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; name a folder that does not")
+    weights, record = _weights(path, strip_prefix), verify(path)
+
+    def write(temporary: Path) -> None:
+        temporary.mkdir(parents=True)
+        if record.trainer_folder is not None and record.trainer_folder.is_dir():
+            shutil.copytree(record.trainer_folder, temporary, dirs_exist_ok=True)
+        _write_weights(temporary / MODEL_FILE, weights)
+        config = _configuration(load(path).get("hyper_parameters", {}), record)
+        (temporary / "config.json").unlink(missing_ok=True)
+        write_file(temporary / "config.json", [json.dumps(config, indent=2).encode() + b"\n"])
+
+    return _whole(target, write)
+
+
+def _weights(path: str | os.PathLike[str], prefix: str) -> dict[str, torch.Tensor]:
+    weights = load_weights(path)
+    chosen = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    if chosen:
+        return chosen
+    names = ", ".join(sorted(weights)[:5]) or "none"
+    raise CheckpointError(f"the checkpoint at {path} has no weights named {prefix}…; its first names are: {names}")
+
+
+def _write_weights(target: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in weights.items():
+        if str(tensor.dtype).removeprefix("torch.") not in TORCH_TYPES:
+            raise CheckpointError(f"{name} is of type {tensor.dtype}, which safetensors cannot hold")
+    ordered = sorted(weights.items(), key=lambda item: -item[1].element_size())
+    facts = [(n, TORCH_TYPES[str(t.dtype).removeprefix("torch.")], tuple(t.shape), t.nbytes) for n, t in ordered]
+    target.unlink(missing_ok=True)
+    write_file(target, [build_header(facts, {"format": "pt"}), *(bytes_of(tensor) for _, tensor in ordered)])
+
+
+def _save_and_sync(value: Any, target: Path) -> None:
+    with open(target, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _configuration(hyper_parameters: Any, record: CheckpointRecord) -> dict[str, Any]:
+    config = {"genlight": {"run_id": record.run_id, "step": record.step, "versions": dict(record.versions)}}
+    for name, value in dict(hyper_parameters).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            continue
+        config[str(name)] = value
+    return config
+
+
+def _whole(target: Path, write: Callable[[Path], None]) -> Path:
+    """Run `write` on a temporary name beside `target`, and rename the result."""
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(temporary_name(target.name))
+    try:
+        write(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
+    return target

@@ -1,0 +1,148 @@
+"""``genlight checkpoint``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from genlight.adapter.cli import checkpoint as command
+from genlight.callbacks.checkpoint import RecordMeta, save
+from safetensors.torch import load_file
+
+PROGRAM = """
+import argparse, sys
+from genlight.adapter.cli import checkpoint
+parser = argparse.ArgumentParser()
+checkpoint.add_arguments(parser)
+code = checkpoint.run(parser.parse_args())
+assert not {"torch", "lightning"} & set(sys.modules), "imported too much"
+sys.exit(code)
+"""
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    directory = tmp_path / "checkpoints"
+    for step in (10, 20):
+        checkpoint = {
+            "global_step": step,
+            "state_dict": {"model.w": torch.full((4, 2), float(step)), "head.b": torch.zeros(3)},
+            "hyper_parameters": {"width": 4, "path": {1, 2}},
+            "genlight": {"state": {"best": 0.5}, "rng": []},
+        }
+        save(directory / f"step-{step:08d}", checkpoint, meta=RecordMeta(run_id="digits", metrics={"loss": 1 / step}))
+    return directory
+
+
+def test_ls_has_a_line_for_each(checkpoints, capsys):
+    (checkpoints / "step-00000015.json").write_text("{")
+    assert call("ls", checkpoints) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["NAME", "step-00000010", "step-00000015", "step-00000020"]
+    assert "digits" in lines[1]
+    assert "loss=0.1" in lines[1]
+    assert "broken: its record step-00000015.json is not JSON" in lines[2]
+
+
+def test_ls_notices_a_file_of_the_wrong_size_and_takes_a_runs_folder(checkpoints, capsys):
+    os.truncate(checkpoints / "step-00000020" / "model.safetensors", 3)
+    assert call("ls", checkpoints.parent, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == [10, 20]
+    assert rows[1]["note"].startswith("broken: step-00000020/model.safetensors has 3 bytes")
+
+
+def test_verify_proves_every_checkpoint_of_a_folder(checkpoints, capsys):
+    assert call("verify", checkpoints) == 0
+    assert capsys.readouterr().out.startswith("step-00000010: whole (")
+    with open(checkpoints / "step-00000010" / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    assert call("verify", checkpoints) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert "step-00000010: broken: step-00000010/model.safetensors has digest" in first
+    assert second.startswith("step-00000020: whole")
+
+
+@pytest.mark.parametrize("name", ["step-00000020", "step-00000020.json"])
+def test_verify_takes_one_checkpoint_by_name_or_record(checkpoints, capsys, name):
+    assert call("verify", checkpoints / name, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "step-00000020", "problem": ""}
+
+
+def test_show_tells_files_tensors_and_state(checkpoints, capsys):
+    assert call("show", checkpoints / "step-00000010") == 0
+    text = capsys.readouterr().out
+    assert "step-00000010/model.safetensors" in text
+    assert "F32   [4, 2]                  model.safetensors:model.w" in text
+    assert "best: 0.5" in text
+
+
+def test_show_of_a_folder_is_the_newest_and_json_holds_the_state(checkpoints, capsys):
+    assert call("show", checkpoints, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step"] == 20
+    assert facts["state"] == {"best": 0.5}
+    assert facts["tensors"]["model.safetensors:head.b"] == ["F32", [3]]
+
+
+def test_export_as_safetensors_may_strip_a_prefix(checkpoints, tmp_path, capsys):
+    assert call("export", checkpoints, "--to", tmp_path / "all.safetensors") == 0
+    assert set(load_file(tmp_path / "all.safetensors")) == {"model.w", "head.b"}
+    assert call("export", checkpoints, "--to", tmp_path / "part.safetensors", "--strip-prefix", "model.") == 0
+    assert load_file(tmp_path / "part.safetensors")["w"].sum() == 160
+
+
+def test_export_as_lightning_checkpoint_loads_without_pickled_code(checkpoints, tmp_path):
+    save(tmp_path / "plain", {"state_dict": {"w": torch.ones(2)}, "global_step": 3, "genlight": {"rng": [{1}]}})
+    assert call("export", tmp_path / "plain", "--to", tmp_path / "out" / "a.ckpt") == 0
+    loaded = torch.load(tmp_path / "out" / "a.ckpt", weights_only=True)
+    assert set(loaded) == {"state_dict", "global_step"}
+    assert loaded["state_dict"]["w"].sum() == 2
+
+
+def test_export_as_hugging_face_folder(checkpoints, tmp_path):
+    assert call("export", checkpoints / "step-00000020", "--to", tmp_path / "hub", "--strip-prefix", "model.") == 0
+    assert sorted(os.listdir(tmp_path / "hub")) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert (config["width"], config["genlight"]["step"]) == (4, 20)
+    assert "path" not in config
+    assert call("export", checkpoints, "--to", tmp_path / "hub") == 2
+
+
+def test_a_broken_checkpoint_is_not_exported(checkpoints, tmp_path, capsys):
+    os.truncate(checkpoints / "step-00000020" / "model.safetensors", 3)
+    assert call("export", checkpoints / "step-00000020", "--to", tmp_path / "a.safetensors") == 1
+    assert "is broken" in capsys.readouterr().err
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("show", "nowhere"), ("verify", "."), ("export", "nowhere"), ("export", ".", "--to", "x.ckpt")]
+)
+def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert call(*arguments) == 2
+    assert capsys.readouterr().err.startswith("genlight checkpoint: ")
+
+
+def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
+    assert call("export", checkpoints, "--to", tmp_path / "a.safetensors", "--strip-prefix", "net.") == 2
+    assert "head.b, model.w" in capsys.readouterr().err
+
+
+def test_listing_verifying_and_showing_load_neither_torch_nor_lightning(checkpoints):
+    for action in ("ls", "verify", "show"):
+        done = subprocess.run([sys.executable, "-c", PROGRAM, action, checkpoints], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
