@@ -77,7 +77,8 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 
 # Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
-SHARDED = [name for name in zoo.ZOO if name not in ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank")]
+UNSHARDED = ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank", "OwnDdp")
+SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
     "Base",
     "Gan",
@@ -104,6 +105,7 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
     jobs += [{"key": "refused Checkpointed", "name": "Checkpointed", "strategy": "fsdp"}]
+    jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
     return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
 
 
@@ -128,6 +130,12 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
 def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
         assert_close(rank[f"fsdp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Base", "Normalized"])
+def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks, name):
+    assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
 
 
 @pytest.mark.slow

@@ -468,6 +468,26 @@ class Normalized(Base):
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
 
 
+class OwnDdp(Base):
+    """Wraps its module itself where there are ranks."""
+
+    def configure(self, ctx):
+        import torch.distributed as dist
+
+        state = super().configure(ctx)
+        self.call = state["model"].__call__
+        if ctx.world_size > 1 and dist.is_initialized():
+            self.call = nn.parallel.DistributedDataParallel(state["model"]).__call__
+        return state
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(self.call(batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
 class WarmOptimizer(Base):
     """The optimizer has taken a step before training begins."""
 
@@ -554,6 +574,7 @@ ZOO = {
         Normalized,
         WarmOptimizer,
         SavingAndLoading,
+        OwnDdp,
     )
 }
 
@@ -690,6 +711,17 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
 
 
+def plain_ddp_run(name: str, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The class with torch's own DistributedDataParallel around its ``state["model"]``."""
+    trainer, ctx = ZOO[name](), context()
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
+    for batch in Shares(rank, world_size, STEPS):
+        trainer.train_step(batch, wrapped, ctx)
+    return weights(state, trainer)
+
+
 def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
     import logging
 
@@ -702,6 +734,9 @@ def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any
     results: dict[str, Any] = {}
     for job in jobs:
         try:
+            if job.get("strategy") == "torch's own":
+                results[job["key"]] = plain_ddp_run(job["name"], rank, world_size)
+                continue
             module, trainer = hosted_run(
                 job["name"],
                 rank=rank,
