@@ -125,7 +125,7 @@ def test_learning_rate_monitor_logs_the_trainers_own_scheduler(tmp_path: Path) -
 def test_throughput_monitor_counts_the_rows_of_raw_batches(tmp_path: Path) -> None:
     """The monitor logs samples that grow by the batch size at every step."""
     fit(tmp_path, ThroughputMonitor(batch_size_fn=len, window_size=2), logger=CSVLogger(tmp_path))
-    samples = [float(row["train|samples"]) for row in rows(tmp_path) if row.get("train|samples")]
+    samples = [float(row["train/samples"]) for row in rows(tmp_path) if row.get("train/samples")]
     assert samples == [2.0 * k for k in range(1, 7)]
 
 

@@ -1,0 +1,419 @@
+"""`run_training_loop`: the contract's canonical order with the caller's own reporter, writer and uploader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from genlight.adapter import (
+    ContractError,
+    InputError,
+    StepContext,
+    StepControlHints,
+    StepResult,
+    TrainingCanceled,
+    TrainingJobSpec,
+    run_training_loop,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*")
+
+
+class Journal:
+    """Everything that was called, in order; shared by all the parts below."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def names(self) -> list[str]:
+        return [line.split()[0] for line in self.lines]
+
+
+class Trainer:
+    """A trainer without torch that writes down its hooks."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.controls: dict[int, StepControlHints] = {}
+        self.steps = 0
+
+    def setup(self, ctx: StepContext) -> None:
+        self.journal.lines.append("setup")
+
+    def configure(self, ctx: StepContext) -> dict[str, Any]:
+        self.journal.lines.append("configure")
+        return {"total": 0}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
+        self.journal.lines.append(f"prepare_batch {raw}")
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+        self.steps += 1
+        self.journal.lines.append(f"train_step {batch}")
+        state["total"] += batch
+        return StepResult(metrics={"loss": float(batch)}, control=self.controls.get(self.steps))
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        self.journal.lines.append("state_dict")
+        return dict(state)
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None:
+        self.journal.lines.append(f"load_state_dict {payload}")
+        state.update(payload)
+
+
+class Reporter:
+    """A reporter that cancels when told to."""
+
+    def __init__(self, journal: Journal, *, cancel_after: int | None = None, reason: str | None = None) -> None:
+        self.journal, self.cancel_after = journal, cancel_after
+        if reason is not None:
+            self.cancel_reason = reason
+
+    def started(self, *, run_id: str) -> None:
+        self.journal.lines.append(f"started {run_id}")
+
+    def metric(self, *, name: str, value: float, step: int) -> None:
+        self.journal.lines.append(f"metric {name}={value} @{step}")
+
+    def checkpoint(self, *, path: str, step: int) -> None:
+        self.journal.lines.append(f"checkpoint {path} @{step}")
+
+    def sample(self, *, path: str, step: int) -> None:
+        self.journal.lines.append(f"sample {path} @{step}")
+
+    def completed(self, *, step: int, final_checkpoint: str | None) -> None:
+        self.journal.lines.append(f"completed {final_checkpoint} @{step}")
+
+    def failed(self, *, step: int, error: str) -> None:
+        self.journal.lines.append(f"failed {error} @{step}")
+
+    def is_canceled(self) -> bool:
+        done = sum(line.startswith("train_step") for line in self.journal.lines)
+        return self.cancel_after is not None and done >= self.cancel_after
+
+
+class Writer:
+    """Names files without writing them."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def write_checkpoint(self, *, step: int, state_payload: Any, trainer: Any, state: Any, ctx: Any) -> str:
+        self.journal.lines.append(f"write_checkpoint {state_payload} @{step}")
+        return f"c{step}"
+
+    def write_samples(self, *, step: int, state: Any, ctx: Any) -> list[str]:
+        return [f"s{step}a", f"s{step}b"]
+
+    def finalize(self, *, state_payload: Any, trainer: Any, state: Any, ctx: Any) -> str | None:
+        self.journal.lines.append(f"finalize {state_payload}")
+        return "final"
+
+
+class Uploader:
+    """Writes down what it is given."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def upload_metrics(self, *, metrics: Any, step: int) -> None:
+        self.journal.lines.append(f"upload_metrics {dict(metrics)} @{step}")
+
+    def upload_checkpoint(self, *, local_path: str, step: int) -> None:
+        self.journal.lines.append(f"upload_checkpoint {local_path} @{step}")
+
+    def upload_sample(self, *, local_path: str, step: int) -> None:
+        self.journal.lines.append(f"upload_sample {local_path} @{step}")
+
+
+@pytest.fixture
+def journal() -> Journal:
+    return Journal()
+
+
+def run(journal: Journal, batches: Any, *, trainer: Trainer | None = None, **options: Any) -> int:
+    """Run a job of four steps, with cadences that `options` may set."""
+    cadences = {
+        name: options.pop(name)
+        for name in ("metric_every", "checkpoint_every", "sample_every", "max_steps")
+        if name in options
+    }
+    job = TrainingJobSpec("r", **{"max_steps": 4, "metric_every": 0, **cadences})
+    options.setdefault("reporter", Reporter(journal))
+    return run_training_loop(
+        job, StepContext(job=job), trainer or Trainer(journal), batches, artifact_writer=Writer(journal), **options
+    )
+
+
+def test_the_canonical_order_of_one_whole_run(journal: Journal) -> None:
+    """Every call of a run, in the contract's order: metrics, then checkpoint, then samples."""
+    steps = run(
+        journal,
+        [1, 2, 3],
+        max_steps=2,
+        metric_every=2,
+        checkpoint_every=2,
+        sample_every=2,
+        uploader=Uploader(journal),
+    )
+    assert steps == 2
+    assert journal.lines == [
+        "setup",
+        "configure",
+        "started r",
+        "prepare_batch 1",
+        "train_step 1",
+        "prepare_batch 2",
+        "train_step 2",
+        "metric train/loss=2.0 @2",
+        "upload_metrics {'train/loss': 2.0} @2",
+        "state_dict",
+        "write_checkpoint {'total': 3} @2",
+        "checkpoint c2 @2",
+        "upload_checkpoint c2 @2",
+        "sample s2a @2",
+        "upload_sample s2a @2",
+        "sample s2b @2",
+        "upload_sample s2b @2",
+        "state_dict",
+        "finalize {'total': 3}",
+        "upload_checkpoint final @2",
+        "completed final @2",
+    ]
+
+
+def test_a_resume_loads_state_before_started_and_skips_no_batch(journal: Journal) -> None:
+    """`start_step` counts as completed; the batches are the caller's."""
+    assert run(journal, [10, 20], start_step=3, resume_state_payload={"total": 5}) == 4
+    assert journal.lines[:5] == ["setup", "configure", "load_state_dict {'total': 5}", "started r", "prepare_batch 10"]
+    assert journal.lines[-1] == "completed final @4"
+    assert "train_step 20" not in journal.lines
+
+
+def test_load_checkpoint_gets_the_directory_that_was_named(journal: Journal, tmp_path: Path) -> None:
+    """A directory as it is; of a record the trainer's folder beside it."""
+
+    class Loads(Trainer):
+        def load_checkpoint(self, *, state: Any, checkpoint_dir: Path, payload: Any, ctx: Any) -> None:
+            self.journal.lines.append(f"load_checkpoint {checkpoint_dir.relative_to(tmp_path)} {payload}")
+
+    (tmp_path / "step-00000003" / "trainer").mkdir(parents=True)
+    record = tmp_path / "step-00000003.json"
+    record.write_text("{}")
+    for path in (tmp_path / "step-00000003", record):
+        run(journal, [1], trainer=Loads(journal), start_step=3, resume_state_payload={}, resume_checkpoint_path=path)
+    assert [line for line in journal.lines if line.startswith("load_checkpoint")] == [
+        "load_checkpoint step-00000003 {}",
+        "load_checkpoint step-00000003/trainer {}",
+    ]
+
+
+@pytest.mark.parametrize("max_steps", [0, 3])
+def test_a_run_without_steps_left_starts_and_completes(journal: Journal, max_steps: int) -> None:
+    """Nothing is fetched and nothing trained."""
+    taken: list[int] = []
+
+    def batches() -> Iterator[int]:
+        taken.append(1)
+        yield 1
+
+    assert run(journal, batches(), max_steps=max_steps, start_step=max_steps) == max_steps
+    assert journal.names() == ["setup", "configure", "started", "state_dict", "finalize", "completed"]
+    assert not taken
+
+
+def test_cadences_fire_where_a_boundary_is_crossed(journal: Journal) -> None:
+    """Every third step of seven."""
+    run(journal, range(1, 9), max_steps=7, checkpoint_every=3)
+    assert [line for line in journal.lines if line.startswith("checkpoint")] == ["checkpoint c3 @3", "checkpoint c6 @6"]
+
+
+def test_a_step_that_asks_for_silence_loses_its_boundary(journal: Journal) -> None:
+    """`skip_cadence_emit` suppresses all three, and nothing is made up later."""
+    trainer = Trainer(journal)
+    trainer.controls[2] = StepControlHints(skip_cadence_emit=True)
+    run(journal, [1, 2, 3, 4], trainer=trainer, metric_every=2, checkpoint_every=2, sample_every=2)
+    emitted = [line for line in journal.lines if line.split()[0] in ("metric", "checkpoint", "sample")]
+    assert [line.rpartition("@")[2] for line in emitted] == ["4"] * 4
+
+
+def test_batches_may_come_from_iter_batches(journal: Journal) -> None:
+    """An object with `iter_batches()` is a source."""
+
+    class Feeder:
+        def iter_batches(self) -> Iterator[int]:
+            return iter([1, 2, 3, 4])
+
+    assert run(journal, Feeder()) == 4
+
+
+def test_batches_that_are_lists_stay_lists(journal: Journal) -> None:
+    """A raw batch reaches `prepare_batch` as the very object that the source gave."""
+    raw = [[1.0, 2.0], {"x": 1}]
+    seen: list[Any] = []
+
+    class Keeps(Trainer):
+        def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
+            seen.append(raw)
+            return 1
+
+    run(journal, [raw], max_steps=1, trainer=Keeps(journal))
+    assert seen[0] is raw
+
+
+def test_a_finite_source_completes_at_the_step_it_reached(journal: Journal) -> None:
+    """Two batches of four."""
+    assert run(journal, [1, 2]) == 2
+    assert journal.lines[-1] == "completed final @2"
+
+
+def test_an_empty_source_fails(journal: Journal) -> None:
+    """Nothing was trained, so nothing completes."""
+    with pytest.raises(InputError, match="empty"):
+        run(journal, [])
+    assert journal.names()[-1] == "failed"
+    assert "completed" not in journal.names()
+
+
+def test_failed_gets_the_exceptions_own_text_and_the_step_that_was_executed(journal: Journal) -> None:
+    """The root cause is raised as it is."""
+
+    class Breaks(Trainer):
+        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+            if batch == 3:
+                raise ZeroDivisionError("own text: no prefix")
+            return super().train_step(batch, state, ctx)
+
+    with pytest.raises(ZeroDivisionError, match="own text"):
+        run(journal, [1, 2, 3], trainer=Breaks(journal))
+    assert journal.lines[-1] == "failed own text: no prefix @3"
+
+
+def test_a_failing_setup_is_reported_at_step_zero(journal: Journal) -> None:
+    """`failed` comes without `started`."""
+
+    class Breaks(Trainer):
+        def configure(self, ctx: StepContext) -> Any:
+            raise RuntimeError("no weights")
+
+    with pytest.raises(RuntimeError, match="no weights"):
+        run(journal, [1], trainer=Breaks(journal))
+    assert journal.lines == ["setup", "failed no weights @0"]
+
+
+def test_a_failing_writer_is_reported_at_its_step(journal: Journal) -> None:
+    """The step counts as completed by then."""
+
+    class Full(Writer):
+        def write_checkpoint(self, **_: Any) -> str:
+            raise OSError("disk full")
+
+    job = TrainingJobSpec("r", 4, metric_every=0, checkpoint_every=2)
+    with pytest.raises(OSError, match="disk full"):
+        run_training_loop(job, StepContext(job=job), Trainer(journal), [1, 2, 3], Reporter(journal), Full(journal))
+    assert journal.lines[-1] == "failed disk full @2"
+
+
+def test_a_reporter_that_fails_while_failing_hides_nothing(journal: Journal) -> None:
+    """The failure of training is the one that is raised."""
+
+    class Broken(Reporter):
+        def failed(self, *, step: int, error: str) -> None:
+            raise ConnectionError("reporter is down")
+
+    class Breaks(Trainer):
+        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+            raise ZeroDivisionError("the cause")
+
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        run(journal, [1], trainer=Breaks(journal), reporter=Broken(journal))
+
+
+@pytest.mark.parametrize(("reason", "expected"), [(None, "canceled"), ("timeout", "timeout")])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_stop_is_seen_before_the_first_step_and_after_every_step(
+    journal: Journal, reason: str | None, expected: str, after: int
+) -> None:
+    """The reason of the reporter is the reason of the exception."""
+    with pytest.raises(TrainingCanceled) as raised:
+        run(journal, [1, 2, 3, 4], reporter=Reporter(journal, cancel_after=after, reason=reason))
+    assert raised.value.reason == expected
+    assert journal.lines[-1] == f"failed {expected} @{after}"
+    assert journal.names().count("train_step") == after
+
+
+def test_a_keyboard_interrupt_stays_one(journal: Journal) -> None:
+    """Lightning turns it into a SystemExit; the root cause is raised."""
+
+    class Interrupted(Trainer):
+        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(journal, [1], trainer=Interrupted(journal))
+    assert journal.lines[-1] == "failed KeyboardInterrupt @1"
+
+
+def test_a_step_that_returns_a_dict_is_told_what_to_return(journal: Journal) -> None:
+    """The mistake and the way out in one sentence."""
+
+    class ReturnsDict(Trainer):
+        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+            return {"loss": 1.0}
+
+    with pytest.raises(ContractError, match=r"train_step returned a dict .*return StepResult\(metrics="):
+        run(journal, [1], trainer=ReturnsDict(journal))
+
+
+def test_a_state_dict_that_is_no_dict_is_a_type_error(journal: Journal) -> None:
+    """At the checkpoint, and named."""
+
+    class ReturnsList(Trainer):
+        def state_dict(self, state: Any) -> Any:
+            return [1]
+
+    with pytest.raises(TypeError, match="state_dict returned a list; it must be a dict"):
+        run(journal, [1], max_steps=1, trainer=ReturnsList(journal))
+
+
+def test_tensors_are_metrics_and_the_learning_rate_is_found(journal: Journal) -> None:
+    """0-d tensors are read at the cadence; the rate comes from the state's optimizer."""
+
+    class WithOptimizer(Trainer):
+        def configure(self, ctx: StepContext) -> dict[str, Any]:
+            layer = torch.nn.Linear(1, 1)
+            return {"total": 0, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.25), "layer": layer}
+
+        def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+            return StepResult(metrics={" Train_Loss ": torch.tensor(1.5), "other": 2})
+
+        def state_dict(self, state: Any) -> dict[str, object]:
+            return {}
+
+    run(journal, [1], max_steps=1, metric_every=1, trainer=WithOptimizer(journal))
+    metrics = [line for line in journal.lines if line.startswith("metric")]
+    assert metrics == ["metric train/loss=1.5 @1", "metric other=2.0 @1", "metric train/lr=0.25 @1"]
+
+
+def test_the_context_names_the_device_that_is_there(journal: Journal) -> None:
+    """The default `cuda:0` becomes the CPU where there is no CUDA; job and dtype stay the caller's."""
+    seen: list[StepContext] = []
+
+    class Looks(Trainer):
+        def setup(self, ctx: StepContext) -> None:
+            seen.append(ctx)
+
+    job = TrainingJobSpec("r", 1, metric_every=0)
+    ctx = StepContext(job=job, device="cpu", dtype="fp32", model_handles={"a": 1})
+    run_training_loop(job, ctx, Looks(journal), [1], Reporter(journal), Writer(journal))
+    (given,) = seen
+    assert (given.job, given.device, given.dtype, given.model_handles) == (job, "cpu", "fp32", {"a": 1})
+    assert (given.rank, given.world_size) == (0, 1)
+    assert given.run_state is not None
+    assert given.is_canceled is not None
+    assert not given.is_canceled()
