@@ -58,6 +58,7 @@ class UploadArtifacts(Hook):
     """
 
     reads = ("loss_stats",)
+    optional_reads = ("eval_scores", "latest_checkpoint_uri")
 
     def __init__(
         self,
@@ -98,8 +99,8 @@ class UploadArtifacts(Hook):
         }
         self._seen_metrics: object = None
         self._seen_scores: object = None
-        self._seen_samples: object = None
         self._seen_checkpoint: str | None = None
+        self._awaited: str | None = None
         self._seen_files: dict[str, int] = {}
         self._last_step = 0
 
@@ -151,7 +152,18 @@ class UploadArtifacts(Hook):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen_files = {path: _mtime_ns(path) for path in _paths_of(trainer)}  # of the run that is resumed
+        self._seen_checkpoint = run_state_of(trainer).latest_checkpoint_uri
         self._last_step = trainer.global_step
+
+    @override
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        self._queue_new_checkpoint(str(path), step)
+
+    @override
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        self.queue_samples(paths, step=step)
 
     @override
     def on_train_batch_start(
@@ -194,7 +206,7 @@ class UploadArtifacts(Hook):
             self._finish(trainer, None)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._uploader is not None and self._given is None:
             self._look_for_files(trainer)
             self._finish(trainer, exception)
@@ -217,21 +229,25 @@ class UploadArtifacts(Hook):
         if state.eval_scores is not None and state.eval_scores is not self._seen_scores:
             self._seen_scores = state.eval_scores
             self._queue_metrics(state.eval_scores, step)
-        if state.latest_sample_uris and state.latest_sample_uris is not self._seen_samples:
-            self._seen_samples = state.latest_sample_uris
-            self.queue_samples(state.latest_sample_uris, step=step)
         self._look_at_checkpoint(trainer)
 
     def _look_at_checkpoint(self, trainer: pl.Trainer) -> None:
-        if self._uploader is None:
-            return
+        """Queue the newest checkpoint if nobody told us of it, and tell the run state once it has arrived."""
         state = run_state_of(trainer)
-        uri = state.latest_checkpoint_uri
-        if uri is not None and uri != self._seen_checkpoint and os.path.exists(uri):
-            self._seen_checkpoint = uri
-            self.queue_checkpoint(uri, step=trainer.global_step)
-        if uri is not None and (arrived := self._uploader.delivered(uri)) is not None and arrived.ref:
+        if state.latest_checkpoint_uri not in (None, self._seen_checkpoint):
+            self._queue_new_checkpoint(str(state.latest_checkpoint_uri), trainer.global_step)
+        if self._awaited is None or self._uploader is None:
+            return
+        arrived = self._uploader.delivered(self._awaited)
+        if arrived is not None:
             state.extra[REFERENCE_FACT] = arrived.ref
+            self._awaited = None
+
+    def _queue_new_checkpoint(self, path: str, step: int) -> None:
+        self._seen_checkpoint = path
+        if os.path.exists(path):  # else it is an address, where somebody else has uploaded it
+            self._awaited = path
+            self.queue_checkpoint(path, step=step)
 
     def _look_for_files(self, trainer: pl.Trainer) -> None:
         """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""
@@ -284,7 +300,8 @@ class UploadArtifacts(Hook):
 def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
     """How the run ended; of a foreign exception only its type is told, because its text may hold anything."""
     step = trainer.global_step
-    checkpoint = next(iter(reversed(_paths_of(trainer))), None) or run_state_of(trainer).latest_checkpoint_uri
+    newest = [callback.last_model_path or callback.best_model_path for callback in _model_checkpoints(trainer)]
+    checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
     if isinstance(error, UploadError):
@@ -308,7 +325,7 @@ def _record_at(path: Path) -> CheckpointRecord | None:
 
 
 def _paths_of(trainer: pl.Trainer) -> list[str]:
-    """What the ``ModelCheckpoint`` callbacks of `trainer` hold, each path once, the last file last."""
+    """What the ``ModelCheckpoint`` callbacks of `trainer` hold, each path once."""
     paths: dict[str, None] = {}
     for callback in _model_checkpoints(trainer):
         paths.update(dict.fromkeys([*callback.best_k_models, callback.best_model_path, callback.last_model_path]))

@@ -2,14 +2,20 @@
 
 import importlib.util
 import io
+import json
 import sys
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from genlight.adapter.exceptions import UploadError
+from genlight.callbacks.checkpoint import RecordMeta, save
+from genlight.callbacks.hook import Hook, fire, run_state_of
 from genlight.callbacks.upload_artifacts import UploadArtifacts
+from genlight.reporters.uploads import UploadConfig, Uploader
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,7 +63,7 @@ def fit(tmp_path, chaos, monkeypatch):
         monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
     monkeypatch.setenv("TENSORHUB_URL", chaos.url)
 
-    def run(module=None, steps=6, every=2, callbacks=(), **settings):
+    def run(module=None, steps=6, every=2, callbacks=(), ckpt_path=None, **settings):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 5.0} | settings
         upload = UploadArtifacts(**settings)
         checkpoint = ModelCheckpoint(
@@ -73,7 +79,7 @@ def fit(tmp_path, chaos, monkeypatch):
             enable_model_summary=False,
         )
         data = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4)
-        trainer.fit(module or Line(), data)
+        trainer.fit(module or Line(), data, ckpt_path=ckpt_path)
         return trainer
 
     return run
@@ -153,3 +159,116 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts()
     with pytest.raises(ValueError, match="Invalid `metric_every`"):
         UploadArtifacts(run_id="r", metric_every=-1)
+
+
+class Reports(Hook):
+    """Stands for genlight's loop and its other callbacks: metrics, checkpoints and samples as they report them."""
+
+    critical = True
+    writes = ("loss_stats", "latest_checkpoint_uri")
+
+    def __init__(self, folder, tell=True):
+        self.folder = folder
+        self.tell = tell
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        step = trainer.global_step
+        state = run_state_of(trainer)
+        if step % 2 == 0:
+            state.loss_stats = {"train/loss": float(step)}
+        if step == 3:
+            record = self.write_checkpoint(step)
+            state.latest_checkpoint_uri = str(record)
+            if self.tell:
+                fire(trainer, "on_checkpoint_durable", record, step)
+        if step == 4:
+            fire(trainer, "on_samples_written", self.write_samples(step), step)
+
+    def write_checkpoint(self, step):
+        record = self.folder / f"step-{step:08d}.json"
+        dump = {"state_dict": {"w": torch.ones(3)}, "global_step": step}
+        return save(record, dump, meta=RecordMeta(run_id="run-1")).path
+
+    def write_samples(self, step):
+        paths = []
+        for index in range(2):
+            sample = self.folder / f"step-{step:08d}-{index:02d}.json"
+            picture = self.folder / sample.stem / "cat.png"
+            picture.parent.mkdir(parents=True)
+            picture.write_bytes(b"png %d" % index)
+            sample.write_text(json.dumps({"files": [f"{sample.stem}/cat.png"]}))
+            paths += [sample, picture]
+        return paths
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, tmp_path, tell):
+    fit(every=100, callbacks=[Reports(tmp_path / "run" / "own", tell)])
+    (message,) = chaos.messages("/checkpoint")
+    assert (message["step"], Path(message["local_path"]).name) == (3, "step-00000003.json")
+    names = [name for name in chaos.files() if name.startswith("step-00000003-")]
+    assert "step-00000003-step-00000003.json" in names
+    assert "step-00000003-model.safetensors" in names
+    assert message["file_ref"] == "ref-step-00000003-step-00000003.json"
+
+
+def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_path):
+    fit(every=100, callbacks=[Reports(tmp_path / "run" / "own")])
+    assert [m["step"] for m in chaos.messages("/sample")] == [4, 4]
+    assert chaos.files()["step-00000004-step-00000004-00_cat.png"] == b"png 0"
+    assert chaos.files()["step-00000004-step-00000004-01_cat.png"] == b"png 1"
+
+
+def test_metrics_that_the_loop_has_read_are_sent_instead_of_lightnings(fit, chaos, tmp_path):
+    fit(every=100, callbacks=[Reports(tmp_path / "run" / "own")])
+    assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [
+        (step, {"train/loss": float(step)}) for step in (2, 4, 6)
+    ]
+
+
+def test_the_run_state_tells_where_the_newest_checkpoint_has_arrived(fit, tmp_path):
+    class Patient(Hook):
+        critical = True
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
+            for _ in range(1000 if trainer.global_step == 4 else 0):
+                if upload._uploader.delivered(run_state_of(trainer).latest_checkpoint_uri):
+                    return
+                time.sleep(0.01)
+
+    trainer = fit(every=100, callbacks=[Reports(tmp_path / "run" / "own"), Patient()])
+    assert run_state_of(trainer).extra["uploaded_checkpoint_ref"] == "ref-step-00000003-step-00000003.json"
+
+
+def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
+    config = UploadConfig(run_id="r", spool_dir=tmp_path / "spool", metrics_url=f"{chaos.url}/metrics")
+    with Uploader(config) as uploader:
+        fit(uploader=uploader)
+        assert uploader.settle().ok
+    assert len(chaos.messages("/metrics")) == 3
+    assert chaos.messages("/terminal") == []
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+def test_an_earlier_attempts_checkpoints_are_not_queued_again_by_a_resumed_fit(fit, chaos, tmp_path):
+    fit(steps=4)
+    fit(steps=8, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2, 4, 6, 8]
+
+
+def test_the_last_file_is_sent_each_time_it_is_written_anew(fit, chaos, tmp_path):
+    last = ModelCheckpoint(dirpath=tmp_path / "run" / "last", save_last=True, save_top_k=0, every_n_train_steps=2)
+    fit(every=100, callbacks=[last])
+    steps = [m["step"] for m in chaos.messages("/checkpoint") if m["local_path"].endswith("last.ckpt")]
+    assert steps == [2, 4, 6]
+    content = chaos.files()["step-00000004-last.ckpt"]
+    assert torch.load(io.BytesIO(content), weights_only=True)["global_step"] == 4
+
+
+def test_it_can_be_configured_from_yaml(tmp_path, monkeypatch):
+    parser = ArgumentParser()
+    parser.add_argument("--hook", type=UploadArtifacts)
+    parsed = parser.parse_object({"hook": {"class_path": "genlight.callbacks.upload_artifacts.UploadArtifacts",
+                                           "init_args": {"run_id": "r", "targets": ["hf://me/model"]}}})  # fmt: skip
+    assert parser.instantiate(parsed).hook._settings["targets"] == ("hf://me/model",)
