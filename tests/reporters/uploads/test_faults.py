@@ -103,6 +103,44 @@ def test_a_digest_that_keeps_contradicting_ours_fails_the_upload(chaos, uploader
     assert len(chaos.requests()) == 5
 
 
+def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_ends(
+    chaos, uploader_for, write_checkpoint
+):
+    chaos.control(script=["500"] * 1000, script_paths="/checkpoint?")
+    uploader = uploader_for(chaos, checkpoint_url=f"{chaos.url}/checkpoint?")
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert not uploader.settle(0.1).ok
+    uploader.close()
+    chaos.control(script=[])
+    assert uploader_for(chaos).settle().ok
+    assert len(chaos.requests("/api/")) == 3
+
+
+def test_metrics_that_come_while_those_of_their_step_are_on_the_way_are_sent_too(chaos, uploader_for):
+    chaos.control(script=["stall"])
+    uploader = uploader_for(chaos)
+    uploader.enqueue_metrics({"a": 1.0}, 1)
+    while not chaos.requests("/metrics"):
+        pass
+    uploader.enqueue_metrics({"b": 2.0}, 1)
+    assert uploader.settle().pending_metrics == 0
+    assert [message["metrics"] for message in chaos.messages("/metrics")] == [{"a": 1.0}, {"b": 2.0}]
+
+
+def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["wrong-digest"] * 2)
+    uploader = uploader_for(chaos, start=False, backoff_base_s=0.2, backoff_cap_s=0.2)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    uploader.start()
+    while not chaos.requests("/api/"):
+        pass
+    files[0].write_bytes(b"changed")
+    assert uploader.settle().ok
+    assert chaos.files()["step-00000001-model.safetensors"] == b"changed"
+
+
 def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_for):
     chaos.control(script=["429"], retry_after="30")
     uploader = uploader_for(chaos)
