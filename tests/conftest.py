@@ -1,0 +1,146 @@
+"""What every test shares: one thread for torch, small trainer classes, and a check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only fight over the cores
+
+LIBRARIES_OWN_VARIABLES = (
+    "CUDA_",
+    "HF_",
+    "KMP_",
+    "OMP_",
+    "PYTEST_",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRITON_",
+)
+"""Starts of names that an import of torch, or of what it stands on, may set for good."""
+
+WARNINGS_OF_LIBRARIES = (
+    # Lightning about its own use of others, and advice that does not fit a trainer of a few steps.
+    "ignore:.*smaller than the logging interval.*:UserWarning",
+    "ignore:.*ModelCheckpoint with manual optimization.*:UserWarning",
+    "ignore:`tensorboardX` has been removed.*:UserWarning",
+    "ignore:GPU available but not used.*:UserWarning",
+)
+
+
+def pytest_configure(config):
+    for line in WARNINGS_OF_LIBRARIES:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    """Fail a test that leaks environment variables, threads that keep the process alive, or a process group."""
+    variables, threads = dict(os.environ), set(threading.enumerate())
+    yield
+    leaks = [*_changed_variables(variables), *_left_threads(threads), *_left_process_group()]
+    assert not leaks, "the test leaves behind: " + ", ".join(leaks)
+
+
+def _changed_variables(before):
+    names = {*before, *os.environ}
+    changed = [
+        name
+        for name in sorted(names)
+        if before.get(name) != os.environ.get(name) and not name.startswith(LIBRARIES_OWN_VARIABLES)
+    ]
+    for name in changed:  # so that the next test is not blamed as well
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}" for name in changed]
+
+
+def _left_threads(before):
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in left:
+        thread.join(timeout=2)  # one that was told to end may need a moment
+    return [f"thread {thread.name}" for thread in left if thread.is_alive()]
+
+
+def _left_process_group():
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return []
+    dist.destroy_process_group()
+    return ["a torch process group"]
+
+
+class CountingTrainer:
+    """Uses no torch: its state counts steps and batches, its loss is one over the step; notes every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def setup(self, ctx):
+        self.calls.append("setup")
+
+    def configure(self, ctx):
+        self.calls.append("configure")
+        return {"steps": 0, "seen": [], "lr": 0.5}
+
+    def prepare_batch(self, raw_batch, state, ctx):
+        self.calls.append("prepare_batch")
+        return raw_batch
+
+    def train_step(self, batch, state, ctx):
+        from genlight.adapter import StepResult
+
+        self.calls.append("train_step")
+        state["steps"] += 1
+        state["seen"].append(batch)
+        return StepResult(metrics={"loss": 1 / state["steps"]})
+
+    def state_dict(self, state):
+        self.calls.append("state_dict")
+        return {"steps": state["steps"], "seen": list(state["seen"])}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.calls.append("load_state_dict")
+        state.update(payload)
+
+
+@pytest.fixture
+def counting_trainer():
+    """The class of a trainer without torch."""
+    return CountingTrainer
+
+
+@pytest.fixture
+def quiet():
+    """Arguments of a small Lightning trainer that writes nothing and shows nothing."""
+    return {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+@pytest.fixture
+def fit(quiet):
+    """Train a trainer class for some steps of batches 0, 1, 2, … with the given callbacks; returns trainer and module."""
+
+    def run(plugin, callbacks=(), *, steps=4, job=None, batches=None, module=None, **arguments):
+        import lightning.pytorch as pl
+        from genlight.adapter import ContractModule
+        from genlight.adapter.training_loop import BatchStream
+
+        options = {**quiet, "max_steps": steps, "max_epochs": 1, "callbacks": list(callbacks), **arguments}
+        trainer = pl.Trainer(**options)
+        module = module or ContractModule(plugin, job)
+        trainer.fit(module, BatchStream(range(1000) if batches is None else batches))
+        return trainer, module
+
+    return run
