@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import Discovered
+from .discovery import Discovered, check_devices
 from .exceptions import ContractError
 from .precision import StepPrecision, cast_inputs, step_precision
 from .replication import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
@@ -74,8 +74,10 @@ def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Dis
     gives every rank the weights of rank 0.
 
     Raises:
-        ContractError: The ranks built different things, or the precision cannot host the trainer.
+        ContractError: The ranks built different things, something is on another device than this rank's, or the
+            precision cannot host the trainer.
     """
+    check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
     precision = step_precision(trainer.precision_plugin, discovered)
     hooks = step_hooks(trainer, module)
     gradients, buffers = None, None

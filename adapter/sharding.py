@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .discovery import Discovered, Found
 from .exceptions import ContractError
+from .hosting import save_whole
 from .replication import broadcast_from_zero
 
 __all__ = ["ShardPolicy", "shard", "shard_for"]
@@ -30,7 +31,7 @@ blocks, or a function of a submodule's name and the submodule."""
 
 
 def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = "whole") -> bool:
-    """Shard what was discovered where `strategy` asks for it, and say whether it did.
+    """Shard what was discovered where `strategy` asks for it, and say whether it did; checkpoints are whole then.
 
     To be called in ``configure_model``, right after ``configure``, on every rank.
 
@@ -40,6 +41,7 @@ def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = 
     if not isinstance(strategy, ModelParallelStrategy):
         return False
     shard(discovered, strategy.device_mesh["data_parallel"], policy)
+    save_whole(strategy)
     return True
 
 

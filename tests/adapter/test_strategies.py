@@ -93,6 +93,14 @@ BLOCKS = [
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "OwnScaler", "AdamClosure", "LooseTensor"]
 
 
+INTERRUPTED = {
+    "ddp": {"name": "Scheduled"},
+    "ddp 16-mixed": {"name": "Accumulating", "precision": "16-mixed"},
+    "fsdp": {"name": "WithEma", "strategy": "fsdp"},
+    "blocks": {"name": "Gan", "strategy": "fsdp", "policy": "Linear"},
+}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """The whole zoo in one pair of processes, since starting one takes seconds."""
@@ -105,6 +113,7 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
     jobs += [{"key": "refused Checkpointed", "name": "Checkpointed", "strategy": "fsdp"}]
+    jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
     return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
 
@@ -130,6 +139,25 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
 def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
         assert_close(rank[f"fsdp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "uninterrupted"),
+    [
+        ("ddp", "ddp Scheduled"),
+        ("ddp 16-mixed", "16-mixed Accumulating"),
+        ("fsdp", "fsdp WithEma"),
+        ("blocks", "blocks Gan"),
+    ],
+)
+def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
+    two_ranks, key, uninterrupted
+):
+    for rank in two_ranks:
+        actual, expected = rank[f"interrupted {key}"], rank[uninterrupted]
+        assert not isinstance(actual, str), actual
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ def share(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[st
 class Shares:
     """A loader of one rank's share of every batch; a list would be taken for several loaders."""
 
-    def __init__(self, rank: int, world_size: int, steps: int) -> None:
-        self.batches = [share(rows(step), rank, world_size) for step in range(steps)]
+    def __init__(self, rank: int, world_size: int, steps: int, first: int = 0) -> None:
+        self.batches = [share(rows(step), rank, world_size) for step in range(first, steps)]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -622,7 +622,16 @@ def weights(state: Any, trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def hosted_run(
-    name: str, *, rank: int = 0, world_size: int = 1, steps: int = STEPS, callbacks=(), policy=None, **trainer_args: Any
+    name: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    steps: int = STEPS,
+    callbacks: Any = (),
+    policy: Any = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    **trainer_args: Any,
 ):
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
     import lightning.pytorch as pl
@@ -644,7 +653,10 @@ def hosted_run(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
         warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
-        trainer.fit(module, Shares(rank, world_size, steps))
+        first = 2 if resume else 0
+        trainer.fit(module, Shares(rank, world_size, steps, first), ckpt_path=resume, weights_only=False)
+        if save:
+            trainer.save_checkpoint(save)
     return module, trainer
 
 
@@ -737,15 +749,19 @@ def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any
             if job.get("strategy") == "torch's own":
                 results[job["key"]] = plain_ddp_run(job["name"], rank, world_size)
                 continue
-            module, trainer = hosted_run(
-                job["name"],
-                rank=rank,
-                world_size=world_size,
-                devices=world_size,
-                strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
-                policy=job.get("policy", "whole"),
-                **precision_of(job.get("precision", "32-true")),
-            )
+            arguments = {"rank": rank, "world_size": world_size, "devices": world_size}
+            arguments["policy"] = job.get("policy", "whole")
+
+            def run(job=job, arguments=arguments, **more: Any):
+                strategy = strategy_of(job.get("strategy", "ddp"), rank, world_size)
+                precision = precision_of(job.get("precision", "32-true"))
+                return hosted_run(job["name"], strategy=strategy, **precision, **arguments, **more)
+
+            resume = None
+            if job.get("interrupted"):
+                resume = folder / f"{job['key']}.ckpt"
+                run(steps=2, save=resume)
+            module, trainer = run(resume=resume)
             assert trainer.global_step == STEPS
             results[job["key"]] = whole(weights(module.contract_state, module.plugin))
             if module._router is not None and module._router.scales:
