@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,12 +17,19 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from typing_extensions import override
 
-from ..cadence import crossed
-from ..hook import Hook, run_state_of
+from ..cadence import crossed, suppressed
+from ..hook import Hook, fire, run_state_of
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
-from .rank_parts import capture_rng_of_ranks, gather, gradients_of, restore_gradients, restore_rng_of_rank
+from .rank_parts import (
+    capture_rng_of_ranks,
+    gather,
+    gradients_of,
+    gradients_of_rank,
+    restore_gradients,
+    restore_rng_of_rank,
+)
 from .record import CheckpointRecord, RecordMeta
 from .retention import Retention, best, to_delete
 from .saving import CONTRACT_KEY
@@ -50,7 +57,9 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     Works in any ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])``: it brings its own
     `DurableCheckpointIO`, stores the random state of every rank and the gradients of an unfinished accumulation window,
-    and restores them with ``ckpt_path``.
+    and restores them with ``ckpt_path``. Every callback hears of a durable checkpoint by ``on_checkpoint_durable``, in
+    the training thread of rank zero. Before a stop that the ranks agreed on (``stop_reason`` of the run state), the
+    step that was reached is saved.
 
     Args:
         dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
@@ -73,6 +82,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     """
 
     ranks: Literal["zero", "all"] = "all"
+    optional_reads = ("stop_reason", "loss_stats")
+    reads = ("stop_reason",)
     writes = ("latest_checkpoint_uri",)
 
     def __init__(
@@ -110,8 +121,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self.listeners: list[Callable[[CheckpointRecord], None]] = []
-        """Called in the training thread, on rank zero, soon after a checkpoint became durable."""
         self._durable: deque[CheckpointRecord] = deque()
         self._io: DurableCheckpointIO | None = None
         self._previous_step = 0
@@ -157,8 +166,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.poll(trainer)
         self._is_between_batches = True
         previous, self._previous_step = self._previous_step, trainer.global_step
-        is_due = crossed(previous, trainer.global_step, self.every_n_steps) or self._is_overdue
-        if is_due and not self._must_skip(trainer):
+        if run_state_of(trainer).stop_reason is not None:
+            self.save(trainer, pl_module, wait=True)  # the last chance: the loop ends the run after this step
+            return
+        is_due = crossed(previous, trainer.global_step, self.every_n_steps) and not suppressed(pl_module)
+        if (is_due or self._is_overdue) and not self._must_skip(trainer):
             self.save(trainer, pl_module)
 
     @override
@@ -202,9 +214,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
-        gradients = parts.get("gradients", [])
-        if trainer.global_rank < len(gradients):
-            self._pending["gradients"] = gradients[trainer.global_rank]
+        self._pending["gradients"] = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
@@ -280,6 +290,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     # How
 
+    def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
+        if self.saves_anything and self._last_saved_step != trainer.global_step:
+            self.save(trainer, pl_module, wait=True)
+        else:
+            self.wait(trainer)
+
     def _must_skip(self, trainer: pl.Trainer) -> bool:
         """Whether a due save has to wait for its turn, or must not happen at all."""
         if getattr(trainer, "fast_dev_run", False):
@@ -337,8 +354,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         while self._durable:
             record = self._durable.popleft()
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)
-            for listener in self.listeners:
-                listener(record)
+            fire(trainer, "on_checkpoint_durable", record.path, record.step)
 
     def _monitored(self, trainer: pl.Trainer) -> dict[str, float]:
         name = self.retention.monitor

@@ -8,10 +8,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .rng import capture_rng, restore_rng
 
-__all__ = ["gather", "gradients_of", "restore_gradients", "restore_rng_of_rank"]
+__all__ = [
+    "capture_rng_of_ranks",
+    "gather",
+    "gradients_of",
+    "gradients_of_rank",
+    "restore_gradients",
+    "restore_rng_of_rank",
+]
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +60,26 @@ def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
 
 
 def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """Gradients that a coming update will still use, by parameter name."""
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    """Gradients that a coming update will still use, by parameter name.
+
+    Collective where parameters are sharded: their gradients are whole, and in the part of rank zero only.
+    """
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            continue
+        if not isinstance(parameter.grad, DTensor):
+            gradients[name] = parameter.grad
+            continue
+        whole = parameter.grad.full_tensor()
+        if module.global_rank == 0:
+            gradients[name] = whole
+    return gradients
+
+
+def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[str, torch.Tensor]:
+    """What this rank puts back: its own part, and of sharded parameters what rank zero holds."""
+    return parts[0] | (parts[rank] if rank < len(parts) else {}) if parts else {}
 
 
 def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:
@@ -63,5 +89,8 @@ def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Ten
         parameter = parameters.get(name)
         if parameter is None:
             log.warning("The checkpoint holds a gradient of %s, which this model does not have", name)
-        else:
-            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            continue
+        gradient = gradient.to(parameter.device, parameter.dtype)
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        parameter.grad = gradient

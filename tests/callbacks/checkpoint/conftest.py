@@ -1,6 +1,9 @@
 """A small LightningModule and a data loader that resumes within an epoch."""
 
+import random
+
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
@@ -72,7 +75,9 @@ def make_trainer(tmp_path):
 @pytest.fixture
 def make_net():
     def make(seed: int = 0):
-        pl.seed_everything(seed, verbose=False)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         return Net()
 
     return make

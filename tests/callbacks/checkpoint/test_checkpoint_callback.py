@@ -2,13 +2,16 @@
 
 import os
 import random
+import threading
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from genlight.adapter.exceptions import CheckpointError, UnstorableStateError
+from genlight.adapter.contract import StepControlHints, StepResult
+from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
+from genlight.callbacks.hook import Hook, run_state_of
 
 
 class Killed(Exception):
@@ -95,19 +98,64 @@ def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, m
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
-def test_listeners_hear_of_a_checkpoint_in_the_training_thread_once_it_is_durable(
-    tmp_path, make_trainer, make_net, make_loader
-):
-    import threading
+class Listener(Hook):
+    """Notes what it hears, and where."""
 
-    heard = []
+    def __init__(self):
+        self.heard = []
+
+    def on_checkpoint_durable(self, trainer, pl_module, path, step):
+        self.heard.append((step, path.exists(), threading.current_thread() is threading.main_thread()))
+
+
+def test_callbacks_hear_of_a_durable_checkpoint_in_the_training_thread(tmp_path, make_trainer, make_net, make_loader):
+    listener = Listener()
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
-    checkpoint.listeners.append(
-        lambda record: heard.append((record.step, record.path.exists(), threading.current_thread()))
-    )
-    make_trainer(checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
-    main = threading.main_thread()
-    assert heard == [(2, True, main), (4, True, main), (5, True, main)]
+    trainer = make_trainer(checkpoint, listener, max_epochs=1)
+    trainer.fit(make_net(), make_loader(5))
+    assert listener.heard == [(2, True, True), (4, True, True), (5, True, True)]
+    assert run_state_of(trainer).latest_checkpoint_uri == str(tmp_path / "c" / "final.json")
+
+
+class StopAt(Hook):
+    """Decides on a stop at a batch, and ends the run at the next, as a preemption does."""
+
+    writes = ("stop_reason",)
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.batch:
+            run_state_of(trainer).stop_reason = "preempted"
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if run_state_of(trainer).stop_reason:
+            raise TrainingCanceled("preempted")
+
+
+@pytest.mark.parametrize("every", [3, 4, 100])
+def test_a_stop_leaves_a_durable_checkpoint_of_its_step(tmp_path, make_trainer, make_net, make_loader, every):
+    with pytest.raises(TrainingCanceled):
+        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=every), StopAt(3), max_epochs=1).fit(
+            make_net(), make_loader()
+        )
+    assert newest_valid(tmp_path / "c")[0].step == 4
+    assert "final.json" not in records(tmp_path / "c")
+
+
+class Silent(pl.Callback):
+    """A step that asks for no checkpoint."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        hints = StepControlHints(skip_cadence_emit=batch_idx == 1)
+        pl_module.step_result = StepResult(control=hints)
+
+
+def test_a_boundary_on_a_step_that_asked_for_silence_is_lost(tmp_path, make_trainer, make_net, make_loader):
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
+    make_trainer(Silent(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    assert records(tmp_path / "c") == ["step-00000004.json", "final.json"]
 
 
 def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_loader):
@@ -195,8 +243,6 @@ def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer,
 
 def test_a_busy_writer_makes_newest_skip_to_the_newest_state(tmp_path, make_trainer, make_net, make_loader):
     """The first save is held back until the fourth step; the second and third are left out, none after that is."""
-    import threading
-
     release = threading.Event()
 
     class Slow(pl.Callback):
