@@ -16,10 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mesh")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
     dist.destroy_process_group()
 
