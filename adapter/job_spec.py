@@ -145,6 +145,8 @@ def _header_value(text: str) -> bool:
 
 
 LARGEST = 2**63 - 1
+DEEPEST = 100
+"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
 
 TEXT = Rule(str, "a text without control characters", storable_text)
 NON_BLANK = Rule(str, "a text that is not empty", lambda text: bool(text.strip()) and storable_text(text))
@@ -297,6 +299,9 @@ def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
     Faults and warnings go to `faults`; a faulty field is left out of the result, which is then of no use beyond
     finding further faults.
     """
+    if _is_deeper_than(raw, DEEPEST):
+        faults.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
+        return JobSpec()
     values = _fields("", _without_alias(raw, faults), SPEC_FIELDS, faults)
     for name, rules in NESTED_FIELDS.items():
         if name in values:
@@ -312,6 +317,21 @@ def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
     if "sample_prompts" in values:
         values["sample_prompts"] = _sample_prompts(values["sample_prompts"], faults)
     return JobSpec(**values)
+
+
+def _is_deeper_than(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not layer:
+            return False
+    return True
 
 
 def _without_alias(raw: Mapping[str, Any], faults: FaultList) -> dict[str, Any]:

@@ -31,7 +31,7 @@ COMMAND_LINE_SETTINGS = (
 class Overrides:
     """What the command line sets."""
 
-    spec: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
+    spec: Mapping[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
     """Fields of the job spec by their path."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that the job spec does not have, by name."""

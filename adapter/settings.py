@@ -31,7 +31,7 @@ class Settings:
     """What each source says, before one of them wins."""
 
     spec: JobSpec
-    environment: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(repr=False)
     overrides: Overrides
     spec_path: Path | None
     readable: bool
@@ -64,8 +64,10 @@ class Settings:
 
     def absolute(self, name: str, text: str) -> Path:
         """`text`, which is the setting `name` or a part of it, as an absolute path."""
-        base = self.spec_dir if self.sources.get(name) == "job spec" else Path.cwd()
-        return Path(os.path.normpath(base / os.path.expanduser(text)))
+        path = os.path.expanduser(text)
+        if self.sources.get(name) == "job spec":
+            path = os.path.join(self.spec_dir, path)
+        return Path(os.path.abspath(path))
 
     @property
     def spec_dir(self) -> Path:
@@ -83,7 +85,11 @@ def read_settings(
     set_by_hand = parse_overrides(overrides, faults)
     merged = apply_overrides(raw or {}, set_by_hand, faults)
     spec = parse_job_spec(merged, faults)
-    tokens = (merged.get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
+    tokens = (
+        merged.get("capability_token"),
+        (raw or {}).get("capability_token"),
+        environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
+    )
     secrets = tuple(token for token in tokens if isinstance(token, str) and token)
     return Settings(spec, environment, set_by_hand, path, raw is not None, frozenset(_names(merged)), secrets)
 
@@ -132,6 +138,7 @@ def require_settings(reading: Settings, faults: FaultList) -> None:
         )
     _refuse_contradictions(reading.spec, faults)
     _refuse_unknown_arguments(reading.spec, faults)
+    _warn_of_no_effect(reading, faults)
 
 
 def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
@@ -149,12 +156,25 @@ def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
 
 def _refuse_unknown_arguments(spec: JobSpec, faults: FaultList) -> None:
     """Note arguments that ``lightning.pytorch.Trainer`` does not have; Lightning would refuse them much later."""
+    if "max_steps" in spec.lightning:
+        faults.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
     known = trainer_arguments() if spec.lightning else ()
     for name in spec.lightning if known else ():
         if name not in known:
             faults.add(
                 f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
             )
+
+
+def _warn_of_no_effect(reading: Settings, faults: FaultList) -> None:
+    """Note settings that another one makes pointless."""
+    spec = reading.spec
+    if spec.sample_prompts and not spec.sample_every:
+        faults.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
+    if reading.pick("uploads.sample_url") and not spec.sample_every:
+        faults.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
+    if reading.pick("token_origins") and not reading.pick("capability_token"):
+        faults.warn("`token_origins` has no effect, since there is no token.")
 
 
 def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None) -> str:

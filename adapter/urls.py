@@ -36,8 +36,8 @@ def url_fault(url: str) -> str | None:
         return "it does not begin with http:// or https://"
     if not parts.hostname:
         return "it names no host"
-    if any(character.isspace() or ord(character) < 32 for character in url):
-        return "it holds white space"
+    if any(character.isspace() or not character.isprintable() for character in url):
+        return "it holds white space or characters that no address has"
     return None
 
 

@@ -21,6 +21,10 @@ from .progress import InputProgress, Tracker
 __all__ = ["Download", "RetryPolicy", "download", "probe"]
 
 
+PROCESS_BEGAN = time.time()
+"""When this process loaded the module, in seconds since 1970."""
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often and how patiently a transfer that breaks is taken up again."""
@@ -98,12 +102,22 @@ def download(
         stored = entry.stored()
         if stored is not None and request.contradiction(stored.content):
             stored = None
-        fresh = waited and stored is not None and stored.stored_at >= asked_at
-        if stored is not None and (request.has_digest or fresh):
+        if stored is not None and (request.has_digest or _is_fresh(stored, asked_at if waited else None)):
             _tell_finished(request, stored.content.size_bytes, tracker)
         else:
             _transfer(request, client, entry, stored, retry or RetryPolicy(), tracker)
     return request.target
+
+
+def _is_fresh(stored: Stored, waited_since: float | None) -> bool:
+    """Whether another process of this start fetched the file just now, so that it need not be asked for again.
+
+    That is so if this one had to wait for it, or, where the server gives nothing to ask with, if it is younger than
+    this process.
+    """
+    if waited_since is not None:
+        return stored.stored_at >= waited_since
+    return stored.version == Version() and stored.stored_at >= PROCESS_BEGAN
 
 
 def _tell_finished(request: Download, size: int, tracker: Tracker) -> None:

@@ -24,7 +24,7 @@ def fetch_from_hub(
     ref: HubRef,
     *,
     kind: Literal["model", "dataset"],
-    default_patterns: list[str] | None = None,
+    patterns: list[str] | None = None,
     retry: RetryPolicy | None = None,
     tracker: Tracker,
 ) -> Path:
@@ -33,7 +33,7 @@ def fetch_from_hub(
     Args:
         ref: What to fetch.
         kind: Which kind of repository it is.
-        default_patterns: File patterns for a reference without a path; None fetches all files.
+        patterns: What to fetch of it; None takes the path of the reference, or all files.
         retry: How often and how patiently to ask a hub that cannot be reached.
         tracker: Told of the progress.
 
@@ -41,7 +41,8 @@ def fetch_from_hub(
         AuthError: The hub refused the credentials, or the repository is gated.
         InputError: There is no such repository or revision, or the hub cannot be reached.
     """
-    patterns = default_patterns if ref.path is None else [ref.path, f"{ref.path.rstrip('/')}/*"]
+    if patterns is None and ref.path is not None:
+        patterns = [ref.path, f"{ref.path.rstrip('/')}/*"]
     retry = retry or RetryPolicy()
     failures = 0
     while True:
@@ -53,7 +54,8 @@ def fetch_from_hub(
                 raise InputError(f"{ref.label} cannot be fetched: {error}, after {failures} attempts.") from None
             tracker.wait(retry.delay_s(failures, None))
         else:
-            tracker.tell(InputProgress(ref.label, 0, None, finished=True))
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            tracker.tell(InputProgress(ref.label, size, size, finished=True))
             return folder
 
 

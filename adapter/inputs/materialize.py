@@ -207,7 +207,7 @@ class _Source:
             return self._http(kind, ref)
         if isinstance(ref, HubRef):
             return self._hub(kind, ref)
-        return self._cozy(ref)
+        return self._cozy(kind, ref)
 
     def _local(self, kind: Kind, ref: LocalRef) -> _Found:
         if kind == "checkpoint":
@@ -227,25 +227,37 @@ class _Source:
 
     def _hub(self, kind: Kind, ref: HubRef) -> _Found:
         repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
-        patterns = ["*.parquet"] if kind == "dataset" else None
-        folder = fetch_from_hub(ref, kind=repository, default_patterns=patterns, retry=self.retry, tracker=self.tracker)
-        if kind == "dataset":
-            return _Found(folder / (ref.path or "."), ref.label)
+        folder = fetch_from_hub(
+            ref, kind=repository, patterns=_hub_patterns(kind, ref), retry=self.retry, tracker=self.tracker
+        )
         path = folder / (ref.path or ".")
+        if kind == "dataset":
+            return _Found(path, ref.label)
         if not path.exists():
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
         if kind == "checkpoint":
             return _Found(local_checkpoint(path), ref.label)
         return _Found(path if path.is_dir() else path.parent, ref.label)
 
-    def _cozy(self, ref: CozyRef) -> _Found:
+    def _cozy(self, kind: Kind, ref: CozyRef) -> _Found:
         base = self.config.file_store_url
         if base is None:
             raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
         directory = self.directory / "cozy"
         resolver = HttpResolveClient(base, self.client, directory / ".answers", self.retry)
         folder, resolved = fetch_from_cozy(ref, resolver, directory, tracker=self.tracker)
-        return _Found(folder, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}")
+        path = local_checkpoint(folder) if kind == "checkpoint" else folder
+        return _Found(path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}")
+
+
+def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
+    """Which files of a repository are wanted, where its reference alone does not tell."""
+    if kind == "dataset" and ref.path is None:
+        return ["*.parquet"]
+    if kind == "checkpoint" and ref.path is not None:
+        folder = ref.path.rstrip("/").removesuffix(".json")
+        return [ref.path, f"{folder}.json", f"{folder}/*", f"{folder}~1/*"]
+    return None
 
 
 def _collected(config: RunConfig, wanted: list[tuple[Kind, Ref]], found: list[_Found]) -> MaterializedInputs:

@@ -7,6 +7,7 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
 
+from ...callbacks.checkpoint.layout import FINAL_NAME, name_of, record_paths
 from ...callbacks.checkpoint.record import CheckpointRecord, read_record
 from ...reporters.uploads.wire import remote_name
 from ..exceptions import BrokenCheckpointError, InputError
@@ -18,7 +19,7 @@ __all__ = ["fetch_checkpoint", "local_checkpoint"]
 
 
 def local_checkpoint(path: Path) -> Path:
-    """`path` of a record, or of a checkpoint's folder or name beside its record; the record's own path.
+    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the latest.
 
     Raises:
         InputError: There is no record.
@@ -26,7 +27,11 @@ def local_checkpoint(path: Path) -> Path:
     for candidate in (path, path.with_name(f"{path.name}.json")):
         if candidate.is_file():
             return candidate.absolute()
-    raise InputError(f"There is no checkpoint at {str(path)!r}. Name its record, such as step-00000200.json.")
+    records = record_paths(path) if path.is_dir() else []
+    if not records:
+        raise InputError(f"There is no checkpoint at {str(path)!r}. Name its record, such as step-00000200.json.")
+    finals = [record for record in records if name_of(record) == FINAL_NAME]
+    return (finals or records)[-1].absolute()
 
 
 def fetch_checkpoint(

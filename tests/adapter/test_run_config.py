@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from genlight.adapter.environment import VARIABLES
 from genlight.adapter.exceptions import StartupContractError
+from genlight.adapter.faults import FaultList
 from genlight.adapter.job_spec import NESTED_FIELDS, SPEC_FIELDS, SampleRequest
 from genlight.adapter.run_config import RunConfig, resolve_run_config
-from genlight.adapter.settings import folder_name
+from genlight.adapter.settings import folder_name, read_settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -292,6 +293,51 @@ def test_no_secret_is_in_the_repr_or_in_an_error(job):
     )
     assert "`max_steps`" in error.message
     assert "canary" not in str(error) + repr(error)
+
+
+def test_no_secret_is_in_the_repr_of_what_the_sources_say(job):
+    path = job(capability_token="canary-1", uploads={"metrics_url": "http://h/?canary-2"})
+    environ = {"TRAINER_CAPABILITY_TOKEN": "canary-3", "TENSORHUB_URL": "http://u:canary-4@h"}
+    settings = read_settings(path, ["capability_token=canary-5", "hyperparams.x=canary-6"], environ, FaultList())
+    assert "canary" not in repr((settings.overrides, settings.spec.uploads, settings.spec.inputs))
+    assert "canary" not in repr(settings).replace("'x': 'canary-6'", "")
+    assert {"canary-1", "canary-3", "canary-5"} <= set(settings.secrets)
+
+
+def test_hyperparameters_nested_beyond_reason_are_a_fault_and_no_crash(job):
+    deep: object = 1
+    for _ in range(400):
+        deep = {"a": [deep]}
+    assert "nested too deeply" in str(refused(job(hyperparams=deep)))
+    brackets = "[" * 500 + "]" * 500
+    assert "nested too deeply" in str(refused(job(), f"hyperparams.x={brackets}"))
+
+
+BYTES_ARE_FINE = {
+    *("TRAINER_PLUGIN", "TRAINER_ORCHESTRATED", "TRAINER_CANCELLED", "TRAINER_CANCEL_FILE", "TRAINER_EVENTS_PATH"),
+    *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
+}
+
+
+@pytest.mark.parametrize("variable", [variable.name for variable in VARIABLES if variable.setting != "job_spec_path"])
+def test_bytes_in_the_environment_that_are_no_text_never_crash_the_start(job, variable):
+    try:
+        outcome = resolve(job(), **{variable: "http://h/\udcff"})
+    except StartupContractError as error:
+        outcome = error
+    assert isinstance(outcome, RunConfig if variable in BYTES_ARE_FINE else StartupContractError)
+
+
+def test_settings_that_another_one_makes_pointless_are_warned_about(job):
+    path = job(sample_prompts=["3"], uploads={"sample_url": "http://h/s"})
+    warnings = resolve(path, TRAINER_TOKEN_ORIGINS="http://h").warnings
+    assert [warning.split("`")[1] for warning in warnings] == ["sample_prompts", "uploads.sample_url", "token_origins"]
+    assert all("has no effect" in warning for warning in warnings)
+    assert resolve(path, "sample_every=5").warnings == ()
+
+
+def test_the_job_alone_decides_how_many_steps_there_are(job):
+    assert "`lightning.max_steps`" in str(refused(job(lightning={"max_steps": 3})))
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,31 @@ def config_of(tmp_path):
 @pytest.fixture
 def sha256():
     return lambda content: hashlib.sha256(content).hexdigest()
+
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def hub_with(server, tmp_path, monkeypatch):
+    """Makes the server a hub with a model and a dataset `owner/name`, each in revisions main and v1."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+
+    def publish(files):
+        blobs = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
+        tree = [{"type": "file", "path": n, "size": len(c), "oid": blobs[n]} for n, c in files.items()]
+        for kind, prefix in (("models", ""), ("datasets", "/datasets")):
+            info = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            for revision in ("main", "v1"):
+                server.put(f"/api/{kind}/owner/name/revision/{revision}", info)
+            server.put(f"/api/{kind}/owner/name/tree/{COMMIT}", tree)
+            for name, content in files.items():
+                path = f"{prefix}/owner/name/resolve/{COMMIT}/{name}"
+                server.put(path, content, etag=f'"{blobs[name]}"', headers={"X-Repo-Commit": COMMIT})
+        return server
+
+    return publish

@@ -6,9 +6,11 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.inputs.progress import Tracker
 from genlight.reporters.http import build_client, origin_of
@@ -56,6 +58,18 @@ def test_without_a_digest_the_server_confirms_the_cached_copy(server, fetch):
     assert server.requests[1].headers["if-none-match"] == '"v1"'
     server.put("/a", b"new", etag='"v2"')
     assert fetch(url).read_bytes() == b"new"
+
+
+def test_where_the_server_gives_nothing_to_ask_with_a_copy_older_than_this_process_is_fetched_anew(
+    server, fetch, monkeypatch
+):
+    url = server.put("/a", CONTENT, etag=None)
+    fetch(url)
+    fetch(url)
+    assert len(server.requests) == 1
+    monkeypatch.setattr(http, "PROCESS_BEGAN", time.time() + 1)
+    fetch(url)
+    assert len(server.requests) == 2
 
 
 def test_a_cached_copy_that_was_touched_is_fetched_again(server, fetch, sha256):

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.hub import fetch_from_hub
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
 
-COMMIT = "a" * 40
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 
 
 @pytest.fixture
-def hub(server, tmp_path, monkeypatch):
-    """A hub with one model and one dataset, `owner/name`, in revision ``main``; a cache of its own."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_TOKEN", "hf_canary")
-    for kind, prefix in (("models", ""), ("datasets", "/datasets")):
-        for revision in ("main", "v1"):
-            info = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            server.put(f"/api/{kind}/owner/name/revision/{revision}", info)
-        tree = [
-            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            for name, content in FILES.items()
-        ]
-        server.put(f"/api/{kind}/owner/name/tree/{COMMIT}", tree)
-        for name, content in FILES.items():
-            server.put(
-                f"{prefix}/owner/name/resolve/{COMMIT}/{name}",
-                content,
-                etag=f'"{hashlib.sha1(content).hexdigest()}"',
-                headers={"X-Repo-Commit": COMMIT},
-            )
-    return server
+def hub(hub_with):
+    return hub_with(FILES)
 
 
 @pytest.fixture

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 from genlight.adapter.exceptions import AuthError, InputError
@@ -128,6 +134,84 @@ def test_nothing_that_is_written_or_logged_holds_a_secret(config_of, materialize
     for path in (tmp_path / "cache").rglob("*"):
         assert "canary" not in str(path.relative_to(tmp_path))
         assert not path.is_file() or b"canary" not in path.read_bytes()
+
+
+def test_all_kinds_of_inputs_come_from_the_hub(config_of, materialize, hub_with):
+    files = {"unet/model.safetensors": b"w", "data/b.parquet": b"b", "data/a.parquet": b"a", "README.md": b"#"}
+    hub_with({**files, "c/step-00000003.json": b'{"state": {}}', "c/step-00000003/trainer/x": b"x"})
+    inputs = {
+        "base_model_ref": "owner/name@v1",
+        "dataset_parquet_refs": ["hf:owner/name"],
+        "resume_checkpoint_ref": "hf:owner/name:c/step-00000003.json",
+    }
+    found = materialize(config_of(inputs=inputs))
+    assert [path.name for path in found.parquet_paths] == ["a.parquet", "b.parquet"]
+    assert found.model_ref == "hf:owner/name@v1"
+    assert found.model_dir is not None
+    assert (found.model_dir / "unet" / "model.safetensors").read_bytes() == b"w"
+    assert found.resume_checkpoint is not None
+    assert (found.resume_checkpoint.parent / "step-00000003" / "trainer" / "x").read_bytes() == b"x"
+    inputs["dataset_parquet_refs"] = ["hf:owner/name:data/b*.parquet"]
+    assert [path.name for path in materialize(config_of(inputs=inputs)).parquet_paths] == ["b.parquet"]
+    inputs["base_model_ref"] = "owner/name:vae"
+    with pytest.raises(InputError, match="no path 'vae'"):
+        materialize(config_of(inputs=inputs))
+
+
+def test_a_tensor_hub_hands_out_models_data_and_checkpoints(config_of, materialize, server, sha256):
+    files = {"model.safetensors": b"w", "a.parquet": b"a", "final.json": b'{"state": {}}'}
+    entries = [
+        {"path": n, "sha256": sha256(c), "size_bytes": len(c), "url": server.put(f"/{n}", c)} for n, c in files.items()
+    ]
+    manifest = json.dumps({"files": entries}).encode()
+    server.put(f"/api/v1/manifest/o/r/sha256%3A{sha256(manifest)}", manifest)
+    server.put("/api/v1/resolve/o/r", {"owner": "o", "repo": "r", "digest": f"sha256:{sha256(manifest)}"})
+    ref = "cozy:o/r"
+    inputs = {"base_model_ref": ref, "dataset_parquet_refs": [ref], "resume_checkpoint_ref": ref}
+    found = materialize(config_of({"TENSORHUB_URL": server.url}, inputs=inputs))
+    assert found.model_ref == f"cozy:o/r@sha256:{sha256(manifest)}"
+    assert [path.name for path in found.parquet_paths] == ["a.parquet"]
+    assert found.resume_checkpoint is not None
+    assert found.resume_checkpoint.name == "final.json"
+
+
+RANK = """
+import sys
+from pathlib import Path
+from genlight.adapter.inputs import materialize_inputs
+from genlight.adapter.run_config import resolve_run_config
+config = resolve_run_config(spec_path=sys.argv[1], environ={})
+print(len(materialize_inputs(config, cache_dir=sys.argv[2]).parquet_paths))
+"""
+
+
+def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait(config_of, server, tmp_path):
+    all_wait = threading.Event()
+    urls = [server.put(f"/{n}.parquet", bytes(3_000_000), etag=None) for n in range(3)]
+    for resource in server.resources.values():
+        resource.before_answer = lambda: all_wait.wait(30)
+    config = config_of(inputs={"dataset_parquet_urls": urls})
+    command = [sys.executable, "-c", RANK, str(config.spec_path), str(tmp_path / "cache")]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    while [_open_locks(rank) for rank in ranks] != [3, 3]:
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.01)
+    all_wait.set()
+    assert [rank.communicate()[0].strip() for rank in ranks] == ["3", "3"]
+    assert sorted(server.paths()) == ["/0.parquet", "/1.parquet", "/2.parquet"]
+
+
+def _open_locks(process):
+    """How many of the inputs' lock files a process has open, that is, holds or waits for."""
+    return sum(".lock" in link for link in _links(f"/proc/{process.pid}/fd"))
+
+
+def _links(folder):
+    for name in os.listdir(folder):
+        try:
+            yield os.readlink(f"{folder}/{name}")
+        except FileNotFoundError:
+            continue
 
 
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
+from hypothesis import given
+from hypothesis import strategies as st
 
+PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
 DIGEST = "0123456789abcdef" * 4
 
 
@@ -52,6 +55,15 @@ def test_what_is_no_reference_is_an_input_error_that_names_it(text):
         parse_ref(text)
     shown = text.partition("#")[0].partition("host:port")[0].removeprefix("file:")
     assert shown.removeprefix("//") in str(caught.value)
+
+
+@given(st.text(max_size=30) | st.builds("{}{}".format, st.sampled_from(PREFIXES), st.text(max_size=20)))
+def test_any_text_is_a_reference_or_an_input_error(text):
+    try:
+        ref = parse_ref(text)
+    except InputError:
+        return
+    assert ref.label
 
 
 def test_neither_repr_nor_label_nor_error_shows_credentials():

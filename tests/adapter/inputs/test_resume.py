@@ -92,6 +92,14 @@ def test_refused_credentials_are_an_auth_error(server, fetch):
         fetch(server.put("/c.json", record(), token="t"))
 
 
+def test_of_a_folder_of_checkpoints_the_final_one_or_the_last_is_meant(tmp_path):
+    for step in (100, 200):
+        (tmp_path / f"step-{step:08d}.json").write_bytes(record())
+    assert local_checkpoint(tmp_path).name == "step-00000200.json"
+    (tmp_path / "final.json").write_bytes(record(final=True))
+    assert local_checkpoint(tmp_path).name == "final.json"
+
+
 def test_a_local_checkpoint_is_named_by_its_record_its_folder_or_its_name(tmp_path):
     (tmp_path / "step-00000200").mkdir()
     written = tmp_path / "step-00000200.json"
