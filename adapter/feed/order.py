@@ -109,5 +109,7 @@ def _epoch_order(order: Order, epoch: int) -> EpochOrder:
 
 def permutation(count: int, key: Sequence[int]) -> npt.NDArray[np.intp]:
     """A random permutation of ``0 … count-1`` that depends on `key` (integers >= 0) alone."""
-    raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(count)
-    return np.argsort(np.asarray(raw), kind="stable")
+    raw = np.asarray(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), dtype=np.uint64)
+    # Each number carries its own index in the low bits: sorting values is many times faster than argsort.
+    low = np.uint64((1 << max(count - 1, 1).bit_length()) - 1)
+    return (np.sort((raw & ~low) | np.arange(count, dtype=np.uint64)) & low).astype(np.intp)

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ __all__ = ["ParquetSource"]
 
 _FOOTER_THREADS = 16
 _OPEN_FILES = 16
-_FIRST_GUESS = 8.0
-"""Decoded size over the size that the metadata tells, until it was seen; repeated values decode to more."""
+_SKIPPED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class _Footer:
     """Rows of each row group, before filters."""
     group_bytes: tuple[int, ...]
     """Uncompressed size of the wanted columns of each row group."""
+    metadata: pq.FileMetaData | None
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,12 @@ class ParquetSource:
             faults.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
         if faults:
             raise input_error(faults)
+        # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
+        footers = footers if len(footers) <= _OPEN_FILES else [replace(f, metadata=None) for f in footers]
         self._groups = [group for footer in footers for group in _groups(footer)]
         self.group_rows = self._count()
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
-        self._expansion = _FIRST_GUESS
+        self._expansion = 1.0
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = fingerprint([*sizes, str(sum(self.group_rows))])
 
@@ -121,7 +123,7 @@ class ParquetSource:
         one_file = groups[0].footer is groups[-1].footer
         return one_file and sum(group.bytes for group in groups) * self._expansion <= max_bytes
 
-    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
         """See `Source`.
 
         Raises:
@@ -130,7 +132,7 @@ class ParquetSource:
         groups = self._groups[first : last + 1]
         keep = np.concatenate([self._mask(group) for group in groups]) if self._filter is not None else None
         offset, start = 0, groups[0].first_row
-        for batch in self._batches(groups, max_bytes):
+        for batch in self._batches(groups, max_bytes, skip):
             end = offset + batch.num_rows
             if keep is None:
                 yield batch, range(start + offset, start + end)
@@ -146,10 +148,10 @@ class ParquetSource:
             raise _broken(group, error) from error
         return table.column("keep").fill_null(False).to_numpy()
 
-    def _batches(self, groups: Sequence[_Group], max_bytes: int) -> Iterator[pa.RecordBatch]:
+    def _batches(self, groups: Sequence[_Group], max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
         rows = 0
         try:
-            for batch in self._decode(groups, max_bytes):
+            for batch in self._decode(groups, max_bytes, skip):
                 yield batch
                 rows += batch.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -173,12 +175,15 @@ class ParquetSource:
                     yield batch.slice(skip)
                 skip = max(skip - batch.num_rows, 0)
 
-    def _decode(self, groups: Sequence[_Group], max_bytes: int) -> Iterator[pa.RecordBatch]:
+    def _decode(self, groups: Sequence[_Group], max_bytes: int, skip: int) -> Iterator[pa.RecordBatch]:
         _require_unchanged(groups[0])
         size, total = sum(group.bytes for group in groups), sum(group.rows for group in groups)
-        rows = max(1, int(total * max_bytes / max(size * self._expansion, 1)))
+        rows_per_byte = total / max(size * self._expansion, 1)
+        # What is skipped is decoded in one go: with small batches a wide table takes several times as long.
+        rows = max(1, int(rows_per_byte * max_bytes), min(skip, int(rows_per_byte * _SKIPPED_BYTES)))
         indices = [group.index for group in groups]
         for raw in self._opened(groups[0]).iter_batches(rows, row_groups=indices, columns=self.schema.names):
+            # Repeated values are stored once and decode to much more than the metadata tells.
             self._expansion = max(0.5, raw.nbytes / max(size * raw.num_rows / total, 1))
             yield conform(raw, self.schema)
 
@@ -187,9 +192,9 @@ class ParquetSource:
         if data.name not in self._open:
             while len(self._open) >= _OPEN_FILES:
                 self._open.popitem(last=False)[1].close(force=True)
-            self._open[data.name] = pq.ParquetFile(
-                data.filesystem.open_input_file(data.path), pre_buffer=not data.local
-            )
+            handle = data.filesystem.open_input_file(data.path)
+            metadata = group.footer.metadata
+            self._open[data.name] = pq.ParquetFile(handle, metadata=metadata, pre_buffer=not data.local)
         self._open.move_to_end(data.name)
         return self._open[data.name]
 
@@ -229,7 +234,7 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
             metadata = pq.read_metadata(handle)
             rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
             sizes = _group_bytes(metadata, columns)
-            return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes)
+            return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, metadata)
     except InputError as error:
         return str(error)
     except (pa.ArrowException, OSError) as error:

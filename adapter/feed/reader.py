@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +28,20 @@ class Chunk:
     file: str
 
 
-def merged(pieces: Iterable[Piece], source: Source, order: Order, max_bytes: int) -> Iterator[Piece]:
+class HasBytes(Protocol):
+    """A size in bytes that may change from one look to the next."""
+
+    bytes: int
+
+
+def merged(pieces: Iterable[Piece], source: Source, order: Order, size: HasBytes) -> Iterator[Piece]:
     """The same rows in fewer pieces: row groups that follow each other in a file are decoded together.
 
     Small row groups cost far more by themselves. Shuffled row groups do not follow each other.
     """
     held: Piece | None = None
     for piece in pieces:
-        if held is not None and _continues(held, piece, order) and source.together(held.group, piece.group, max_bytes):
+        if held is not None and _continues(held, piece, order) and source.together(held.group, piece.group, size.bytes):
             held = replace(held, end=held.end + len(piece), last_group=piece.group)
             continue
         if held is not None:
@@ -61,7 +68,7 @@ def decode(source: Source, order: Order, piece: Piece, max_bytes: int, block: in
     Raises:
         InputError: A group cannot be decoded, or has another number of rows than its metadata told.
     """
-    rows = source.read(piece.group, piece.last_group, max_bytes)
+    rows = source.read(piece.group, piece.last_group, max_bytes, piece.first)
     if order.shuffle:
         rows = _shuffled(rows, order, piece)
     offset, file = 0, source.file(piece.group)

@@ -43,8 +43,11 @@ class Source(Protocol):
         """Whether the groups from `first` to `last` are best read in one go, within about `max_bytes`."""
         ...
 
-    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:
-        """The rows of the groups from `first` to `last` in order, in batches of about `max_bytes` where possible."""
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
+        """The rows of the groups from `first` to `last` in order, in batches of about `max_bytes` where possible.
+
+        The caller will not use the first `skip` rows, but wants them counted.
+        """
         ...
 
     def label(self, group: int) -> str:
@@ -105,7 +108,7 @@ class TableSource:
         """See `Source`."""
         return False
 
-    def read(self, first: int, last: int, max_bytes: int) -> Iterator[Decoded]:  # noqa: ARG002 - nothing is decoded
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:  # noqa: ARG002
         """See `Source`; a group is handed out whole, because that costs nothing."""
         yield from self._groups[first : last + 1]
 

@@ -17,6 +17,7 @@ from .sources import Part, Source
 __all__ = ["CLOSED", "Block", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks", "chunks_of"]
 
 _CHUNK_BYTES = 32 << 20
+_FIRST_CHUNK_BYTES = 1 << 18
 CLOSED = "The feed was closed or iterated anew while one of its iterators was in use."
 
 
@@ -85,7 +86,19 @@ def blocks(spec: Spec, position: Position, steps: int | None = None) -> Iterator
         position = Position.start_of(position.epoch + 1, spec.layout.order)
 
 
-def chunks_of(spec: Spec, block: Block) -> Iterator[Chunk]:
+class ChunkSize:
+    """How large the next chunk should be: small at first, because somebody waits for it, then growing."""
+
+    def __init__(self, largest: int, first: int | None = None) -> None:
+        self.largest = largest
+        self.bytes = min(largest, first or largest)
+
+    def grow(self) -> None:
+        """A chunk was decoded; the next one may take longer."""
+        self.bytes = min(self.largest, self.bytes * 4)
+
+
+def chunks_of(spec: Spec, block: Block, size: ChunkSize) -> Iterator[Chunk]:
     """The decoded rows that our rank needs for `block`; nothing else is read, up to whole row groups."""
     share, order = spec.layout.share(block.position.rows), spec.layout.order
     start, end = share.interval(block.first, spec.rank)[0], share.interval(block.end - 1, spec.rank)[1]
@@ -96,8 +109,10 @@ def chunks_of(spec: Spec, block: Block) -> Iterator[Chunk]:
         and start < piece.at + len(piece)
         and share.needs(spec.rank, max(piece.at, start), min(piece.at + len(piece), end))
     )
-    for piece in merged(needed, spec.source, order, spec.chunk_bytes):
-        yield from decode(spec.source, order, piece, spec.chunk_bytes, block.number)
+    for piece in merged(needed, spec.source, order, size):
+        for chunk in decode(spec.source, order, piece, size.bytes, block.number):
+            yield chunk
+            size.grow()
 
 
 class Cutter:
@@ -169,7 +184,7 @@ def _part(chunk: Chunk, start: int, end: int) -> Part:
 
 def batches_of(spec: Spec, block: Block) -> Iterator[tuple[pa.RecordBatch, list[Part]]]:
     """The batches of one block, decoded here and now."""
-    cutter = Cutter(chunks_of(spec, block), spec.rank, track=spec.track)
+    cutter = Cutter(chunks_of(spec, block, ChunkSize(spec.chunk_bytes)), spec.rank, track=spec.track)
     for batch in cutter.steps(spec.layout.share(block.position.rows), block):
         yield batch, cutter.parts
 
@@ -182,8 +197,9 @@ class ThreadSupply:
         self._collate = spec.collate
         self._layout = spec.layout
         self._blocks = blocks(spec, position)
+        size = ChunkSize(spec.chunk_bytes, _FIRST_CHUNK_BYTES)
         self._reader = ReadAhead(
-            lambda: (chunk for block in blocks(spec, position) for chunk in chunks_of(spec, block)),
+            lambda: (chunk for block in blocks(spec, position) for chunk in chunks_of(spec, block, size)),
             spec.readahead,
             spec.readahead_bytes,
         )
