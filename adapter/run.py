@@ -6,6 +6,7 @@ imported only once there is something to train.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from ..callbacks.checkpoint.layout import FINAL_NAME
 from ..callbacks.checkpoint.record import RecordMeta
 from ..callbacks.stop_signals import StopSignals
 from ..reporters.event_log import EventLog
+from ..reporters.uploads import TerminalPayload
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .exceptions import (
@@ -36,10 +38,12 @@ from .inputs import MaterializedInputs, materialize_inputs
 from .loading import find_trainer, make_trainer, on_sys_path
 from .resume import Start, decide_start, move_old_artifacts_aside
 from .run_config import RunConfig, resolve_run_config
+from .run_uploads import open_uploader, queue_record, report_startup_failure, settle
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from ..reporters.uploads import Uploader
     from .contract import TrainerPlugin
     from .module import ContractModule
 
@@ -105,30 +109,78 @@ def _is_first_rank() -> bool:
 
 
 def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> int:
-    """Everything after the event log is open; leaves exactly one terminal event."""
-    attempt = _Training(config, signals, event_log)
-    try:
-        if options.fresh:
-            moved = move_old_artifacts_aside(config)
-            if moved is not None:
-                log.info("moved earlier artifacts to %s", moved)
-        completion = attempt.run(allow_changed=options.allow_changed)
-    except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
-        failure = describe_failure(
-            error,
-            loading=event_log.phase == "new",
-            has_checkpoint=any(config.checkpoints_dir.glob("*.json")),
-            secrets=(config.token or "",),
-            environ=options.environ,
-        )
-        _log_failure(error, failure, secrets=(config.token,))
-        event_log.failed(
-            step=attempt.failed_step, error=failure.text, category=failure.category, resumable=failure.resumable
-        )
-        return failure.exit_code
+    """Everything after the event log is open; leaves exactly one terminal event.
+
+    It comes last: required uploads settle, the terminal message is acknowledged, then the event says how it ended.
+    """
+    training = _Training(config, signals, event_log)
+    with contextlib.ExitStack() as stack:
+        completion: Completion | None = None
+        try:
+            if options.fresh:
+                _start_afresh(config)
+            training.uploader = open_uploader(config)
+            if training.uploader is not None:
+                stack.callback(training.uploader.close)
+            completion = training.run(allow_changed=options.allow_changed)
+            settle(training.uploader)
+            _tell_completed(training.uploader, completion, event_log.attempt)
+        except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
+            failure = _describe(config, options, event_log, error)
+            _log_failure(error, failure, secrets=(config.token,))
+            _tell_failed(training, failure, event_log.attempt)
+            event_log.failed(
+                step=training.failed_step, error=failure.text, category=failure.category, resumable=failure.resumable
+            )
+            return failure.exit_code
     event_log.completed(step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped)
     _show_results(config, completion)
     return EXIT_COMPLETED
+
+
+def _start_afresh(config: RunConfig) -> None:
+    moved = move_old_artifacts_aside(config)
+    if moved is not None:
+        log.info("moved earlier artifacts to %s", moved)
+
+
+def _describe(config: RunConfig, options: RunOptions, event_log: EventLog, error: BaseException) -> Failure:
+    return describe_failure(
+        error,
+        loading=event_log.phase == "new",
+        has_checkpoint=any(config.checkpoints_dir.glob("*.json")),
+        secrets=(config.token or "",),
+        environ=options.environ,
+    )
+
+
+def _tell_completed(uploader: Uploader | None, completion: Completion, attempt: int) -> None:
+    """Have the end acknowledged.
+
+    Raises:
+        UploadError: It was refused, or not acknowledged by the deadline.
+    """
+    if uploader is None:
+        return
+    final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
+    error = uploader.deliver_terminal(TerminalPayload("completed", completion.step, final, attempt=attempt)).error()
+    if error is not None:
+        raise error
+
+
+def _tell_failed(training: _Training, failure: Failure, attempt: int) -> None:
+    """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the spool."""
+    uploader = training.uploader
+    if uploader is None:
+        return
+    if failure.category not in ("upload", "auth"):  # those have waited for the deadline already
+        result = uploader.settle(progress=log.info)
+        if not result.ok:
+            log.error("uploads of the failed run: %s", result.error())
+    payload = TerminalPayload("failed", training.failed_step, error=failure.text, attempt=attempt)
+    error = uploader.deliver_terminal(payload).error()
+    if error is not None:
+        log.error("the failure could not be reported: %s", error)
 
 
 def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
@@ -148,6 +200,7 @@ class _Training:
         self.config = config
         self.signals = signals
         self.event_log = event_log
+        self.uploader: Uploader | None = None
         self.module: ContractModule | None = None
 
     @property
@@ -177,6 +230,8 @@ class _Training:
         assert start.record is not None
         if self.event_log is not None:
             self.event_log.started()
+        if self.uploader is not None:
+            queue_record(self.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
         return Completion(start.record.step, start.record.path)
 
@@ -203,6 +258,7 @@ class _Training:
         from ..callbacks.hook import callbacks_of, run_state_of
         from ..callbacks.record_events import RecordEvents
         from ..callbacks.stop_requests import StopRequests
+        from ..callbacks.upload_artifacts import UploadArtifacts
         from ..reporters.event_logger import EventLogger
 
         callbacks = callbacks_of(trainer)
@@ -218,6 +274,8 @@ class _Training:
             attached = EventLogger.attached(self.event_log)
             trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
             callbacks.insert(0, RecordEvents(self.event_log))
+        if self.uploader is not None:
+            callbacks.append(UploadArtifacts(self.uploader))
 
     def _record_meta(self, attempt: int) -> RecordMeta:
         """What every checkpoint of this run says of it."""
@@ -258,6 +316,7 @@ def _report_startup_failure(options: RunOptions, error: StartupContractError | E
         error, loading=True, has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
     )
     _log_failure(error, failure, secrets=(sinks.token,))
+    report_startup_failure(sinks, failure)
     if sinks.events_path is not None and error.code != "startup.artifacts_in_use":
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:

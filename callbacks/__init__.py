@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .job_progress import JobProgress
     from .log_metrics import LogMetrics
     from .record_events import RecordEvents
+    from .replica_guard import ReplicaGuard
     from .stop_requests import StopRequests
+    from .upload_artifacts import UploadArtifacts
     from .write_samples import WriteSamples
 
 _HOME = {
@@ -26,6 +28,8 @@ _HOME = {
     "JobProgress": "job_progress",
     "LogMetrics": "log_metrics",
     "RecordEvents": "record_events",
+    "UploadArtifacts": "upload_artifacts",
+    "ReplicaGuard": "replica_guard",
     "StopRequests": "stop_requests",
     "WriteSamples": "write_samples",
 }
@@ -37,6 +41,8 @@ __all__ = [
     "JobProgress",
     "LogMetrics",
     "RecordEvents",
+    "UploadArtifacts",
+    "ReplicaGuard",
     "StopRequests",
     "WriteSamples",
 ]

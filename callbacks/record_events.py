@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ..reporters.event_lines import RESUMED_METRIC
 from ..reporters.event_log import EventLog
+from .checkpoint.record import read_record
 from .hook import Hook
 
 __all__ = ["RecordEvents"]
@@ -40,7 +41,8 @@ class RecordEvents(Hook):
 
     @override
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
-        self.event_log.checkpoint(path=path, step=step)
+        # A trainer's hook may have named a file of its own as the one that matters.
+        self.event_log.checkpoint(path=read_record(path).primary_path or path, step=step)
 
     @override
     def on_samples_written(

@@ -138,12 +138,9 @@ def journal() -> Journal:
 
 def run(journal: Journal, batches: Any, *, trainer: Trainer | None = None, **options: Any) -> int:
     """Run a job of four steps, with cadences that `options` may set."""
-    cadences = {
-        name: options.pop(name)
-        for name in ("metric_every", "checkpoint_every", "sample_every", "max_steps")
-        if name in options
-    }
-    job = TrainingJobSpec("r", **{"max_steps": 4, "metric_every": 0, **cadences})
+    limits: dict[str, Any] = {"max_steps": 4, "metric_every": 0}
+    limits |= {name: options.pop(name) for name in list(options) if name == "max_steps" or name.endswith("_every")}
+    job = TrainingJobSpec("r", **limits)
     options.setdefault("reporter", Reporter(journal))
     return run_training_loop(
         job, StepContext(job=job), trainer or Trainer(journal), batches, artifact_writer=Writer(journal), **options

@@ -1,0 +1,84 @@
+"""The uploads of a run: opened before training, settled after it, told how it ended."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+
+from ..callbacks.checkpoint.record import CheckpointRecord
+from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from .failure_sinks import FailureSinks
+from .failures import Failure
+from .run_config import RunConfig
+
+__all__ = ["open_uploader", "queue_record", "report_startup_failure", "settle"]
+
+log = logging.getLogger(__name__)
+
+STARTUP_DEADLINE_S = 10.0
+"""How long a run that cannot start tries to say so."""
+
+
+def open_uploader(config: RunConfig) -> Uploader | None:
+    """The uploader of a run, delivering what an earlier attempt left behind; None where nothing is to be sent.
+
+    Raises:
+        UploadError: Another process has its spool open, or the spool is damaged.
+    """
+    wanted = UploadConfig(
+        run_id=config.run_id,
+        spool_dir=config.artifacts_dir / SPOOL_DIRECTORY,
+        owner=config.job.owner,
+        token=config.token,
+        metrics_url=config.uploads.metrics_url,
+        checkpoint_url=config.uploads.checkpoint_url,
+        sample_url=config.uploads.sample_url,
+        terminal_url=config.uploads.terminal_url,
+        file_store_url=config.file_store_url,
+        token_origins=sorted(config.token_origins),
+        deadline_s=config.upload_deadline_s,
+    )
+    if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
+        return None
+    uploader = Uploader(wanted)
+    uploader.start()
+    return uploader
+
+
+def settle(uploader: Uploader | None) -> None:
+    """Wait for the required uploads.
+
+    Raises:
+        UploadError: One was refused, or did not arrive by the deadline.
+    """
+    if uploader is None:
+        return
+    error = uploader.settle(progress=log.info).error()
+    if error is not None:
+        raise error
+
+
+def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
+    """Queue a checkpoint unless it has arrived before, as after a kill between its commit and its queueing."""
+    if uploader.delivered(record.path) is None:
+        files = [record.path.parent / file.path for file in record.files]
+        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
+
+
+def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:
+    """Send the terminal message of a run that could not start, where its URL is known; a failure is only logged."""
+    if sinks.terminal_url is None:
+        return
+    with tempfile.TemporaryDirectory() as spool:
+        config = UploadConfig(
+            run_id=sinks.run_id,
+            spool_dir=Path(spool),
+            token=sinks.token,
+            terminal_url=sinks.terminal_url,
+            deadline_s=STARTUP_DEADLINE_S,
+        )
+        with Uploader(config) as uploader:
+            error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
+    if error is not None:
+        log.error("the failure could not be reported: %s", error)
