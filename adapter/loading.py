@@ -77,7 +77,7 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
 
 
 def _import(module_name: str, import_path: str) -> ModuleType:
-    if not module_name:
+    if not module_name or module_name.startswith("."):
         raise ContractError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
     try:
         return importlib.import_module(module_name)
@@ -110,7 +110,7 @@ def _attribute(module: ModuleType, attribute: str) -> Any:
 
 def _default_trainer(module: ModuleType) -> Any:
     for name in _DEFAULT_NAMES:
-        if hasattr(module, name):
+        if hasattr(module, name) and not _is_plain_module(getattr(module, name)):
             return getattr(module, name)
     candidates = _conforming(module)
     if len(candidates) == 1:
@@ -124,13 +124,23 @@ def _default_trainer(module: ModuleType) -> Any:
     raise ContractError(f"module {module.__name__!r} holds several trainers; name one of {names}")
 
 
-def _conforming(module: ModuleType) -> dict[str, Any]:
-    """Public objects of `module` that have every hook, one name for each; classes before their instances' names.
+def _is_plain_module(value: Any) -> bool:
+    """Whether `value` is a module and no trainer: ``from gen_worker import trainer`` binds a default name to one."""
+    return isinstance(value, ModuleType) and bool(missing_hooks(value))
 
-    What the module merely imported counts only if nothing of its own conforms.
+
+def _conforming(module: ModuleType) -> dict[str, Any]:
+    """Public objects of `module` that have every hook, one name for each.
+
+    Abstract classes, which cannot be made, do not count; what the module merely imported counts only if nothing of its
+    own conforms.
     """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    found = {name: value for name, value in public.items() if not missing_hooks(value) and value is not TrainerPlugin}
+    found = {
+        name: value
+        for name, value in public.items()
+        if not missing_hooks(value) and value is not TrainerPlugin and not inspect.isabstract(value)
+    }
     own = {name: value for name, value in found.items() if _home(value) == module.__name__}
     unique: dict[int, str] = {}
     for name, value in (own or found).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,11 +22,16 @@ _ALIASES = {
 _LR = "train/lr"
 
 
-def metric_name(name: str) -> str:
+def metric_name(name: object) -> str:
     """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
 
     Case and outer blanks count only where the name is no alias.
+
+    Raises:
+        ContractError: `name` is no text.
     """
+    if not isinstance(name, str):
+        raise ContractError(f"train_step returned a metric named {name!r}; a name is a text")
     return _ALIASES.get(name.strip().lower(), name)
 
 
@@ -64,17 +71,22 @@ def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Any = (
 
 def _learning_rates(result: Any, state: Any, ctx: StepContext, optimizers: Any) -> Iterator[Any]:
     """Where a learning rate may stand, in the order in which it is looked for."""
-    for name, value in (getattr(result, "debug", None) or {}).items():
-        if metric_name(name) == _LR:
-            yield value
-    for name in (_LR, "learning_rate", "lr"):
-        value = _entry(state, name)
-        if value is not None and not callable(value):
-            yield value
+    debug = getattr(result, "debug", None) or {}
+    candidates = [value for name, value in debug.items() if isinstance(name, str) and metric_name(name) == _LR]
+    candidates += [_entry(state, name) for name in (_LR, "learning_rate", "lr")]
     for optimizer in (ctx.optimizer, _entry(state, "optimizer"), *optimizers):
         groups = getattr(optimizer, "param_groups", None)
         if groups:
-            yield groups[0]["lr"]
+            candidates.append(groups[0].get("lr"))
+    return filter(_may_be_scalar, candidates)
+
+
+def _may_be_scalar(value: Any) -> bool:
+    """Whether a value that nobody declared a learning rate can be one: a schedule or a list of rates is passed over."""
+    if isinstance(value, numbers.Real):
+        return True
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and math.prod(shape) == 1
 
 
 def _entry(state: Any, name: str) -> Any:
@@ -90,8 +102,9 @@ def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     scalars: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            scalars[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
+            # A trainer may hand out its loss as it is; torch warns where a tensor with a graph becomes a number.
+            scalars[name] = float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             shape = getattr(value, "shape", None)
             what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"
             raise ContractError(f"metric {name!r} is {what}; a metric is one number or a 0-d tensor") from None

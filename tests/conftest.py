@@ -1,4 +1,4 @@
-"""What every test shares: one thread for torch, small trainer classes, and a check that a test leaves nothing behind."""
+"""What every test shares: one thread for torch, a small trainer class, a check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def quiet():
 
 @pytest.fixture
 def fit(quiet):
-    """Train a trainer class for some steps of batches 0, 1, 2, … with the given callbacks; returns trainer and module."""
+    """Train for some steps of batches 0, 1, 2, … with the given callbacks; returns trainer and module."""
 
     def run(plugin, callbacks=(), *, steps=4, job=None, batches=None, module=None, **arguments):
         import lightning.pytorch as pl

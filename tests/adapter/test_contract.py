@@ -126,7 +126,7 @@ def test_a_number_that_is_no_integer_is_refused(value):
 
 @pytest.mark.parametrize("value", [None, [("lr", 1)], "lr=1"])
 def test_hyperparams_that_are_no_mapping_are_refused(value):
-    with pytest.raises(TypeError, match="Invalid `hyperparams`. Expected a mapping"):
+    with pytest.raises(TypeError, match=r"Invalid `hyperparams`. Expected a mapping"):
         TrainingJobSpec(run_id="r", max_steps=1, hyperparams=value)
 
 

@@ -1,0 +1,126 @@
+"""``gen_worker.trainer`` is importable where the real package is not, and stays out of the way where it is."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import genlight.adapter
+import pytest
+from genlight.adapter import compat
+
+MODULES_OF_THE_CONTRACT = [
+    *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
+    *("arrow_feed", "model_runtime", "artifacts", "uploader", "reporting", "checkpointing", "helpers"),
+]
+
+
+@pytest.fixture
+def clean():
+    """No ``gen_worker`` in this process, before and after."""
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gen_worker"]:
+        del sys.modules[name]
+
+
+def test_the_modules_are_those_that_existing_classes_import():
+    assert list(compat.MODULES) == MODULES_OF_THE_CONTRACT
+
+
+@pytest.mark.parametrize("part", ["", *(f".{name}" for name in MODULES_OF_THE_CONTRACT)])
+def test_each_module_gives_the_very_objects_of_genlight(clean, part):
+    compat.install()
+
+    module = importlib.import_module(f"gen_worker.trainer{part}")
+
+    for name in ("StepResult", "StepContext", "TrainingJobSpec", "StartupContractError", "load_trainer_plugin"):
+        assert getattr(module, name) is getattr(genlight.adapter, name)
+
+
+def test_every_public_name_of_the_adapter_is_offered_by_every_module(clean):
+    compat.install()
+
+    for part in ("", *(f".{name}" for name in MODULES_OF_THE_CONTRACT)):
+        assert importlib.import_module(f"gen_worker.trainer{part}").__all__ == genlight.adapter.__all__
+
+
+def test_every_way_to_write_the_import_works(clean):
+    compat.install()
+    namespace = {}
+
+    exec(
+        "import gen_worker\n"
+        "import gen_worker.trainer.api as api\n"
+        "from gen_worker import trainer\n"
+        "from gen_worker.trainer import StepResult, contracts\n"
+        "from gen_worker.trainer.contracts import StepContext\n"
+        "assert gen_worker.trainer.api is api is trainer.api\n",
+        namespace,
+    )
+
+    assert namespace["StepContext"] is genlight.adapter.StepContext
+    assert namespace["contracts"] is sys.modules["gen_worker.trainer.contracts"]
+
+
+def test_a_name_that_does_not_exist_is_an_import_error_that_says_so(clean):
+    compat.install()
+
+    with pytest.raises(ImportError, match=r"cannot import name 'StepResutl' from 'gen_worker.trainer'"):
+        exec("from gen_worker.trainer import StepResutl")
+    with pytest.raises(ModuleNotFoundError, match=r"gen_worker.trainer.absent"):
+        importlib.import_module("gen_worker.trainer.absent")
+    with pytest.raises(AttributeError, match=r"module 'gen_worker.trainer.api' has no attribute 'absent'"):
+        sys.modules["gen_worker.trainer.api"].absent
+
+
+def test_a_second_installation_changes_nothing(clean):
+    compat.install()
+    first = sys.modules["gen_worker.trainer"]
+
+    compat.install()
+
+    assert sys.modules["gen_worker.trainer"] is first
+
+
+def test_the_real_package_is_left_alone(clean, tmp_path, monkeypatch):
+    package = tmp_path / "gen_worker" / "trainer"
+    package.mkdir(parents=True)
+    (tmp_path / "gen_worker" / "__init__.py").touch()
+    (package / "__init__.py").write_text("StepResult = 'the real one'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    compat.install()
+
+    assert importlib.import_module("gen_worker.trainer").StepResult == "the real one"
+
+
+def test_a_real_package_without_trainer_keeps_its_other_parts(clean, tmp_path, monkeypatch):
+    package = tmp_path / "gen_worker"
+    package.mkdir()
+    (package / "__init__.py").write_text("real = True")
+    (package / "other.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    compat.install()
+
+    real = importlib.import_module("gen_worker")
+    assert real.real
+    assert importlib.import_module("gen_worker.other").x == 1
+    assert importlib.import_module("gen_worker.trainer").StepResult is genlight.adapter.StepResult
+    assert real.trainer is sys.modules["gen_worker.trainer"]
+
+
+def test_types_come_without_torch_and_lightning():
+    script = (
+        "import sys; from genlight.adapter import compat; compat.install()\n"
+        "from gen_worker.trainer import StepContext, StepResult, TrainingJobSpec, load_trainer_plugin\n"
+        "from gen_worker.trainer.reporting import TrainingReporter\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
