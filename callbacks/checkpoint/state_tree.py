@@ -23,7 +23,7 @@ from .plain_values import CODECS_BY_TAG, CODECS_BY_TYPE
 
 __all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "decode", "encode", "format_path"]
 
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
 
 _INLINE_INT_BITS = 63

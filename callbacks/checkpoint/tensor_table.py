@@ -7,6 +7,7 @@ of it. A tensor of the model always has an entry of its own, so that ``model.saf
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +166,7 @@ class TensorTable:
         if name not in TORCH_TYPES:
             use.reference |= {"dtype": name, "shape": list(shape)}
             shape = (tensor.numel() * tensor.element_size(),)
-        if not tensor.is_contiguous() and _is_dense(tensor):
+        if tensor.stride() != _row_major(tensor.shape) and _is_dense(tensor):
             use.reference["stride"] = list(tensor.stride())
         nbytes = tensor.numel() * tensor.element_size()
         self._entries.append(Entry(use.file, use.key, dtype, shape, nbytes, tensor))
@@ -238,6 +239,15 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return begin, begin + (int(last) + 1) * tensor.element_size()
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
