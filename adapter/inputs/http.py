@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +21,8 @@ from .progress import InputProgress, Tracker
 
 __all__ = ["Download", "RetryPolicy", "download", "probe"]
 
+
+CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
 
 PROCESS_BEGAN = time.time()
 """When this process loaded the module, in seconds since 1970."""
@@ -165,7 +168,7 @@ def _attempt(
                 entry.drop_part()
                 raise Broken("the server has no such range")
             _refuse(response, request)
-            start = start if _continues(response, start) else 0
+            start = start if _continues(response, start, part.version, entry) else 0
             version = Version(response.headers.get("etag"), response.headers.get("last-modified"))
             size = _receive(response, request, entry, version, start, tracker)
     except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
@@ -226,13 +229,26 @@ def _auth_advice(response: httpx2.Response) -> str:
     )
 
 
-def _continues(response: httpx2.Response, start: int) -> bool:
+def _continues(response: httpx2.Response, start: int, version: Version, entry: CacheEntry) -> bool:
     """Whether the answer goes on exactly where the partial file ends; False where it is the whole file."""
     if response.status_code != 206:
         return False
-    if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
+    content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    if content_range is None or int(content_range["first"]) != start:
         raise Broken("the server sent another range than the one that was asked for")
+    if version.etag is not None and response.headers.get("etag", version.etag) != version.etag:
+        entry.drop_part()
+        raise Broken("the server sent the rest of another version")
     return True
+
+
+def _total_bytes(response: httpx2.Response, start: int) -> int | None:
+    """Size of the whole file; a server may send less of it at once than was asked for."""
+    content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+    if content_range is not None and content_range["total"] != "*":
+        return int(content_range["total"])
+    length = response.headers.get("content-length", "")
+    return start + int(length) if length.isdecimal() else None
 
 
 def _receive(
@@ -241,8 +257,7 @@ def _receive(
     """Write the body after the first `start` bytes of the partial file; the size that it has then."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise InputError(f"{request.label} is sent with a content encoding, though none was accepted.")
-    length = response.headers.get("content-length", "")
-    total = start + int(length) if length.isdecimal() else None
+    total = _total_bytes(response, start)
     size = start
     with contextlib.closing(entry.write_part(response.iter_raw(CHUNK_BYTES), version, start)) as sizes:
         for size in sizes:

@@ -154,7 +154,7 @@ def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
         return Path(given)
     directory = default_cache_dir()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:
         return config.artifacts_dir / "inputs"
     return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"
@@ -201,6 +201,15 @@ class _Source:
 
     def fetch(self, kind: Kind, ref: Ref) -> _Found:
         self.tracker.check()
+        try:
+            return self._fetch(kind, ref)
+        except OSError as error:
+            raise InputError(
+                f"{ref.label} cannot be stored below {str(self.directory)!r}: {error.strerror or error}. "
+                "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
+            ) from error
+
+    def _fetch(self, kind: Kind, ref: Ref) -> _Found:
         if isinstance(ref, LocalRef):
             return self._local(kind, ref)
         if isinstance(ref, HttpRef):
@@ -217,7 +226,9 @@ class _Source:
         return _Found(ref.path, ref.label)
 
     def _http(self, kind: Kind, ref: HttpRef) -> _Found:
-        folder = self.directory / "http" / hashlib.sha256((ref.sha256 or ref.url).encode()).hexdigest()[:32]
+        # The name counts as well: a model folder must not gather one file under the names of several URLs.
+        identity = f"{ref.sha256 or ref.url} {ref.file_name}"
+        folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if kind == "checkpoint":
             path = fetch_checkpoint(ref, folder, self.client, retry=self.retry, tracker=self.tracker)
             return _Found(path, ref.label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from genlight.adapter.cli import doctor
+from genlight.adapter.cli import doctor, doctor_network
 from genlight.adapter.cli.doctor_checks import check_devices
 from genlight.adapter.environment import VARIABLES
 
@@ -226,6 +227,27 @@ def test_destinations_are_asked_without_the_token_and_inputs_with_it(job, diagno
         ("/private/d", True),
         ("/none", True),
     }
+
+
+@pytest.fixture
+def silent():
+    """The URL of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers_is_a_fault_and_is_not_waited_for(job, diagnose, silent, monkeypatch):
+    monkeypatch.setattr(doctor_network, "ANSWER_TIMEOUT_S", 0.05)
+    path = job(uploads={"metrics_url": f"{silent}/m"}, inputs={"base_model_url": f"{silent}/b"})
+    _, text = diagnose(path)
+    assert [line.split()[1] for line in lines(text, "fault")] == ["uploads.metrics_url", "input"]
+    assert "ReadTimeout" in text
+
+
+def test_what_has_not_answered_by_the_deadline_is_a_fault(job, diagnose, silent, monkeypatch):
+    monkeypatch.setattr(doctor, "NETWORK_PATIENCE_S", 0.0)
+    _, text = diagnose(job(uploads={"metrics_url": f"{silent}/m"}))
+    assert f"{silent}/m did not answer in time" in text
 
 
 def test_an_existing_checkpoint_is_a_fault_unless_the_run_resumes(job, diagnose, tmp_path):

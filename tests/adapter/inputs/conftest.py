@@ -29,6 +29,9 @@ class Resource:
     fail_first: list[int] = field(default_factory=list)
     """Statuses of the coming answers."""
     ranges: bool = True
+    heeds_if_range: bool = True
+    longest_range: int | None = None
+    """Bytes of a partial answer at most, as some caches have it."""
     headers: dict[str, str] = field(default_factory=dict)
     before_answer: object = None
 
@@ -103,12 +106,13 @@ class FileServer:
             return self._send(handler, 304, identity)
         body, status = resource.content, resource.status
         range_text, condition = headers.get("range"), headers.get("if-range")
-        if range_text and resource.ranges and condition in (None, resource.etag):
+        if range_text and resource.ranges and (condition in (None, resource.etag) or not resource.heeds_if_range):
             start = int(range_text.removeprefix("bytes=").removesuffix("-"))
             if start >= len(body):
                 return self._send(handler, 416, {})
-            identity["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-            body, status = body[start:], 206
+            end = min(len(body), start + (resource.longest_range or len(body)))
+            identity["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
+            body, status = body[start:end], 206
         cut = resource.break_after.pop(0) if resource.break_after else None
         return self._send(handler, status, {**identity, **resource.headers}, body, cut)
 

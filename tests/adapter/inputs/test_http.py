@@ -121,6 +121,31 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew_and_never_mixed(server, f
     assert fetch(url, tracker=Tracker(change)).read_bytes() == new
 
 
+def test_the_rest_of_another_version_is_not_taken_from_a_server_that_ignores_the_condition(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError):
+        fetch(url)
+    new = b"n" * len(CONTENT)
+    server.put("/a", new, etag='"v2"', heeds_if_range=False)
+    assert fetch(url).read_bytes() == new
+
+
+def test_a_server_that_sends_less_than_was_asked_for_is_asked_again(server, fetch):
+    url = server.put("/a", CONTENT, break_after=[2_000_000], longest_range=3_000_000)
+    assert fetch(url).read_bytes() == CONTENT
+    assert len(server.requests) >= 4
+
+
+@pytest.mark.parametrize("content_range", ["bytes 0-1/9", "bytes */9", "", "items 1-2/3"])
+def test_an_answer_with_another_range_than_the_asked_is_not_taken(server, fetch, content_range):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError):
+        fetch(url)
+    server.put("/a", CONTENT, headers={"Content-Range": content_range}, status=206, ranges=False)
+    with pytest.raises(InputError, match="another range"):
+        fetch(url)
+
+
 def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fetch):
     url = server.put("/a", CONTENT, etag=None, break_after=[4_000_000])
     assert fetch(url).read_bytes() == CONTENT

@@ -214,6 +214,41 @@ def _links(folder):
             continue
 
 
+FULL = """
+import resource, sys
+from genlight.adapter.inputs import materialize_inputs
+from genlight.adapter.run_config import resolve_run_config
+config = resolve_run_config(spec_path=sys.argv[1], environ={})
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+materialize_inputs(config, cache_dir=sys.argv[2])
+"""
+
+
+def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of, server, tmp_path):
+    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", bytes(3_000_000))]})
+    command = [sys.executable, "-c", FULL, str(config.spec_path), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "InputError: " in done.stderr
+    assert "a.parquet cannot be stored below" in done.stderr
+    assert "XDG_CACHE_HOME" in done.stderr
+
+
+def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, retry):
+    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
+    with pytest.raises(InputError, match="cannot be stored below '/proc/none'"):
+        materialize_inputs(config, cache_dir="/proc/none", retry=retry)
+
+
+def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, materialize, server, sha256):
+    urls = [server.put(f"/{name}.safetensors", b"w") + f"#sha256={sha256(b'w')}" for name in "ab"]
+    folders = [materialize(config_of(inputs={"base_model_url": url})).model_dir for url in urls]
+    assert [[path.name for path in folder.glob("*.safetensors")] for folder in folders] == [
+        ["a.safetensors"],
+        ["b.safetensors"],
+    ]
+
+
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "genlight" / "inputs"
