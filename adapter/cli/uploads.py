@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 from ...reporters.http import split_origins
 from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig
 from ...reporters.uploads.parcel import Parcel, unpack
-from ...reporters.uploads.spool import Entry, read_description, read_journal
+from ...reporters.uploads.spool import Entry, Spool, read_description, read_journal
 from ...reporters.uploads.wire import encode, metrics_payload
 from ..exceptions import UploadError
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", default="list", choices=("list", "retry", "export"))
     parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
     parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
+    parser.add_argument("--remove", action="store_true", help="export: and stop trying to deliver them")
     parser.add_argument(
         "--job", metavar="FILE", help="retry: job spec with URLs and token, beside the TRAINER_… variables"
     )
@@ -165,7 +167,22 @@ def _export(args: argparse.Namespace, spool: Path, about: dict[str, Any], entrie
             if entry.kind in ("checkpoint", "sample"):
                 lost += _export_files(entry, unpack(entry.body), spool.parent, target)
             messages.write(encode(_message(entry, about["run_id"])) + b"\n")
+    if args.remove:
+        return _remove(spool, entries, lost)
     _say(f"{len(entries)} exported to {target}; they still wait in the spool")
+    return _LEFT if lost else _DELIVERED
+
+
+def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
+    """Take what was exported out of the spool, for uploads that no server will ever accept."""
+    try:
+        opened = Spool(spool)
+    except UploadError as error:
+        return _complain(str(error), _LEFT)
+    with contextlib.closing(opened):
+        for entry in exported:
+            opened.remove(entry)
+    _say(f"{len(exported)} exported and removed from the spool")
     return _LEFT if lost else _DELIVERED
 
 

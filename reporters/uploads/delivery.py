@@ -101,7 +101,6 @@ class Delivery:
             Refused: It can't succeed.
         """
         self._wire.post(self._config.terminal_url or "", encode(entry.body["payload"]), entry.body["key"], timeout_s)
-        self._spool.add_receipt(entry.body["key"], {"step": entry.step})
 
     def forget(self, entry: Entry) -> None:
         """`entry` was given up; drop what is remembered of its files."""
@@ -184,14 +183,15 @@ class Delivery:
         """What the message describes: a file and what the store said of it, or a directory."""
         if parcel.subject is None:
             return FileFacts(parcel.subject_bytes, None), None
-        receipt = entry.parts.get(f"put:{parcel.subject}")
-        uploaded = msgspec.convert(receipt, UploadedFile) if receipt else None
-        return self._facts_of(entry, parcel, parcel.subject), uploaded
+        return self._facts_of(entry, parcel, parcel.subject), self._uploaded(entry, parcel.subject)
+
+    def _uploaded(self, entry: Entry, index: int) -> UploadedFile | None:
+        receipt = entry.parts.get(f"put:{index}")
+        return msgspec.convert(receipt, UploadedFile) if receipt else None
 
     def _post(self, entry: Entry, url: str | None, body: bytes, digest: str, name: str) -> None:
         if not url:
             raise Refused(f"no URL is set for {entry.kind}")
-        entry.attempted = True
         self._wire.post(url, body, idempotency_key(self._config.run_id, entry.kind, entry.step, name, digest))
 
     def _shipment(self, entry: Entry, parcel: Parcel) -> Shipment:
@@ -231,14 +231,23 @@ class Delivery:
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
     def _remember(self, entry: Entry, parcel: Parcel) -> None:
-        facts, uploaded = self._subject(entry, parcel)
-        receipt: dict[str, Any] = {
-            "content": self._content_digest(entry, parcel),
+        """Under the name that the message tells, and under that of the record, which may be another one."""
+        content = self._content_digest(entry, parcel)
+        main = len(parcel.files) - 1
+        if parcel.main != parcel.local_path and parcel.files[main].layout == Path(parcel.main).name:
+            about_main = self._receipt_of(self._facts_of(entry, parcel, main), self._uploaded(entry, main), content)
+            self._spool.add_receipt(receipt_key(entry.kind, parcel.main), about_main)
+        about_subject = self._receipt_of(*self._subject(entry, parcel), content)
+        self._spool.add_receipt(receipt_key(entry.kind, parcel.local_path), about_subject)
+
+    @staticmethod
+    def _receipt_of(facts: FileFacts, uploaded: UploadedFile | None, content: str) -> dict[str, Any]:
+        return {
+            "content": content,
             "ref": uploaded.ref if uploaded else None,
             "sha256": uploaded.sha256 if uploaded else facts.sha256,
             "size_bytes": facts.size_bytes,
         }
-        self._spool.add_receipt(receipt_key(entry.kind, parcel.local_path), receipt)
 
     def _let_go(self, parcel: Parcel) -> None:
         if parcel.held:

@@ -53,6 +53,8 @@ class Parcel:
     """Index of the file that the message describes; None where it is a directory."""
     subject_bytes: int
     """Size of what the message describes."""
+    main: str
+    """The commit record, sample or only file, as it was called by whoever queued it."""
     final: bool = False
     held: bool = False
     """Whether the files are links of ours, which go away with the entry."""
@@ -77,6 +79,7 @@ def pack(
     primary: str | os.PathLike[str] | None = None,
     reported: str | None = None,
     final: bool = False,
+    main_reported: str | None = None,
     held: bool = False,
 ) -> Parcel:
     """Look at the files of an artifact and put them in order.
@@ -89,6 +92,7 @@ def pack(
         primary: The path that the message describes instead of `main`; a file or a directory.
         reported: What the message calls the path it describes; None for its own.
         final: Whether this is the end of the run.
+        main_reported: What `main` is called where it is a link of ours; None for its own path.
         held: Whether the files are links of ours.
 
     Raises:
@@ -102,7 +106,8 @@ def pack(
     size = sum(file.size_bytes for path, file in zip(ordered, packed, strict=True) if path.is_relative_to(subject_path))
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
     local_path = stored_path(subject_path if reported is None else reported, root)
-    return Parcel(local_path, packed, subject, size, final, held)
+    named_main = stored_path(main_path if main_reported is None else main_reported, root)
+    return Parcel(local_path, packed, subject, size, named_main, final, held)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:

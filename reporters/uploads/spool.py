@@ -10,6 +10,7 @@ The journal holds paths, digests and payloads. It never holds a token or a URL.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -240,6 +241,11 @@ class Spool:
         with self._mutex:
             return next((entry for entry in self._content.entries[kind].values() if entry.failure is None), None)
 
+    def oldest(self, kind: Kind) -> Entry | None:
+        """The entry of `kind` that was added first, whether it can be tried or not."""
+        with self._mutex:
+            return next(iter(self._content.entries[kind].values()), None)
+
     def newest(self, kind: Kind) -> Entry | None:
         """The entry of `kind` that was added last."""
         with self._mutex:
@@ -350,10 +356,12 @@ def _take_lock(directory: Path) -> int:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fsync_directory(directory)
-        except (BlockingIOError, PermissionError) as error:
-            os.close(descriptor)
-            raise _in_use(directory) from error
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                os.close(descriptor)
+                raise _in_use(directory) from error
+            log.warning("%s is not locked against a second run, its file system has no locks: %s", directory, error)
+        fsync_directory(directory)
         _spools_of_this_process.add(real)
         return descriptor
 

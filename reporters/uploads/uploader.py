@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...adapter.exceptions import UploadError
 from ..http import build_client
@@ -38,6 +39,8 @@ CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
 SETTLING_BACKOFF_CAP_S = 5.0
 PROGRESS_EVERY_S = 1.0
+SHORTEST_TRY_S = 0.05
+TIDY_AGAIN_S = 60.0
 
 
 @dataclass
@@ -94,6 +97,7 @@ class Uploader:
         self._failure: UploadError | None = None
         self._settling = False
         self._lost_metrics = 0
+        self._tidy_at = 0.0
         try:
             self._claim_spool()
             self._look_through_leftovers(keep_terminal)
@@ -153,6 +157,7 @@ class Uploader:
             [place(path) for path in wanted],
             primary=place(subject),
             reported=str(subject),
+            main_reported=str(main),
             final=final,
             held=held is not None,
         )
@@ -233,27 +238,36 @@ class Uploader:
         if self._spool.receipt(key) is not None:
             return SettleResult()
         limit = self.config.deadline_s if deadline_s is None else deadline_s
-        with self._condition:
-            for stale in self._spool.entries("terminal"):
-                self._spool.remove(stale)
-            self._spool.add("terminal", payload.step, {"payload": body, "key": key})
-            self._spool.sync()
-        return self._send_terminal(limit)
+        return self._send_terminal(self._replace_terminal(payload.step, {"payload": body, "key": key}), limit)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> SettleResult:
         """Send the terminal message that an earlier attempt left in the spool, if there is one."""
-        return self._send_terminal(self.config.deadline_s if deadline_s is None else deadline_s)
+        entry = self._spool.head("terminal")
+        limit = self.config.deadline_s if deadline_s is None else deadline_s
+        return SettleResult() if entry is None else self._send_terminal(entry, limit)
 
-    def _send_terminal(self, limit_s: float) -> SettleResult:
+    def _replace_terminal(self, step: int, body: dict[str, Any]) -> Entry:
+        """Spool a terminal message; where the disk does not take it, it is sent from memory."""
+        try:
+            for stale in self._spool.entries("terminal"):
+                self._spool.remove(stale)
+            entry = self._spool.add("terminal", step, body)
+            self._spool.sync()
+        except OSError as error:
+            log.error("the terminal message is not on disk, the spool cannot be written: %s", error.strerror)  # noqa: TRY400
+            return Entry(0, "terminal", step, body)
+        return entry
+
+    def _send_terminal(self, entry: Entry, limit_s: float) -> SettleResult:
         """Sent by the calling thread, which has to wait anyway, so that a transfer that stalls does not hold it up."""
         end, failures = time.monotonic() + limit_s, 0
-        while (entry := self._spool.head("terminal")) is not None:
-            left = max(0.05, end - time.monotonic())
+        while True:
+            left = max(SHORTEST_TRY_S, end - time.monotonic())
             try:
                 self._delivery.send_terminal(entry, min(self.config.timeout_s, left))
-                self._spool.remove(entry)
             except Refused as error:
                 self._refuse(entry, error)
+                return SettleResult((_undelivered(entry, error.reason),))
             except TryAgain as error:
                 failures += 1
                 cap_s = min(self.config.backoff_cap_s, SETTLING_BACKOFF_CAP_S)
@@ -261,7 +275,16 @@ class Uploader:
                 if time.monotonic() + pause >= end:
                     return SettleResult((_undelivered(entry, error.reason),))
                 self._closing.wait(pause)
-        return SettleResult(tuple(_undelivered(entry, "") for entry in self._spool.entries("terminal")))
+            else:
+                self._note_terminal(entry)
+                return SettleResult()
+
+    def _note_terminal(self, entry: Entry) -> None:
+        try:
+            self._spool.add_receipt(entry.body["key"], {"step": entry.step})
+            self._spool.remove(entry)
+        except OSError as error:
+            log.error("the acknowledged terminal message could not be noted: %s", error.strerror)  # noqa: TRY400
 
     # life
 
@@ -292,6 +315,7 @@ class Uploader:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            self._tidy()
             with self._condition:
                 lane, entry, wait_s = self._choose()
                 if lane is None or entry is None:
@@ -304,6 +328,16 @@ class Uploader:
             except OSError as error:
                 log.exception("the upload spool cannot be written")
                 self._rest(lane, TryAgain(f"the spool cannot be written: {error.strerror}"))
+
+    def _tidy(self) -> None:
+        """Also while nothing can be delivered: dropped metrics would let the journal grow for as long as an outage."""
+        if time.monotonic() < self._tidy_at:
+            return
+        try:
+            self._spool.rewrite_when_worthwhile()
+        except OSError as error:
+            self._tidy_at = time.monotonic() + TIDY_AGAIN_S
+            log.warning("the upload journal cannot be made smaller: %s", error.strerror)
 
     def _choose(self) -> tuple[_Lane | None, Entry | None, float | None]:
         """The kind whose turn it is, with its oldest entry; else how long to wait (None: until something is added)."""
@@ -324,7 +358,6 @@ class Uploader:
         try:
             if self._delivery.advance(entry):
                 self._spool.remove(entry)
-                self._spool.rewrite_when_worthwhile()
         except TryAgain as error:
             self._rest(lane, error)
             return
@@ -405,10 +438,13 @@ class Uploader:
         if newest is not None and newest.step == step and not newest.attempted:
             self._spool.replace_body(newest, {"metrics": {**newest.body["metrics"], **values}})
             return
-        while self._spool.count("metrics") >= self.config.max_pending_metrics:
-            self._spool.remove(self._spool.entries("metrics")[0])
+        while (oldest := self._spool.oldest("metrics")) and self._is_full():
+            self._spool.remove(oldest)
             self._lose_metrics("too many wait for an endpoint that is away")
         self._spool.add("metrics", step, {"metrics": values})
+
+    def _is_full(self) -> bool:
+        return self._spool.count("metrics") >= self.config.max_pending_metrics
 
     def _lose_metrics(self, why: str) -> None:
         self._lost_metrics += 1

@@ -135,6 +135,21 @@ def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_pat
     assert genlight_uploads(left_over)[1].endswith("3 waiting\n")
 
 
+def test_an_export_can_end_the_attempts_to_deliver(left_over, tmp_path, genlight_uploads):
+    code, out, _ = genlight_uploads(left_over, "export", "--to", tmp_path / "out", "--remove")
+    assert (code, out) == (0, "3 exported and removed from the spool\n")
+    assert (tmp_path / "out" / "checkpoints" / "000002" / "step-00000003.json").read_bytes() == b"{}"
+    assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
+
+
+def test_an_export_of_files_that_are_gone_says_so(left_over, tmp_path, genlight_uploads):
+    (left_over / "checkpoints" / "step-00000003" / "model.safetensors").unlink()
+    assert "lost (files are gone)" in genlight_uploads(left_over)[1]
+    code, _, err = genlight_uploads(left_over, "export", "--to", tmp_path / "out")
+    assert code == 1
+    assert "model.safetensors is gone" in err
+
+
 def test_an_export_never_overwrites(left_over, tmp_path, genlight_uploads):
     (tmp_path / "out").mkdir()
     assert genlight_uploads(left_over, "export", "--to", tmp_path / "out")[0] == 2

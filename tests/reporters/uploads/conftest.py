@@ -1,6 +1,9 @@
 """The chaos server as a process on loopback, and uploaders that do not wait long."""
 
+import contextlib
 import json
+import resource
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -128,6 +131,24 @@ def uploader_for(config_for):
     yield build
     for uploader in opened:
         uploader.close()
+
+
+@pytest.fixture
+def full_disk():
+    """A context in which a file cannot grow, as on a disk that is full."""
+
+    @contextlib.contextmanager
+    def keep_small(path):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, before)
+
+    return keep_small
 
 
 @pytest.fixture

@@ -136,9 +136,11 @@ def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploa
     uploader.start()
     while not chaos.requests("/api/"):
         pass
-    files[0].write_bytes(b"changed")
+    old = files[0].stat()
+    files[0].write_bytes(bytes(old.st_size))
+    os.utime(files[0], ns=(old.st_atime_ns, old.st_mtime_ns))  # neither size nor time tell of it
     assert uploader.settle().ok
-    assert chaos.files()["step-00000001-model.safetensors"] == b"changed"
+    assert chaos.files()["step-00000001-model.safetensors"] == bytes(old.st_size)
 
 
 def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_for):
@@ -200,6 +202,30 @@ def test_no_server_at_all_is_a_fault_that_may_pass(chaos, uploader_for, write_ch
     uploader.enqueue_checkpoint(record, files, step=1)
     result = uploader.settle(0.1)
     assert result.undelivered[0].reason == "ConnectError: Connection refused at http://127.0.0.1:9/checkpoint"
+
+
+def test_the_journal_stays_small_during_an_outage(chaos, uploader_for):
+    chaos.control(outage=True)
+    uploader = uploader_for(chaos, max_pending_metrics=5)
+    for step in range(12_000):
+        uploader.enqueue_metrics({"train/loss": 0.5}, step)
+    assert not uploader.settle(0.1).undelivered
+    uploader.close()
+    assert (uploader.config.spool_dir / "journal.jsonl").stat().st_size < 1_500_000
+
+
+def test_a_full_disk_loses_metrics_and_still_delivers_the_terminal_message(
+    chaos, uploader_for, write_checkpoint, full_disk
+):
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    with full_disk(uploader.config.spool_dir / "journal.jsonl"):
+        uploader.enqueue_metrics({"a": 1.0}, 1)
+        with pytest.raises(UploadError, match=r"spool .* cannot be written: File too large"):
+            uploader.enqueue_checkpoint(record, files, step=1)
+        assert uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: disk")).ok
+    assert uploader.settle().lost_metrics == 1
+    assert len(chaos.messages("/terminal")) == 1
 
 
 def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write_checkpoint):

@@ -60,6 +60,8 @@ def test_a_primary_path_is_described_instead_of_the_record(chaos, uploader_for, 
     assert message["file_ref"] == "ref-final-trainer_lora.safetensors"
     assert message["final"] is True
     assert "final-step-00000007.json" in chaos.files()
+    assert uploader.delivered(files[1]).ref == "ref-final-trainer_lora.safetensors"
+    assert uploader.delivered(record).ref == "ref-final-step-00000007.json"
 
 
 def test_a_directory_as_primary_path_has_a_size_and_no_digest(chaos, uploader_for, write_checkpoint):
