@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from .sources import Source
 from .supply import Spec, Supply, ThreadSupply
 
 __all__ = ["ArrowFeed"]
+
+_LARGE_WINDOW = 1 << 30
 
 Collate: TypeAlias = Callable[[pa.RecordBatch], Any]
 
@@ -161,8 +164,18 @@ class ArrowFeed:
             layout = Layout(order, self._batch_size, self._world_size, self._shard, self._drop_last)
             if not layout.steps_per_epoch:
                 raise InputError(_too_few(layout))
+            self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
+
+    def _warn_of_memory(self, source: Source) -> None:
+        size = min(self._window, max(source.group_rows)) * source.row_bytes
+        if self._shuffle and size > _LARGE_WINDOW:
+            warnings.warn(
+                f"A `shuffle_window` of {self._window} rows of this data takes about {size / 1e9:.1f} GB of memory, "
+                "several times over; a smaller one shuffles within a smaller range.",
+                stacklevel=2,
+            )
 
     # --- iteration
 
@@ -174,6 +187,7 @@ class ArrowFeed:
         return self._iterate(per_epoch=False)
 
     def _iterate(self, per_epoch: bool) -> Iterator[Any]:
+        _refuse_data_loader_workers()
         # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
         _, layout = self._opened()
         position = self._first_position(per_epoch, layout)
@@ -324,6 +338,14 @@ def _validate_at_least(name: str, value: Any, minimum: int) -> None:
         raise TypeError(f"Invalid `{name}`. Expected an integer >= {minimum}, but received {value!r}.")
     if value < minimum:
         raise ValueError(f"Invalid `{name}`. Expected an integer >= {minimum}, but received {value}.")
+
+
+def _refuse_data_loader_workers() -> None:
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
+        raise RuntimeError(
+            "A feed inside a DataLoader worker would hand every row to every worker. Give the feed `workers` instead."
+        )
 
 
 def _collate(chosen: Collate | Literal["torch"] | None) -> Collate | None:

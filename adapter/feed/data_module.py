@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 from lightning.pytorch import LightningDataModule
@@ -35,6 +35,7 @@ class ArrowDataModule(LightningDataModule):
         val_paths: Files of the validation data, read in order; None means no validation.
         collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
             dictionary of tensors, a callable its own result.
+        workers: Processes that decode and collate; 0 does it in this process.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class ArrowDataModule(LightningDataModule):
         shuffle_window: int = 65_536,
         readahead_bytes: int = 256 << 20,
         val_paths: str | Sequence[str] | None = None,
-        collate: Callable[[pa.RecordBatch], Any] | str | None = None,
+        collate: Callable[[pa.RecordBatch], Any] | Literal["torch"] | None = None,
+        workers: int = 0,
     ) -> None:
         super().__init__()
         self._paths, self._val_paths = parquet_paths, val_paths
@@ -64,6 +66,7 @@ class ArrowDataModule(LightningDataModule):
             "shard": shard,
             "readahead_bytes": readahead_bytes,
             "collate": collate,
+            "workers": workers,
         }
         self._training: dict[str, Any] = {
             "shuffle": shuffle,

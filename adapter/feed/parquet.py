@@ -95,6 +95,7 @@ class ParquetSource:
         self.group_rows = self._count()
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._expansion = 1.0
+        self.row_bytes = sum(g.bytes for g in self._groups) / sum(g.rows for g in self._groups)
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = fingerprint([*sizes, str(sum(self.group_rows))])
 

@@ -94,12 +94,12 @@ class _Queue:
         """Wait for room, then append; False when the consumer has gone."""
         size = chunk.batch.nbytes
         with self._changed:
-            while not self._stopped and self._bytes and self._is_too_much(size):
+            while not self._stopped and self._weight and self._is_too_much(size):
                 self._changed.wait()
             if self._stopped:
                 return False
             self._chunks.append(chunk)
-            self._bytes += size + 1
+            self._bytes += size
             self._weight += _weight(size)
             self._changed.notify_all()
             return True
@@ -129,10 +129,10 @@ class _Queue:
         """`chunk` is in use and no longer counts as waiting."""
         size = chunk.batch.nbytes
         with self._changed:
-            self._bytes -= size + 1
+            self._bytes -= size
             self._weight -= _weight(size)
             # Waking the decoder for each of many small chunks would be the ping-pong that this avoids.
-            if self._weight <= self._max_items / 2:
+            if size >= _FULL_SIZE or self._weight <= self._max_items / 2:
                 self._changed.notify_all()
 
     def stop(self) -> None:

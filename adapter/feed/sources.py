@@ -36,6 +36,8 @@ class Source(Protocol):
     """Schema of every batch."""
     group_rows: tuple[int, ...]
     """Rows of each group that are handed out, after filters."""
+    row_bytes: float
+    """Mean size of a decoded row, by what is known without decoding."""
     fingerprint: str
     """Changes when the rows, or their order, may have changed; does not depend on where the files lie."""
 
@@ -91,6 +93,7 @@ class TableSource:
         self.group_rows = tuple(batch.num_rows for batch, _ in self._groups)
         if not sum(self.group_rows):
             raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
+        self.row_bytes = sum(batch.nbytes for batch, _ in self._groups) / sum(self.group_rows)
         self.fingerprint = fingerprint([f"{self.group_rows}"])
 
     def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[Decoded]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -13,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from genlight.adapter.feed import ArrowFeed, trained_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,3 +150,40 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
     if 0 < rest < world_size:  # these rows join the step before, which one process does not know of
         single[-2:] = [single[-2] + single[-1]]
     assert together == single
+
+
+TRAIN = """
+import json, os, sys
+from pathlib import Path
+from genlight.adapter.feed import ArrowFeed
+
+folder, attempt, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+feed = ArrowFeed(
+    folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, ledger=folder / attempt
+)
+checkpoint = folder / "position.json"
+if checkpoint.exists():
+    feed.load_state_dict(json.loads(checkpoint.read_text()))
+for step, batch in enumerate(feed):
+    if step % 3 == 2:
+        checkpoint.with_suffix(".tmp").write_text(json.dumps(feed.state_dict()))
+        os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
+    print(step, flush=True)
+feed.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_again_and_again_trains_every_row_once(tmp_path, rows_file):
+    path = rows_file(37, 1, 50, 13)
+    attempts = [("a", 0, 7), ("b", 1, 10), ("c", 2, 2), ("d", 0, 11), ("e", 1, None)]
+    for attempt, workers, kill_at in attempts:
+        command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                if kill_at is not None and int(line) >= kill_at:
+                    process.kill()
+                    break
+        assert process.returncode == (0 if kill_at is None else -9)
+    trained = trained_rows([tmp_path / attempt for attempt, _, _ in attempts])
+    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(101))

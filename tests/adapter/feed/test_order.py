@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.order import Order, permutation
 from hypothesis import given
@@ -60,3 +61,11 @@ def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids):
     path = rows_file(40, 3, 60)
     options = {"batch_size": 7, "shuffle": True, "shuffle_window": 16, "epochs": 1}
     assert ids(ArrowFeed(path, readahead_bytes=100, **options)) == ids(ArrowFeed(path, **options))
+
+
+def test_a_window_that_would_fill_the_memory_is_warned_of():
+    untouched = pa.py_buffer(np.zeros(3 << 30, np.uint8))  # zeros that nobody reads take no memory
+    blobs = pa.FixedSizeBinaryArray.from_buffers(pa.binary(1 << 20), 3 << 10, [None, untouched])
+    with pytest.warns(UserWarning, match="`shuffle_window` of 65536 rows of this data takes about 3.2 GB"):
+        ArrowFeed(pa.table({"blob": blobs}), shuffle=True).check()
+    ArrowFeed(pa.table({"blob": blobs}), shuffle=True, shuffle_window=100).check()

@@ -81,3 +81,19 @@ def test_an_error_in_collate_is_raised_as_what_it_is(rows_file):
     with pytest.raises(ValueError, match="row 40 is not welcome"):
         list(feed)
     feed.close()
+
+
+class InWorker(torch.utils.data.IterableDataset):
+    """A feed where it must not be: inside the worker of somebody else's data loader."""
+
+    def __init__(self, feed):
+        self.feed = feed
+
+    def __iter__(self):
+        return iter(self.feed)
+
+
+def test_a_feed_inside_a_foreign_worker_is_refused_instead_of_repeating_every_row(rows_file):
+    loader = torch.utils.data.DataLoader(InWorker(ArrowFeed(rows_file(9))), batch_size=None, num_workers=1)
+    with pytest.raises(RuntimeError, match="Give the feed `workers` instead"):
+        next(iter(loader))

@@ -1,0 +1,220 @@
+"""Where batches can come from: files of several kinds and places, tables, data sets."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from genlight.adapter.exceptions import InputError
+from genlight.adapter.feed import ArrowFeed, trained_rows
+from genlight.adapter.feed.files import expand
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class HuggingFaceLike:
+    """What `datasets.Dataset` shows of itself: a table, features, and indices once it was shuffled or selected from."""
+
+    def __init__(self, table, indices=None):
+        self.features = {"id": "int64"}
+        self.data = type("Table", (), {"table": table})()
+        self._indices = indices
+
+    def flatten_indices(self):
+        return HuggingFaceLike(self.data.table.take(self._indices))
+
+
+def all_ids(source, **options):
+    return [i for b in ArrowFeed(source, epochs=1, batch_size=2, **options) for i in b.column("id").to_pylist()]
+
+
+def test_files_folders_and_patterns_are_read_in_sorted_order(rows_file, tmp_path):
+    rows_file(2, name="b", first_id=2)
+    rows_file(2, name="a")
+    (tmp_path / "notes.txt").write_text("not data")
+    assert all_ids(tmp_path) == all_ids(str(tmp_path / "*.parquet")) == [0, 1, 2, 3]
+    assert all_ids([tmp_path / "b.parquet", str(tmp_path / "a.parquet")]) == [2, 3, 0, 1]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_a_file(rows_file):
+    assert all_ids(rows_file(2, name="part[1]")) == [0, 1]
+
+
+def test_any_fsspec_file_system_can_hold_the_files(rows_file):
+    memory = fsspec.filesystem("memory")
+    memory.makedirs("/feed", exist_ok=True)
+    for name in ("a", "b"):
+        memory.pipe_file(f"/feed/{name}.parquet", rows_file(3, name=name).read_bytes())
+    try:
+        assert all_ids("memory://feed/a.parquet") == [0, 1, 2]
+        assert all_ids("memory://feed") == all_ids("memory://feed/*.parquet") == [0, 1, 2] * 2
+        assert all_ids("/feed/b.parquet", filesystem=memory) == [0, 1, 2]
+        with pytest.raises(InputError, match=r"memory://feed/c\.parquet does not exist"):
+            all_ids("memory://feed/c.parquet")
+    finally:
+        memory.rm("/feed", recursive=True)
+
+
+def test_the_hub_is_a_file_system_that_is_known_without_asking_it():
+    assert "hf" in fsspec.available_protocols()
+    assert fsspec.get_filesystem_class("hf").__name__ == "HfFileSystem"
+
+
+def test_an_unknown_scheme_is_an_input_error():
+    with pytest.raises(InputError, match="no file system for nonsense://"):
+        expand("nonsense://bucket/data.parquet")
+
+
+def test_tables_and_record_batches_are_handed_out_without_a_copy():
+    table = pa.table({"id": np.arange(6)})
+    batches = list(ArrowFeed(table, batch_size=3, epochs=1))
+    assert batches[1].column("id").buffers()[1].address == table.column("id").chunk(0).buffers()[1].address
+    assert all_ids(table.to_batches()) == list(range(6))
+    assert all_ids([table, table]) == [*range(6), *range(6)]
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow_ipc_files_are_mapped_into_memory(tmp_path, kind):
+    table = pa.table({"id": np.arange(6)})
+    path = tmp_path / "data.arrow"
+    with (pa.ipc.new_file if kind == "file" else pa.ipc.new_stream)(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    before = pa.total_allocated_bytes()
+    feed = ArrowFeed(path, batch_size=2, epochs=1)
+    batches = list(feed)
+    assert pa.total_allocated_bytes() == before
+    assert [i for b in batches for i in b.column("id").to_pylist()] == list(range(6))
+
+
+def test_a_truncated_ipc_file_is_an_input_error(tmp_path):
+    table = pa.table({"id": np.arange(1000)})
+    with pa.ipc.new_file(tmp_path / "data.arrow", table.schema) as writer:
+        writer.write_table(table)
+    whole = (tmp_path / "data.arrow").read_bytes()
+    (tmp_path / "data.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"data\.arrow: not a whole Arrow IPC file"):
+        ArrowFeed(tmp_path / "data.arrow").check()
+
+
+def test_ipc_and_parquet_files_do_not_mix(rows_file, tmp_path):
+    (tmp_path / "x.arrow").write_bytes(b"")
+    with pytest.raises(InputError, match="cannot be mixed"):
+        ArrowFeed([rows_file(1), tmp_path / "x.arrow"]).check()
+
+
+def test_a_hugging_face_dataset_gives_its_arrow_table():
+    table = pa.table({"id": np.arange(6)})
+    assert all_ids(HuggingFaceLike(table)) == list(range(6))
+    assert all_ids(HuggingFaceLike(table, indices=[4, 1])) == [4, 1]
+
+
+def test_a_real_hugging_face_dataset_gives_its_arrow_table():
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"id": list(range(6))})
+    assert all_ids(dataset.select([4, 1])) == [4, 1]
+
+
+@pytest.mark.parametrize("filters", [[["id", ">=", 5], ["id", "<", 17]], (pc.field("id") >= 5) & (pc.field("id") < 17)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_filters_leave_rows_out_before_they_are_counted(rows_file, tmp_path, filters, shuffle):
+    path = rows_file(4, 9, 0, 12)
+    options = {"filters": filters, "shuffle": shuffle, "columns": ["id"]}
+    assert sorted(all_ids(path, **options)) == list(range(5, 17))
+    assert sorted(all_ids(pq.read_table(path), **options)) == list(range(5, 17))
+    assert len(ArrowFeed(path, batch_size=2, epochs=1, **options)) == 6
+    list(ArrowFeed(path, batch_size=5, epochs=1, ledger=tmp_path / "ledger", **options))
+    assert trained_rows([tmp_path / "ledger"]) == {(0, str(path), row): 1 for row in range(5, 17)}
+
+
+def test_filters_work_on_columns_that_are_not_handed_out(rows_file):
+    feed = ArrowFeed(rows_file(6), columns=["text"], filters=[["id", "==", 4]], epochs=1)
+    assert [batch.to_pydict() for batch in feed] == [{"text": ["row 4"]}]
+
+
+def test_either_of_two_filters_may_hold(rows_file):
+    assert all_ids(rows_file(6), filters=[[["id", "<", 1]], [["id", "in", [4, 5]]]]) == [0, 4, 5]
+
+
+def test_resuming_with_filters_goes_straight_to_its_row(rows_file, ids):
+    options = {"batch_size": 3, "filters": [["id", "!=", 7]], "epochs": 1}
+    path = rows_file(5, 5, 5)
+    whole = ids(ArrowFeed(path, **options))
+    feed = ArrowFeed(path, **options)
+    list(itertools.islice(feed, 2))
+    again = ArrowFeed(path, **options)
+    again.load_state_dict(feed.state_dict())
+    assert ids(again) == whole[2:]
+
+
+def values(kind: pa.DataType) -> st.SearchStrategy:
+    if pa.types.is_dictionary(kind):
+        return st.sampled_from(["red", "green", "blue"])
+    if pa.types.is_string(kind):
+        return st.text(max_size=5)
+    if pa.types.is_binary(kind):
+        return st.binary(max_size=5)
+    if pa.types.is_list(kind):
+        return st.lists(values(kind.value_type) | st.none(), max_size=3)
+    if pa.types.is_fixed_size_list(kind):
+        return st.lists(values(kind.value_type), min_size=kind.list_size, max_size=kind.list_size)
+    if pa.types.is_struct(kind):
+        return st.fixed_dictionaries({kind.field(i).name: values(kind.field(i).type) for i in range(kind.num_fields)})
+    if pa.types.is_boolean(kind):
+        return st.booleans()
+    return st.integers(-100, 100)
+
+
+KINDS = {
+    "number": pa.int32(),
+    "flag": pa.bool_(),
+    "text": pa.string(),
+    "blob": pa.binary(),
+    "colour": pa.dictionary(pa.int32(), pa.string()),
+    "items": pa.list_(pa.int16()),
+    "vector": pa.list_(pa.int32(), 2),
+    "nested": pa.struct([("a", pa.int32()), ("b", pa.list_(pa.string()))]),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(sorted(KINDS)))
+    kind = KINDS[name]
+    groups = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any))
+    rows = data.draw(st.lists(values(kind) | st.none(), min_size=sum(groups), max_size=sum(groups)))
+    batch_size, shuffle = data.draw(st.integers(1, 6)), data.draw(st.booleans())
+    chunk_bytes = data.draw(st.sampled_from([1, 64, 1 << 20]))
+    path = tmp_path_factory.mktemp("layout") / "data.parquet"
+    schema = pa.schema([("place", pa.int64()), (name, kind)])
+    with pq.ParquetWriter(path, schema) as writer:
+        start = 0
+        for count in groups:
+            columns = [pa.array(range(start, start + count)), pa.array(rows[start : start + count], kind)]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            start += count
+    feed = ArrowFeed(
+        path, batch_size=batch_size, epochs=1, shuffle=shuffle, shuffle_window=3, readahead_bytes=chunk_bytes
+    )
+    batches = list(feed)
+    assert all(batch.schema.equals(schema) for batch in batches)
+    assert [batch.num_rows for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
+    seen = pa.Table.from_batches(batches).to_pylist()
+    assert sorted(row["place"] for row in seen) == list(range(len(rows)))
+    assert all(row[name] == rows[row["place"]] for row in seen)
+
+
+def test_importing_the_package_loads_neither_torch_nor_lightning_nor_arrow():
+    code = (
+        "import sys, genlight.adapter.feed as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
+        "assert not heavy & set(sys.modules); feed.ArrowFeed, feed.build_feed, feed.as_feed; "
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
