@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .exceptions import ContractError
 
-__all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discover"]
+__all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discover", "uncompiled", "walk"]
 
 T = TypeVar("T")
 
@@ -104,14 +104,14 @@ def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()
     Raises:
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
     """
-    search = _Search()
+    seen: dict[int, Any] = {}
     # A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
-    search.run(state, "state", without=trainer)
-    search.run(trainer, "trainer")
-    modules = _outermost(search.modules)
-    optimizers = search.optimizers
+    found = [*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)]
+    modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
+    optimizers = _of(found, Optimizer)
+    tensors = _of(found, Tensor)
     known = {id(p) for _, module in modules for p in module.parameters()}
-    paths = {id(tensor): path for path, tensor in search.tensors}
+    paths = {id(tensor): path for path, tensor in tensors}
     loose = [
         (paths.get(id(p), f'{path}.param_groups[{g}]["params"][{i}]'), p)
         for path, optimizer in optimizers
@@ -124,11 +124,11 @@ def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()
     return Discovered(
         modules=_named(modules, reserved),
         optimizers=_named(optimizers, reserved),
-        schedulers=_named(search.schedulers, reserved),
-        scalers=_named(search.scalers, reserved),
+        schedulers=_named(_of(found, LRScheduler), reserved),
+        scalers=_named(_of(found, GradScaler), reserved),
         parameters=_named(list({id(p): (path, p) for path, p in loose}.values()), reserved),
-        tensors=_named([(path, t) for path, t in search.tensors if id(t) not in loose_ids | known], reserved),
-        aliases=_named([(path, t) for path, t in search.tensors if id(t) in known], reserved),
+        tensors=_named([(path, t) for path, t in tensors if id(t) not in loose_ids | known], reserved),
+        aliases=_named([(path, t) for path, t in tensors if id(t) in known], reserved),
     )
 
 
@@ -170,46 +170,40 @@ def check_nothing_new(before: Discovered, state: Any, trainer: object = None) ->
         )
 
 
-class _Search:
-    """One walk over an object graph, in the order in which it was built."""
+def walk(
+    root: Any, path: str, *, seen: dict[int, Any] | None = None, without: object = None
+) -> Iterator[tuple[str, Any]]:
+    """Everything that can be reached from `root`, with its path, in the order in which it was built; plain values too.
 
-    def __init__(self) -> None:
-        self.modules: list[tuple[str, nn.Module]] = []
-        self.optimizers: list[tuple[str, Optimizer]] = []
-        self.schedulers: list[tuple[str, LRScheduler]] = []
-        self.scalers: list[tuple[str, GradScaler]] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self._seen: dict[int, Any] = {}  # keeps what it names alive, or an id could come back for another object
+    Args:
+        root: Where to begin.
+        path: Its name.
+        seen: Objects that are not visited again; pass one dict to several walks.
+        without: An object that is not entered.
+    """
+    seen = {} if seen is None else seen  # keeps what it names alive, or an id could come back for another object
+    # An explicit stack: a linked list of a thousand nodes must not end in a RecursionError.
+    stack = [(path, root)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, _ATOMS):
+            yield path, value
+        elif id(value) not in seen and value is not without:
+            seen[id(value)] = value
+            yield path, value
+            stack.extend(reversed(list(_below(path, value, seen))))
 
-    def run(self, root: Any, path: str, *, without: object = None) -> None:
-        # An explicit stack: a linked list of a thousand nodes must not end in a RecursionError.
-        stack = [(path, root)]
-        while stack:
-            path, value = stack.pop()
-            if isinstance(value, _ATOMS) or id(value) in self._seen or value is without:
-                continue
-            self._seen[id(value)] = value
-            stack.extend(reversed(list(self._visit(path, value))))
 
-    def _visit(self, path: str, value: Any) -> Iterable[tuple[str, Any]]:
-        if isinstance(value, Tensor):
-            self.tensors.append((path, value))
-            return ()
-        if isinstance(value, nn.Module):
-            original = _uncompiled(value)
-            self.modules.append((path, original))
-            self._seen.setdefault(id(original), original)
-            return _attributes_of_module(path, original)
-        if isinstance(value, Optimizer):
-            self.optimizers.append((path, value))
-            return ()
-        if isinstance(value, LRScheduler):
-            self.schedulers.append((path, value))
-            return ((f"{path}.optimizer", value.optimizer),)
-        if isinstance(value, GradScaler):
-            self.scalers.append((path, value))
-            return ()
-        return _children(path, value)
+def _below(path: str, value: Any, seen: dict[int, Any]) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, Tensor | Optimizer | GradScaler):
+        return ()
+    if isinstance(value, nn.Module):
+        original = uncompiled(value)
+        seen.setdefault(id(original), original)
+        return _attributes_of_module(path, original)
+    if isinstance(value, LRScheduler):
+        return ((f"{path}.optimizer", value.optimizer),)
+    return _children(path, value)
 
 
 def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -264,7 +258,12 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[tuple[str, A
                 yield f"{where}.{attribute}", value
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
+def _of(found: list[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
+    return [(path, value) for path, value in found if isinstance(value, kind)]
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that a compiled one was made from, else the module itself."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
 
