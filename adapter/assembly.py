@@ -171,7 +171,7 @@ def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
     parsed = parser.parse_object({"trainer": dict(arguments)})
-    made = parser.instantiate_classes(parsed).trainer
+    made = parser.instantiate(parsed).trainer
     return {name: getattr(made, name) for name in arguments}
 
 

@@ -111,3 +111,7 @@ def _configure_messages() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message=text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
