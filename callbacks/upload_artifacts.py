@@ -283,9 +283,10 @@ class UploadArtifacts(Hook):
         try:
             refusal = self._uploader.settle(progress=log.info).error()
             payload = _terminal(trainer, error if error is not None else refusal, self._uploader.starts)
-            failure = refusal or self._uploader.deliver_terminal(payload).error()
+            unacknowledged = self._uploader.deliver_terminal(payload).error()
         finally:
             self._close()
+        failure = refusal or unacknowledged
         if failure is not None and error is None:
             raise failure
         if failure is not None:

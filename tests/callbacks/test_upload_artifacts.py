@@ -131,6 +131,33 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
+def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_terminal_message(fit, chaos):
+    chaos.control(script=["422"], script_paths="/checkpoint?")
+
+    class Patient(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
+            for _ in range(1000 if trainer.global_step == 4 else 0):
+                if upload._uploader.failure:
+                    return
+                time.sleep(0.01)
+
+    with pytest.raises(UploadError, match="HTTP 422"):
+        fit(callbacks=[Patient()], checkpoint_url=f"{chaos.url}/checkpoint?")
+    (terminal,) = chaos.messages("/terminal")
+    assert (terminal["status"], terminal["step"]) == ("failed", 4)
+    assert terminal["error"].startswith("upload: checkpoint of step 2")
+    assert "HTTP 422" in terminal["error"]
+
+
+def test_an_outage_of_the_terminal_endpoint_alone_fails_the_run(fit, chaos):
+    chaos.control(script=["500"] * 1000, script_paths="/terminal")
+    with pytest.raises(UploadError, match="terminal of step 6"):
+        fit(deadline_s=0.3)
+
+
 def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
     chaos.control(outage=True)
     with pytest.raises(UploadError, match="kept for the next start"):

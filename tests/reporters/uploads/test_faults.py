@@ -6,6 +6,7 @@ import os
 import pytest
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads import TerminalPayload
+from genlight.reporters.uploads.spool import read_journal
 
 PASSING = [
     "500",
@@ -173,6 +174,17 @@ def test_a_metrics_endpoint_that_is_away_does_not_hold_up_a_checkpoint(chaos, up
     assert len(chaos.messages("/checkpoint")) == 1
 
 
+def test_many_metrics_do_not_keep_a_checkpoint_waiting(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    for step in range(100):
+        uploader.enqueue_metrics({"a": 1.0}, step)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert uploader.settle().ok
+    places = [item.get("path") for item in chaos.state["applied"]]
+    assert places.index("/checkpoint") < 12
+
+
 def test_a_full_outage_leaves_everything_in_the_spool_for_the_next_process(chaos, uploader_for, write_checkpoint):
     chaos.control(outage=True)
     uploader = uploader_for(chaos)
@@ -189,6 +201,7 @@ def test_a_full_outage_leaves_everything_in_the_spool_for_the_next_process(chaos
     uploader.close()
     chaos.control(outage=False)
     uploader = uploader_for(chaos)
+    assert "terminal" not in {entry.kind for entry in read_journal(uploader.config.spool_dir)}
     assert uploader.settle().ok
     assert chaos.messages("/terminal") == []  # that attempt's message is out of date
     assert uploader.deliver_terminal(TerminalPayload("completed", 2)).ok
