@@ -3,6 +3,7 @@
 import hashlib
 
 from genlight.reporters.uploads import TerminalPayload
+from genlight.reporters.uploads.spool import read_journal
 
 
 def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):
@@ -189,6 +190,14 @@ def test_files_that_wait_are_named_until_they_have_arrived(chaos, uploader_for, 
     assert {record, *files} <= uploader.pending_paths()
     assert uploader.settle().ok
     assert uploader.pending_paths() == frozenset()
+
+
+def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write_checkpoint):
+    uploader = uploader_for(chaos, start=False)
+    record, files = write_checkpoint(1)
+    for _ in range(2):
+        uploader.enqueue_checkpoint(record, files, step=1)
+    assert [entry.kind for entry in read_journal(uploader.config.spool_dir)] == ["checkpoint"]
 
 
 def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chaos, uploader_for, write_checkpoint):
