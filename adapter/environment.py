@@ -125,7 +125,7 @@ def _shown(text: str) -> str:
 
     Variables get mixed up, and then this one holds a token.
     """
-    return text if NUMBER_LIKE.fullmatch(text) else f"a text of {len(text)} characters"
+    return text if NUMBER_LIKE.fullmatch(text) else f"a text of length {len(text)}"
 
 
 def read_environment(environ: Mapping[str, str], faults: FaultList) -> dict[str, Any]:

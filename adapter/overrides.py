@@ -9,7 +9,7 @@ from typing import Any
 
 from .environment import BY_SETTING, parse_setting
 from .faults import FaultList, nearest
-from .job_spec import NESTED_FIELDS, SPEC_FIELDS, Rule
+from .spec_rules import NESTED_FIELDS, SPEC_FIELDS, Rule
 
 __all__ = ["COMMAND_LINE_SETTINGS", "Overrides", "apply_overrides", "parse_overrides"]
 

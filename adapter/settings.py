@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 from .environment import BY_SETTING, read_environment
 from .faults import FaultList, nearest
-from .job_spec import NESTED_FIELDS, JobSpec, parse_job_spec, read_job_spec
+from .job_spec import JobSpec, parse_job_spec, read_job_spec
 from .lightning_arguments import trainer_arguments
 from .overrides import Overrides, apply_overrides, parse_overrides
+from .spec_rules import NESTED_FIELDS
 
 __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 from ..contract import TrainingJobSpec
 from ..failure_sinks import UNKNOWN_RUN_ID
 from ..faults import FaultList, redact
-from ..job_spec import NESTED_FIELDS, SPEC_FIELDS, DatasetSpec
+from ..job_spec import DatasetSpec
 from ..overrides import COMMAND_LINE_SETTINGS
 from ..run_config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
 from ..settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
+from ..spec_rules import NESTED_FIELDS, SPEC_FIELDS
 from ..urls import URL_IN_TEXT, safe_url
 from .doctor_checks import Finding, check_artifacts, check_dataset, check_devices, check_trainer
 

@@ -19,8 +19,8 @@ from ..exceptions import InputError
 from ..inputs.cozy import HttpResolveClient
 from ..inputs.http import RetryPolicy, probe
 from ..inputs.hub import probe_hub
-from ..inputs.materialize import Kind, checked_ref
-from ..inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, Ref
+from ..inputs.local import checked_ref
+from ..inputs.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ..job_spec import InputsSpec
 from .doctor_checks import Finding
 

@@ -4,12 +4,65 @@ from __future__ import annotations
 
 import glob
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from ...callbacks.checkpoint.layout import FINAL_NAME, name_of, record_paths
 from ..exceptions import InputError
-from .refs import PATTERN_CHARACTERS
+from .refs import PATTERN_CHARACTERS, Kind, LocalRef, Ref, looks_like_path, parse_ref
 
-__all__ = ["parquet_files", "readable_file"]
+__all__ = ["Found", "checked_ref", "local_checkpoint", "local_input", "parquet_files", "readable_file"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a reference: where it lies, and its name without credentials."""
+
+    path: Path
+    label: str
+
+
+def checked_ref(kind: Kind, text: str) -> Ref:
+    """The meaning of a reference, after a look at what it needs on this machine.
+
+    Raises:
+        InputError: It is malformed, or names files that are not there.
+    """
+    pattern = kind == "dataset" and looks_like_path(text) and any(c in text for c in PATTERN_CHARACTERS)
+    ref = LocalRef(Path(text)) if pattern else parse_ref(text)
+    if isinstance(ref, LocalRef):
+        local_input(kind, ref)
+    return ref
+
+
+def local_input(kind: Kind, ref: LocalRef) -> Found:
+    """An input that is here: a model's folder, a checkpoint's record, or Parquet files by file, folder or pattern.
+
+    Raises:
+        InputError: It cannot be used as what it is named for.
+    """
+    if kind == "checkpoint":
+        return Found(local_checkpoint(ref.path), ref.label)
+    if kind == "dataset":
+        parquet_files(str(ref.path))
+        return Found(ref.path, ref.label)
+    return Found(ref.path if ref.path.is_dir() else readable_file(ref.path).parent, ref.label)
+
+
+def local_checkpoint(path: Path) -> Path:
+    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the latest.
+
+    Raises:
+        InputError: There is no record.
+    """
+    for candidate in (path, path.with_name(f"{path.name}.json")):
+        if candidate.is_file():
+            return candidate.absolute()
+    records = record_paths(path) if path.is_dir() else []
+    if not records:
+        raise InputError(f"There is no checkpoint at {str(path)!r}. Name its record, such as step-00000200.json.")
+    finals = [record for record in records if name_of(record) == FINAL_NAME]
+    return (finals or records)[-1].absolute()
 
 
 def parquet_files(text: str) -> list[Path]:

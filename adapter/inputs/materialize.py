@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import httpx2
-
-from ...reporters.http import build_client, origin_of
-from ..exceptions import AuthError, InputError
+from ..exceptions import InputError
 from ..run_config import RunConfig
-from .cozy import HttpResolveClient, fetch_from_cozy
-from .http import Download, RetryPolicy, download
-from .hub import fetch_from_hub
-from .local import parquet_files, readable_file
-from .progress import ProgressReport, Tracker, TransferAbandoned
-from .refs import PATTERN_CHARACTERS, CozyRef, HttpRef, HubRef, LocalRef, Ref, looks_like_path, parse_ref
-from .resume import fetch_checkpoint, local_checkpoint
+from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
+from .progress import ProgressReport, Tracker
+from .refs import Kind, LocalRef, Ref
 
-__all__ = ["Kind", "MaterializedInputs", "checked_ref", "default_cache_dir", "materialize_inputs"]
+if TYPE_CHECKING:
+    from .http import RetryPolicy
 
-PARALLEL_TRANSFERS = 4
-Kind = Literal["model", "dataset", "checkpoint"]
+__all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +69,18 @@ def materialize_inputs(
         InputError: Inputs are missing, malformed or unreachable; local ones are all named at once.
     """
     wanted = _wanted(config)
-    tracker = Tracker(progress, raise_if_stopped)
-    origins = {origin_of(origin) for origin in config.token_origins}
-    directory = _cache_dir(config, cache_dir) if any(not isinstance(ref, LocalRef) for _, ref in wanted) else Path()
-    with build_client(config.token, origins, max_connections=PARALLEL_TRANSFERS) as client:
-        source = _Source(config, client, directory, retry or RetryPolicy(), tracker)
-        found = _all(source, wanted)
-    return _collected(config, wanted, found)
+    remote = [(kind, ref) for kind, ref in wanted if not isinstance(ref, LocalRef)]
+    fetched: dict[tuple[Kind, Ref], Found] = {}
+    if remote:
+        from .transfer import fetch_all  # loads the HTTP client, which a job with local inputs can do without
+
+        directory = _cache_dir(config, cache_dir)
+        tracker = Tracker(progress, raise_if_stopped)
+        fetched = fetch_all(remote, config=config, directory=directory, retry=retry, tracker=tracker)
+    found = [
+        (kind, local_input(kind, ref) if isinstance(ref, LocalRef) else fetched[kind, ref]) for kind, ref in wanted
+    ]
+    return _collected(config, found)
 
 
 def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
@@ -108,21 +104,6 @@ def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
     return wanted
-
-
-def checked_ref(kind: Kind, text: str) -> Ref:
-    """The meaning of a reference, after a look at what it needs on this machine.
-
-    Raises:
-        InputError: It is malformed, or names files that are not there.
-    """
-    pattern = kind == "dataset" and looks_like_path(text) and any(c in text for c in PATTERN_CHARACTERS)
-    ref = LocalRef(Path(text)) if pattern else parse_ref(text)
-    if isinstance(ref, LocalRef) and kind == "dataset":
-        parquet_files(str(ref.path))
-    if isinstance(ref, LocalRef) and kind == "checkpoint":
-        local_checkpoint(ref.path)
-    return ref
 
 
 @contextmanager
@@ -160,120 +141,9 @@ def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
     return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"
 
 
-def _all(source: _Source, wanted: list[tuple[Kind, Ref]]) -> list[_Found]:
-    """Fetch everything in parallel; the first error ends the other transfers."""
-    with ThreadPoolExecutor(PARALLEL_TRANSFERS, thread_name_prefix="genlight-input") as pool:
-        futures = [pool.submit(source.fetch, kind, ref) for kind, ref in wanted]
-        try:
-            wait(futures, return_when="FIRST_EXCEPTION")
-        finally:
-            if any(not future.done() or future.exception() is not None for future in futures):
-                source.tracker.abandon()
-    _raise_first(futures)
-    return [future.result() for future in futures]
-
-
-def _raise_first(futures: list[Future[_Found]]) -> None:
-    """Raise what ended the transfers: a stop before a fault, a refusal before any other fault."""
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    causes = [error for error in errors if not isinstance(error, TransferAbandoned)]
-    if causes:
-        raise min(causes, key=lambda error: (isinstance(error, InputError), not isinstance(error, AuthError)))
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What became of one reference."""
-
-    path: Path
-    label: str
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Fetches one reference of any kind."""
-
-    config: RunConfig
-    client: httpx2.Client
-    directory: Path
-    retry: RetryPolicy
-    tracker: Tracker
-
-    def fetch(self, kind: Kind, ref: Ref) -> _Found:
-        self.tracker.check()
-        try:
-            return self._fetch(kind, ref)
-        except OSError as error:
-            raise InputError(
-                f"{ref.label} cannot be stored below {str(self.directory)!r}: {error.strerror or error}. "
-                "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
-            ) from error
-
-    def _fetch(self, kind: Kind, ref: Ref) -> _Found:
-        if isinstance(ref, LocalRef):
-            return self._local(kind, ref)
-        if isinstance(ref, HttpRef):
-            return self._http(kind, ref)
-        if isinstance(ref, HubRef):
-            return self._hub(kind, ref)
-        return self._cozy(kind, ref)
-
-    def _local(self, kind: Kind, ref: LocalRef) -> _Found:
-        if kind == "checkpoint":
-            return _Found(local_checkpoint(ref.path), ref.label)
-        if kind == "model" and not ref.path.is_dir():
-            return _Found(readable_file(ref.path).parent, ref.label)
-        return _Found(ref.path, ref.label)
-
-    def _http(self, kind: Kind, ref: HttpRef) -> _Found:
-        # The name counts as well: a model folder must not gather one file under the names of several URLs.
-        identity = f"{ref.sha256 or ref.url} {ref.file_name}"
-        folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if kind == "checkpoint":
-            path = fetch_checkpoint(ref, folder, self.client, retry=self.retry, tracker=self.tracker)
-            return _Found(path, ref.label)
-        request = Download(ref.url, folder / ref.file_name, ref.sha256)
-        path = download(request, self.client, retry=self.retry, tracker=self.tracker)
-        return _Found(folder if kind == "model" else path, ref.label)
-
-    def _hub(self, kind: Kind, ref: HubRef) -> _Found:
-        repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
-        folder = fetch_from_hub(
-            ref, kind=repository, patterns=_hub_patterns(kind, ref), retry=self.retry, tracker=self.tracker
-        )
-        path = folder / (ref.path or ".")
-        if kind == "dataset":
-            return _Found(path, ref.label)
-        if not path.exists():
-            raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
-        if kind == "checkpoint":
-            return _Found(local_checkpoint(path), ref.label)
-        return _Found(path if path.is_dir() else path.parent, ref.label)
-
-    def _cozy(self, kind: Kind, ref: CozyRef) -> _Found:
-        base = self.config.file_store_url
-        if base is None:
-            raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
-        directory = self.directory / "cozy"
-        resolver = HttpResolveClient(base, self.client, directory / ".answers", self.retry)
-        folder, resolved = fetch_from_cozy(ref, resolver, directory, tracker=self.tracker)
-        path = local_checkpoint(folder) if kind == "checkpoint" else folder
-        return _Found(path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}")
-
-
-def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
-    """Which files of a repository are wanted, where its reference alone does not tell."""
-    if kind == "dataset" and ref.path is None:
-        return ["*.parquet"]
-    if kind == "checkpoint" and ref.path is not None:
-        folder = ref.path.rstrip("/").removesuffix(".json")
-        return [ref.path, f"{folder}.json", f"{folder}/*", f"{folder}~1/*"]
-    return None
-
-
-def _collected(config: RunConfig, wanted: list[tuple[Kind, Ref]], found: list[_Found]) -> MaterializedInputs:
-    by_kind: dict[str, list[_Found]] = {"model": [], "dataset": [], "checkpoint": []}
-    for (kind, _), result in zip(wanted, found, strict=True):
+def _collected(config: RunConfig, found: list[tuple[Kind, Found]]) -> MaterializedInputs:
+    by_kind: dict[str, list[Found]] = {"model": [], "dataset": [], "checkpoint": []}
+    for kind, result in found:
         by_kind[kind].append(result)
     model = by_kind["model"][0] if by_kind["model"] else None
     parquet = [file for result in by_kind["dataset"] for file in parquet_files(str(result.path))]

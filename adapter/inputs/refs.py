@@ -6,13 +6,23 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..exceptions import InputError
 from ..urls import is_http_url, safe_url, url_fault
 
-__all__ = ["CozyRef", "HttpRef", "HubRef", "LocalRef", "PATTERN_CHARACTERS", "Ref", "looks_like_path", "parse_ref"]
+__all__ = [
+    "CozyRef",
+    "HttpRef",
+    "HubRef",
+    "Kind",
+    "LocalRef",
+    "PATTERN_CHARACTERS",
+    "Ref",
+    "looks_like_path",
+    "parse_ref",
+]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
 HUB = re.compile(rf"{REPOSITORY}(@(?P<revision>[^:\s]+))?(:(?P<path>\S.*))?")
@@ -89,6 +99,9 @@ class CozyRef:
         tag, digest = f":{self.tag}" if self.tag else "", f"@{self.digest}" if self.digest else ""
         return f"cozy:{self.owner}/{self.repo}{tag}{digest}"
 
+
+Kind: TypeAlias = Literal["model", "dataset", "checkpoint"]
+"""What an input is for."""
 
 Ref: TypeAlias = LocalRef | HttpRef | HubRef | CozyRef
 

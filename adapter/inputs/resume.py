@@ -7,7 +7,6 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
 
-from ...callbacks.checkpoint.layout import FINAL_NAME, name_of, record_paths
 from ...callbacks.checkpoint.record import CheckpointRecord, read_record
 from ...reporters.uploads.wire import remote_name
 from ..exceptions import BrokenCheckpointError, InputError
@@ -15,23 +14,7 @@ from .http import Download, RetryPolicy, download
 from .progress import Tracker
 from .refs import HttpRef
 
-__all__ = ["fetch_checkpoint", "local_checkpoint"]
-
-
-def local_checkpoint(path: Path) -> Path:
-    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the latest.
-
-    Raises:
-        InputError: There is no record.
-    """
-    for candidate in (path, path.with_name(f"{path.name}.json")):
-        if candidate.is_file():
-            return candidate.absolute()
-    records = record_paths(path) if path.is_dir() else []
-    if not records:
-        raise InputError(f"There is no checkpoint at {str(path)!r}. Name its record, such as step-00000200.json.")
-    finals = [record for record in records if name_of(record) == FINAL_NAME]
-    return (finals or records)[-1].absolute()
+__all__ = ["fetch_checkpoint"]
 
 
 def fetch_checkpoint(

@@ -6,17 +6,8 @@ import json
 
 import pytest
 from genlight.adapter.faults import FaultList
-from genlight.adapter.job_spec import (
-    DATASET_FIELDS,
-    INPUT_FIELDS,
-    PROMPT_FIELDS,
-    SPEC_FIELDS,
-    UPLOAD_FIELDS,
-    JobSpec,
-    SampleRequest,
-    parse_job_spec,
-    read_job_spec,
-)
+from genlight.adapter.job_spec import JobSpec, SampleRequest, parse_job_spec, read_job_spec
+from genlight.adapter.spec_rules import DATASET_FIELDS, INPUT_FIELDS, PROMPT_FIELDS, SPEC_FIELDS, UPLOAD_FIELDS
 
 
 def parse(**fields):

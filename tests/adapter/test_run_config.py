@@ -11,9 +11,10 @@ import pytest
 from genlight.adapter.environment import VARIABLES
 from genlight.adapter.exceptions import StartupContractError
 from genlight.adapter.faults import FaultList
-from genlight.adapter.job_spec import NESTED_FIELDS, SPEC_FIELDS, SampleRequest
+from genlight.adapter.job_spec import SampleRequest
 from genlight.adapter.run_config import RunConfig, resolve_run_config
 from genlight.adapter.settings import folder_name, read_settings
+from genlight.adapter.spec_rules import NESTED_FIELDS, SPEC_FIELDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -356,8 +357,8 @@ def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
 
 def test_resolving_imports_neither_torch_nor_lightning():
     code = (
-        "import sys; import genlight.adapter.run_config, genlight.adapter.failure_sinks, genlight.adapter.inputs,"
-        "genlight.adapter.artifacts_lock, genlight.adapter.artifact_dirs;"
+        "import sys; import genlight.adapter.run_config, genlight.adapter.failure_sinks,"
+        "genlight.adapter.inputs.materialize, genlight.adapter.artifacts_lock, genlight.adapter.artifact_dirs;"
         "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

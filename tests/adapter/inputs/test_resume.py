@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.inputs.local import local_checkpoint
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.adapter.inputs.resume import fetch_checkpoint, local_checkpoint
+from genlight.adapter.inputs.resume import fetch_checkpoint
 from genlight.callbacks.checkpoint.record import FileEntry, RecordMeta, digest_of, serialise_record
 from genlight.reporters.http import build_client, origin_of
 

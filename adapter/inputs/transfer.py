@@ -1,0 +1,153 @@
+"""Fetches references from servers, several at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import httpx2
+
+from ...reporters.http import build_client, origin_of
+from ..exceptions import AuthError, InputError
+from ..run_config import RunConfig
+from .cozy import HttpResolveClient, fetch_from_cozy
+from .http import Download, RetryPolicy, download
+from .hub import fetch_from_hub
+from .local import Found, local_checkpoint, local_input
+from .progress import Tracker, TransferAbandoned
+from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
+from .resume import fetch_checkpoint
+
+__all__ = ["Fetcher", "fetch_all"]
+
+PARALLEL_TRANSFERS = 4
+
+
+def fetch_all(
+    wanted: Sequence[tuple[Kind, Ref]],
+    *,
+    config: RunConfig,
+    directory: Path,
+    retry: RetryPolicy | None = None,
+    tracker: Tracker,
+) -> dict[tuple[Kind, Ref], Found]:
+    """Fetch references in parallel; the first error ends the other transfers.
+
+    Args:
+        wanted: What to fetch, and what for.
+        config: Has the token, the origins that may see it, and the tensor hub.
+        directory: The download cache.
+        retry: How patiently a broken transfer is taken up again.
+        tracker: Told of the progress; ends the transfers when the run was stopped.
+
+    Raises:
+        AuthError: A server refused the credentials.
+        InputError: Something is missing, malformed, unreachable, or cannot be stored.
+    """
+    origins = {origin_of(origin) for origin in config.token_origins}
+    with (
+        build_client(config.token, origins, max_connections=PARALLEL_TRANSFERS) as client,
+        ThreadPoolExecutor(PARALLEL_TRANSFERS, thread_name_prefix="genlight-input") as pool,
+    ):
+        fetcher = Fetcher(config, client, directory, retry or RetryPolicy(), tracker)
+        futures = {key: pool.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
+        try:
+            wait(futures.values(), return_when="FIRST_EXCEPTION")
+        finally:
+            if any(not future.done() or future.exception() is not None for future in futures.values()):
+                tracker.abandon()
+    _raise_first(list(futures.values()))
+    return {key: future.result() for key, future in futures.items()}
+
+
+def _raise_first(futures: list[Future[Found]]) -> None:
+    """Raise what ended the transfers: a stop before a fault, a refusal before any other fault."""
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    causes = [error for error in errors if not isinstance(error, TransferAbandoned)]
+    if causes:
+        raise min(causes, key=lambda error: (isinstance(error, InputError), not isinstance(error, AuthError)))
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """Fetches one reference of any kind."""
+
+    config: RunConfig
+    client: httpx2.Client
+    directory: Path
+    retry: RetryPolicy
+    tracker: Tracker
+
+    def fetch(self, kind: Kind, ref: Ref) -> Found:
+        """Bring what `ref` names to this machine.
+
+        Raises:
+            AuthError: A server refused the credentials.
+            InputError: It is missing, malformed, unreachable, or cannot be stored.
+        """
+        self.tracker.check()
+        try:
+            return self._fetch(kind, ref)
+        except OSError as error:
+            raise InputError(
+                f"{ref.label} cannot be stored below {str(self.directory)!r}: {error.strerror or error}. "
+                "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
+            ) from error
+
+    def _fetch(self, kind: Kind, ref: Ref) -> Found:
+        if isinstance(ref, HttpRef):
+            return self._http(kind, ref)
+        if isinstance(ref, HubRef):
+            return self._hub(kind, ref)
+        if isinstance(ref, CozyRef):
+            return self._cozy(kind, ref)
+        return local_input(kind, ref)
+
+    def _http(self, kind: Kind, ref: HttpRef) -> Found:
+        # The name counts as well: a model folder must not gather one file under the names of several URLs.
+        identity = f"{ref.sha256 or ref.url} {ref.file_name}"
+        folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        if kind == "checkpoint":
+            path = fetch_checkpoint(ref, folder, self.client, retry=self.retry, tracker=self.tracker)
+            return Found(path, ref.label)
+        request = Download(ref.url, folder / ref.file_name, ref.sha256)
+        path = download(request, self.client, retry=self.retry, tracker=self.tracker)
+        return Found(folder if kind == "model" else path, ref.label)
+
+    def _hub(self, kind: Kind, ref: HubRef) -> Found:
+        repository: Literal["model", "dataset"] = "dataset" if kind == "dataset" else "model"
+        folder = fetch_from_hub(
+            ref, kind=repository, patterns=_hub_patterns(kind, ref), retry=self.retry, tracker=self.tracker
+        )
+        path = folder / (ref.path or ".")
+        if kind == "dataset":
+            return Found(path, ref.label)
+        if not path.exists():
+            raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
+        if kind == "checkpoint":
+            return Found(local_checkpoint(path), ref.label)
+        return Found(path if path.is_dir() else path.parent, ref.label)
+
+    def _cozy(self, kind: Kind, ref: CozyRef) -> Found:
+        base = self.config.file_store_url
+        if base is None:
+            raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
+        directory = self.directory / "cozy"
+        resolver = HttpResolveClient(base, self.client, directory / ".answers", self.retry)
+        folder, resolved = fetch_from_cozy(ref, resolver, directory, tracker=self.tracker)
+        path = local_checkpoint(folder) if kind == "checkpoint" else folder
+        return Found(path, f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}")
+
+
+def _hub_patterns(kind: Kind, ref: HubRef) -> list[str] | None:
+    """Which files of a repository are wanted, where its reference alone does not tell."""
+    if kind == "dataset" and ref.path is None:
+        return ["*.parquet"]
+    if kind == "checkpoint" and ref.path is not None:
+        folder = ref.path.rstrip("/").removesuffix(".json")
+        return [ref.path, f"{folder}.json", f"{folder}/*", f"{folder}~1/*"]
+    return None
