@@ -17,4 +17,4 @@ def crossed(previous: int, current: int, every: int) -> bool:
 def suppressed(pl_module: object) -> bool:
     """Whether the last step of a hosted trainer asked that no metrics, checkpoint or samples be emitted for it."""
     control = getattr(getattr(pl_module, "step_result", None), "control", None)
-    return bool(control is not None and control.skip_cadence_emit)
+    return bool(getattr(control, "skip_cadence_emit", False))

@@ -64,6 +64,10 @@ FIELDS_OF_THE_LOOP = frozenset(
 )
 """Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
 
+FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason"})
+"""Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
+
+_ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 
@@ -87,6 +91,7 @@ class Hook(pl.Callback):
 
     _inside_event: bool = False
     _failures: Counter[str] | None = None
+    _reported: Counter[str] | None = None
 
     _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
     """Not policed: what they add belongs to every rank, and a failure must reach whoever saves or loads."""
@@ -121,11 +126,15 @@ class Hook(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        run_state_of(trainer).load_state_dict(checkpoint.get(RUN_STATE_KEY, {}))
+        state = run_state_of(trainer)
+        kept = FIELDS_OF_THE_ATTEMPT | ({"run_id"} if state.run_id else set())
+        saved = checkpoint.get(RUN_STATE_KEY, {})
+        state.load_state_dict({name: value for name, value in saved.items() if name not in kept})
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.on_training_failed(trainer, pl_module, exception)
+        report_failures(self)  # Lightning calls no `teardown` after an exception
 
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training is about to take its first step, of a new run or of a resumed one."""
@@ -177,13 +186,15 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         except TrainingCanceled:
             raise
         except Exception as error:
-            if self.critical:
+            # Or it comes from a critical hook that this one fired an event for.
+            if self.critical or hasattr(error, _ENDS_RUN_ATTRIBUTE):
+                setattr(error, _ENDS_RUN_ATTRIBUTE, True)
                 raise
             _note_failure(self, name, error)
             return None
         finally:
             self._inside_event = False
-            if name == "teardown":
+            if name in ("teardown", "on_exception"):
                 report_failures(self)
 
     return event
@@ -203,11 +214,11 @@ def _note_failure(hook: Hook, event: str, error: Exception) -> None:
 
 
 def report_failures(hook: Hook) -> None:
-    """Log once what was only counted while training."""
-    if hook._failures:
+    """Log what was only counted while training, unless that was done already."""
+    if hook._failures and hook._failures != hook._reported:
         counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
         log.warning("%s failed: %s", type(hook).__name__, counts)
-        hook._failures.clear()
+        hook._reported = hook._failures.copy()
 
 
 def run_state_of(trainer: pl.Trainer) -> RunState:
@@ -252,45 +263,45 @@ def order_callbacks(trainer: pl.Trainer) -> None:
 
 def _sorted_hooks(hooks: Sequence[Hook]) -> list[Hook]:
     """The hooks, writers first, otherwise as they were registered."""
-    waits_for = {hook: _predecessors(hook, hooks) for hook in hooks}
-    ordered: list[Hook] = []
-    remaining = list(hooks)
+    # By position: a hook that is a dataclass can be neither hashed nor told from its equal.
+    waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]
+    ordered: list[int] = []
+    remaining = list(range(len(hooks)))
     while remaining:
-        ready = next((hook for hook in remaining if not waits_for[hook].intersection(remaining)), None)
+        ready = next((position for position in remaining if not waits_for[position].intersection(remaining)), None)
         if ready is None:
-            raise HookOrderError(_describe_cycle(remaining, waits_for))
+            raise HookOrderError(_describe_cycle(remaining, waits_for, hooks))
         ordered.append(ready)
         remaining.remove(ready)
-    return ordered
+    return [hooks[position] for position in ordered]
 
 
-def _predecessors(hook: Hook, hooks: Sequence[Hook]) -> set[Hook]:
-    """The hooks that must run before `hook`.
+def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
+    """Positions of the hooks that must run before the one at `position`.
 
     Among hooks that both read and write a field (counters, say) the order of registration decides.
     """
-    before: set[Hook] = set()
+    hook = hooks[position]
+    before: set[int] = set()
     for field in (*hook.reads, *hook.optional_reads):
-        writers = [other for other in hooks if field in other.writes]
+        writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
         if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
             raise HookOrderError(
                 f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
             )
         for writer in writers:
-            if writer is hook:
-                continue
-            both_update = field in hook.writes and field in writer.reads
-            if not both_update or hooks.index(writer) < hooks.index(hook):
+            both_update = field in hook.writes and field in hooks[writer].reads
+            if writer != position and (not both_update or writer < position):
                 before.add(writer)
     return before
 
 
-def _describe_cycle(stuck: Sequence[Hook], waits_for: dict[Hook, set[Hook]]) -> str:
+def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: Sequence[Hook]) -> str:
     """Follow who waits for whom among the `stuck` until a hook comes twice."""
     path = [stuck[0]]
     while path.count(path[-1]) == 1:
-        path.append(next(hook for hook in stuck if hook in waits_for[path[-1]]))
-    cycle = path[path.index(path[-1]) :]
+        path.append(next(position for position in stuck if position in waits_for[path[-1]]))
+    cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
     steps = [
         f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
         for hook, writer in itertools.pairwise(cycle)

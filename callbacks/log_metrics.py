@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,11 +15,14 @@ from .hook import Hook, run_state_of
 
 __all__ = ["LogMetrics"]
 
+log = logging.getLogger(__name__)
+
 
 class LogMetrics(Hook):
     """Sends the metrics of a step to every logger of the trainer, and to ``callback_metrics`` and the progress bar.
 
-    For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves.
+    For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves, and with
+    one of them it warns and does nothing.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
@@ -36,12 +40,23 @@ class LogMetrics(Hook):
         self.every_n_steps = every_n_steps
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not _hosts_trainer(pl_module):
+            log.warning("LogMetrics has no effect: %s hosts no trainer and logs by itself", type(pl_module).__name__)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
+        is_due = crossed(step - 1, step, self.every_n_steps) and _hosts_trainer(pl_module)
+        if is_due and not suppressed(pl_module):
             publish(trainer, pl_module.metrics(), step, run_state_of(trainer))  # type: ignore[operator]
+
+
+def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
+    return hasattr(pl_module, "step_result")
 
 
 def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int, run_state: RunState) -> None:

@@ -169,7 +169,8 @@ class _Agreement:
 def cancel_file_is_set(path: Path) -> bool:
     """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read."""
     try:
-        text = path.read_bytes()[:64]
+        with path.open("rb") as file:
+            text = file.read(64)
     except FileNotFoundError:
         return False
     except OSError:
@@ -179,7 +180,8 @@ def cancel_file_is_set(path: Path) -> bool:
 
 def process_age_s() -> float:
     """Seconds since this process was started, imports included."""
-    with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+    with open("/proc/self/stat") as stat:
         # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
         started_ticks = int(stat.read().rpartition(")")[2].split()[19])
-        return float(uptime.read().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK")
+    # Not /proc/uptime: in some containers that counts from the container's start, starttime from the machine's.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -46,7 +46,8 @@ class StopSignals:
         finally:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in before.items():
-                    signal.signal(number, handler)
+                    # None: it was not installed from Python, and cannot be put back from there.
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.reason is None:
@@ -54,3 +55,4 @@ class StopSignals:
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        os._exit(128 + number)  # the first process of a container ignores signals without a handler, also its own

@@ -105,8 +105,10 @@ class WriteSamples(Hook):
         name: str,
         request: Mapping[str, Any],
     ) -> list[Path]:
-        output_dir = self.directory / name
-        shutil.rmtree(output_dir, ignore_errors=True)  # left by an attempt that was killed before the record
+        output_dir, record = self.directory / name, self.directory / f"{name}.json"
+        # Left by an attempt that was killed, perhaps after this step; the record first, lest it name what is gone.
+        record.unlink(missing_ok=True)
+        shutil.rmtree(output_dir, ignore_errors=True)
         output_dir.mkdir()
         seed = request.get("seed") if request.get("seed") is not None else self.seed
         offered = {field: request.get(field) for field in _REQUEST_FIELDS}
@@ -114,8 +116,7 @@ class WriteSamples(Hook):
         returned = call_with_accepted(generate, {**offered, "output_dir": output_dir})
         files = list(_durable_files(output_dir))
         if not files:
-            output_dir.rmdir()
-        record = self.directory / f"{name}.json"
+            shutil.rmtree(output_dir)  # it may hold folders
         facts = {**request, "seed": seed, "run_id": _run_id(pl_module), "step": step}
         named = [str(file.relative_to(self.directory)) for file in files]
         write_bytes_durably(record, _encoded({**facts, **_as_mapping(returned), "files": named}, name))
@@ -131,12 +132,16 @@ def find_generator(state: Any) -> Callable[..., Any] | None:
 
 
 def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    """Call `function` with those of the `offered` arguments that its signature takes."""
+    """Call `function` with those of the `offered` arguments that its signature takes.
+
+    What is offered as None is left out where the signature has a default.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return function(**offered)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return function(**{name: value for name, value in offered.items() if name in named})
+    named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    accepted = {name: value for name, value in offered.items() if takes_all or name in named}
+    has_default = {name for name, default in named.items() if default is not inspect.Parameter.empty}
+    return function(**{name: value for name, value in accepted.items() if value is not None or name not in has_default})
 
 
 def _durable_files(directory: Path) -> Iterator[Path]:
@@ -161,7 +166,7 @@ def _as_mapping(returned: Any) -> Mapping[str, Any]:
 def _encoded(record: Mapping[str, Any], name: str) -> bytes:
     try:
         return msgspec.json.format(msgspec.json.encode(record, enc_hook=_plain, order="sorted")) + b"\n"
-    except (TypeError, msgspec.MsgspecError) as error:
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"generate_sample of {name} returned a value that is no JSON: {error}") from error
 
 
