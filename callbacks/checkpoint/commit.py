@@ -17,15 +17,15 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from ...adapter.exceptions import BrokenCheckpointError, CheckpointError
 from ...reporters.durable import fsync_directory, temporary_name
-from .layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_paths
-from .record import FileEntry, read_record
+from .layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_path, record_paths
+from .record import read_record
 
 __all__ = [
     "STATE_MARKER",
@@ -56,10 +56,8 @@ _GATHERED_BUFFERS = 512
 class Staging:
     """The temporary folder of a checkpoint that is being made."""
 
-    record_path: Path
+    record: Path
     path: Path
-    files: list[FileEntry] = field(default_factory=list)
-    """Files that are written, durable and checked, by their path within the folder."""
 
     def folder(self, name: str) -> Path:
         """A folder within, made on first use."""
@@ -77,22 +75,23 @@ _live: set[str] = set()
 """Temporary names that this process is working on, which `sweep` leaves alone."""
 
 
-def stage(record_path: Path) -> Staging:
-    """Make the temporary folder for the checkpoint whose record will be `record_path`.
+def stage(path: str | os.PathLike[str]) -> Staging:
+    """Make the temporary folder for the checkpoint at `path`.
 
     Raises:
         OSError: The directory cannot be made or written to.
     """
-    record_path.parent.mkdir(parents=True, exist_ok=True)
-    name = temporary_name(name_of(record_path))
-    path = record_path.parent / name
+    record = record_path(path)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    name = temporary_name(name_of(record))
+    folder = record.parent / name
     _live.add(name)
     try:
-        os.mkdir(path)
+        os.mkdir(folder)
     except OSError:
         _live.discard(name)
         raise
-    return Staging(record_path, path)
+    return Staging(record, folder)
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -136,7 +135,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         OSError: It could not be done. If the record was not yet renamed, nothing remains of the new checkpoint;
             if only the last sync failed, either the new checkpoint or the old one is there after a power cut.
     """
-    record_path, directory = staging.record_path, staging.record_path.parent
+    directory = staging.record.parent
     target = directory / folder
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -145,18 +144,18 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     _live.discard(staging.path.name)
     try:
         fsync_directory(directory)
-        _write_record(record_path, record)
+        _write_record(staging.record, record)
     except BaseException:
         _try_to_move_aside(target)
         raise
     fsync_directory(directory)
 
 
-def folder_for(record_path: Path) -> tuple[str, str | None]:
+def folder_for(record: Path) -> tuple[str, str | None]:
     """The folder name for a new checkpoint, and that of the checkpoint it replaces, if any."""
-    name = name_of(record_path)
+    name = name_of(record)
     try:
-        replaced = read_record(record_path).folder
+        replaced = read_record(record).folder
     except FileNotFoundError:
         return name, None
     except BrokenCheckpointError:
@@ -165,25 +164,26 @@ def folder_for(record_path: Path) -> tuple[str, str | None]:
     return alternative_folder(name, replaced), replaced
 
 
-def delete_checkpoint(record_path: Path) -> None:
+def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint, its record first; a checkpoint that is not there is no error.
 
     Raises:
         OSError: Something could not be removed.
     """
+    record = record_path(path)
     folder: str | None = None
-    if not record_path.is_symlink():
+    if not record.is_symlink():
         try:
-            folder = read_record(record_path).folder
+            folder = read_record(record).folder
         except FileNotFoundError:
             return
         except BrokenCheckpointError:
-            folder = name_of(record_path)
-    record_path.unlink(missing_ok=True)
+            folder = name_of(record)
+    record.unlink(missing_ok=True)
     # Synced before the folder goes: otherwise a power cut could leave a record without its files.
-    fsync_directory(record_path.parent)
-    if folder is not None and _is_data_folder(record_path.parent / folder):
-        move_aside(record_path.parent / folder)
+    fsync_directory(record.parent)
+    if folder is not None and _is_data_folder(record.parent / folder):
+        move_aside(record.parent / folder)
 
 
 def move_aside(path: Path) -> None:
@@ -202,12 +202,13 @@ def _try_to_move_aside(path: Path) -> None:
         log.warning("Could not remove %s: %s", path, error)
 
 
-def sweep(directory: Path) -> list[str]:
+def sweep(directory: str | os.PathLike[str]) -> list[str]:
     """Remove what killed processes left in a checkpoint directory; only the run that holds the directory may.
 
     Returns:
         The names that were removed.
     """
+    directory = Path(directory)
     try:
         entries = sorted(os.listdir(directory))
     except FileNotFoundError:
@@ -240,13 +241,13 @@ def _is_data_folder(path: Path) -> bool:
 
 def _named_folders(directory: Path) -> Iterator[str]:
     """Folders that belong to a record; both possible ones where the record is broken."""
-    for record_path in record_paths(directory):
+    for record in record_paths(directory):
         try:
-            yield read_record(record_path).folder or ""
+            yield read_record(record).folder or ""
         except FileNotFoundError:
             continue
         except BrokenCheckpointError:
-            yield from (name_of(record_path), f"{name_of(record_path)}~1")
+            yield from (name_of(record), alternative_folder(name_of(record), name_of(record)))
 
 
 def _write_record(path: Path, data: bytes) -> None:

@@ -1,0 +1,72 @@
+"""Which checkpoints a run keeps."""
+
+from pathlib import Path
+
+from genlight.callbacks.checkpoint.record import CheckpointRecord
+from genlight.callbacks.checkpoint.retention import Retention, to_delete
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def record(step, *, score=None, final=False, is_old=False):
+    return CheckpointRecord(
+        path=Path(f"/c/step-{step:08d}.json"),
+        step=step,
+        run_id="r",
+        state={},
+        final=final,
+        metrics={} if score is None else {"score": score},
+        is_old=is_old,
+    )
+
+
+def steps(records):
+    return [item.step for item in records]
+
+
+def test_all_but_the_newest_two_go():
+    assert steps(to_delete([record(step) for step in (4, 1, 3, 2)], Retention())) == [1, 2]
+
+
+def test_none_goes_when_all_are_kept():
+    assert to_delete([record(step) for step in range(9)], Retention(keep_last=None)) == []
+
+
+def test_multiples_stay():
+    records = [record(step) for step in range(0, 100, 10)]
+    assert steps(to_delete(records, Retention(keep_last=1, keep_every=30))) == [0, 10, 20, 40, 50, 70, 80]
+
+
+def test_the_best_stay_by_either_mode():
+    records = [record(step, score=score) for step, score in enumerate([5.0, 1.0, 3.0, 9.0, 4.0])]
+    assert steps(to_delete(records, Retention(keep_last=1, keep_best=2, monitor="score", mode="min"))) == [0, 3]
+    assert steps(to_delete(records, Retention(keep_last=1, keep_best=1, monitor="score", mode="max"))) == [0, 1, 2]
+
+
+def test_a_score_that_is_no_number_is_never_the_best():
+    records = [record(1, score=float("nan")), record(2, score=7.0), record(3), record(4, score=None)]
+    assert steps(to_delete(records, Retention(keep_last=1, monitor="score", mode="max"))) == [1, 3]
+
+
+def test_final_and_older_runtimes_checkpoints_are_left_alone():
+    records = [record(1, final=True), record(2, is_old=True), record(3), record(4)]
+    assert steps(to_delete(records, Retention(keep_last=1))) == [3]
+
+
+@given(
+    scores=st.lists(st.none() | st.floats(allow_nan=True), min_size=1, max_size=12),
+    keep_last=st.integers(1, 4),
+    keep_best=st.integers(0, 3),
+    keep_every=st.integers(0, 5),
+)
+def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best, keep_every):
+    records = [record(step, score=score) for step, score in enumerate(scores)]
+    retention = Retention(keep_last, keep_best, "score", "max", keep_every)
+    gone = set(steps(to_delete(records, retention)))
+    assert not gone & set(range(len(scores) - keep_last, len(scores)))
+    finite = sorted((s for s in scores if s is not None and abs(s) < float("inf")), reverse=True)
+    for step, score in enumerate(scores):
+        if keep_best and finite and score == finite[0] and scores.index(score) == step:
+            assert step not in gone
+    assert not any(keep_every and step and step % keep_every == 0 for step in gone)
+    assert len(scores) - len(gone) <= keep_last + keep_best + (len(scores) // keep_every if keep_every else 0)

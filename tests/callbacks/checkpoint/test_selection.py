@@ -1,0 +1,83 @@
+"""Which checkpoint of a directory is taken."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.callbacks.checkpoint import RecordMeta, find_final, list_checkpoints, newest_valid, save
+
+
+def save_steps(directory, *steps, **meta):
+    for step in steps:
+        save(directory / f"step-{step:08d}", {"global_step": step}, meta=RecordMeta(run_id="r", **meta))
+
+
+def test_the_newest_is_the_one_with_the_highest_step_whatever_its_name(tmp_path):
+    save_steps(tmp_path, 9, 10)
+    save(tmp_path / "epoch=0-step=11.ckpt", {"global_step": 11})
+    assert newest_valid(tmp_path)[0].step == 11
+
+
+def test_of_one_step_final_is_the_newest(tmp_path):
+    save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True))
+    save_steps(tmp_path, 5)
+    assert newest_valid(tmp_path)[0].name == "final"
+
+
+def test_records_that_are_not_accepted_are_passed_over_without_a_warning(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    assert newest_valid(tmp_path, accept=lambda record: record.step < 2)[0].step == 1
+    assert newest_valid(tmp_path, accept=lambda record: record.step < 2)[1] == []
+
+
+def test_a_broken_one_is_passed_over_with_a_warning_that_names_it_and_why(tmp_path):
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000003.json").write_text("{")
+    os.truncate(tmp_path / "step-00000002" / "training_state.json", 5)
+    record, warnings = newest_valid(tmp_path)
+    assert record.step == 1
+    assert "step-00000003" in warnings[0]
+    assert "not JSON" in warnings[0]
+    assert "step-00000002/training_state.json has 5 bytes" in warnings[1]
+
+
+def test_no_directory_holds_no_checkpoint(tmp_path):
+    assert newest_valid(tmp_path / "nowhere") == (None, [])
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert find_final(tmp_path / "nowhere") is None
+
+
+def test_an_older_runtimes_record_is_a_candidate(tmp_path):
+    save_steps(tmp_path, 3)
+    (tmp_path / "step-00000007.json").write_text(json.dumps({"state": {}, "run_id": "old"}))
+    record, _ = newest_valid(tmp_path)
+    assert (record.step, record.is_old) == (7, True)
+
+
+def test_a_final_marker_is_proven(tmp_path):
+    save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True, max_steps=5, spec_digest="d"))
+    final = find_final(tmp_path)
+    assert (final.final, final.max_steps, final.spec_digest) == (True, 5, "d")
+    os.truncate(tmp_path / "final" / "training_state.json", 5)
+    with pytest.raises(BrokenCheckpointError):
+        find_final(tmp_path)
+
+
+def test_unfinished_work_is_no_checkpoint(tmp_path):
+    (tmp_path / ".tmp-step-00000009.json-1-aa").write_text("{}")
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_records_listings_and_proofs_load_neither_torch_nor_lightning_nor_numpy(tmp_path):
+    save_steps(tmp_path, 1)
+    program = (
+        "import sys; from genlight.callbacks.checkpoint import newest_valid, verify, read_record, sweep, Retention\n"
+        f"assert newest_valid({str(tmp_path)!r})[0].step == 1; sweep({str(tmp_path)!r})\n"
+        "import genlight.callbacks.checkpoint.state_tree\n"
+        "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == ""
