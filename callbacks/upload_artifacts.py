@@ -154,6 +154,8 @@ class UploadArtifacts(Hook):
         self._seen_files = {path: _mtime_ns(path) for path in _paths_of(trainer)}  # of the run that is resumed
         self._seen_checkpoint = run_state_of(trainer).latest_checkpoint_uri
         self._last_step = trainer.global_step
+        if trainer.ckpt_path is not None:
+            self._queue_resumed(Path(trainer.ckpt_path))
 
     @override
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
@@ -217,6 +219,18 @@ class UploadArtifacts(Hook):
             self._close()
 
     # looking for what is new
+
+    def _queue_resumed(self, path: Path) -> None:
+        """Queue what the run resumes from: its last process may have been killed before it did.
+
+        What was delivered before is not sent again, and another run's checkpoint is none of ours to send.
+        """
+        if self._uploader is None or not path.exists():
+            return
+        self._seen_files.pop(str(path), None)
+        record = _record_at(path)
+        if record is not None and record.run_id == self._uploader.config.run_id:
+            self._queue_new_checkpoint(str(path), record.step)
 
     def _look_at_facts(self, trainer: pl.Trainer) -> None:
         state, step = run_state_of(trainer), trainer.global_step

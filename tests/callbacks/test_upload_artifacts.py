@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from genlight.adapter.exceptions import UploadError
-from genlight.callbacks.checkpoint import RecordMeta, save
+from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.hook import Hook, fire, run_state_of
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters.uploads import UploadConfig, Uploader
@@ -63,7 +63,7 @@ def fit(tmp_path, chaos, monkeypatch):
         monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
     monkeypatch.setenv("TENSORHUB_URL", chaos.url)
 
-    def run(module=None, steps=6, every=2, callbacks=(), ckpt_path=None, **settings):
+    def run(module=None, steps=6, every=2, callbacks=(), ckpt_path=None, plugins=(), without_upload=False, **settings):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 5.0} | settings
         upload = UploadArtifacts(**settings)
         checkpoint = ModelCheckpoint(
@@ -73,7 +73,8 @@ def fit(tmp_path, chaos, monkeypatch):
             max_steps=steps,
             accelerator="cpu",
             default_root_dir=tmp_path / "run",
-            callbacks=[upload, checkpoint, *callbacks],
+            callbacks=[*([] if without_upload else [upload]), checkpoint, *callbacks],
+            plugins=list(plugins),
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -275,6 +276,24 @@ def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
         assert uploader.settle().ok
     assert len(chaos.messages("/metrics")) == 3
     assert chaos.messages("/terminal") == []
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_the_resumed_fit(fit, chaos, tmp_path):
+    fit(steps=4, without_upload=True)
+    fit(steps=6, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [4, 6]
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+@pytest.mark.parametrize(("owner_of_record", "sent"), [("run-1", [3]), ("another", [])])
+def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, tmp_path, owner_of_record, sent):
+    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=3, save_final=False)
+    own.run = RecordMeta(run_id=owner_of_record)
+    fit(steps=3, every=100, callbacks=[own], without_upload=True)
+    record = tmp_path / "run" / "own" / "step-00000003.json"
+    fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()])
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == sent
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")

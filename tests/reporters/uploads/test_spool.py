@@ -71,6 +71,14 @@ def test_a_torn_last_line_is_cut_off_and_not_glued_to_the_next(open_spool, cut):
     assert _bodies(read_journal(spool.directory)) == [{"a": 1}, {"a": 3}]
 
 
+def test_a_journal_that_is_nothing_but_a_torn_line_begins_anew(open_spool, tmp_path):
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads" / JOURNAL).write_bytes(b'{"op":"add","se')
+    spool = open_spool()
+    spool.add("metrics", 1, {"a": 1})
+    assert _bodies(read_journal(spool.directory)) == [{"a": 1}]
+
+
 def test_damage_in_the_middle_is_an_error_that_names_file_and_line(open_spool):
     spool = open_spool()
     for step in range(3):
