@@ -4,6 +4,7 @@ Arguments: rank, world size, folder of the store, directory of checkpoints, what
 and its own data, so that a resume is exact only if each gets its own random state back.
 """
 
+import contextlib
 import random
 import sys
 import warnings
@@ -90,10 +91,8 @@ def main(rank, world_size, folder, directory, what):
         use_distributed_sampler=False,
     )
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
-    try:
+    with contextlib.suppress(Killed):
         trainer.fit(net, [0] * STEPS, ckpt_path=resume_from)
-    except Killed:
-        pass
     torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
