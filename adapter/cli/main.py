@@ -26,6 +26,14 @@ COMMANDS = {
     "checkpoint": "list, verify, show or export checkpoints",
     "uploads": "list, retry or export what is still to be uploaded",
 }
+_CHATTY_LOGGERS = (
+    # Not their parents: Lightning sets the level of those when it is imported, which is later.
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
+    "httpx2",
+)
+
 _NOT_FOR_USERS = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
@@ -107,7 +115,7 @@ def _configure_messages() -> None:
     """Our messages to standard error; of Lightning's, warnings that a user can act on."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "httpx2", "httpx"):
+    for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message=text)

@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated",
     )
     parser.add_argument(
-        "--print_config", action="store_true", help="print the LightningCLI configuration of the job, for genlight fit"
+        "--print_config",
+        nargs="?",  # jsonargparse hands an option of this name an empty value
+        metavar="",
+        help="print the LightningCLI configuration of the job, for genlight fit",
     )
     parser.add_argument("--fresh", action="store_true", help="move artifacts of earlier runs aside and start anew")
     parser.add_argument(
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         fresh=args.fresh,
         allow_changed=args.allow_changed,
     )
-    return _print_config(options.spec_path, args.set) if args.print_config else run_job(options)
+    return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)
 
 
 def _print_config(spec_path: Path | None, overrides: list[str]) -> int:

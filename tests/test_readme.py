@@ -1,0 +1,61 @@
+"""Every snippet of the README runs, in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Language, file name and text of each fenced block."""
+    return FENCE.findall((ROOT / "README.md").read_text())
+
+
+def test_the_two_commands_for_a_fresh_machine_are_make_targets() -> None:
+    """`make demo` and `make test` exist."""
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [line.split()[1] for _, _, text in blocks() for line in text.splitlines() if line.startswith("make ")]
+    assert commands == ["demo", "test"]
+    assert set(commands) <= set(targets)
+
+
+@pytest.mark.slow
+def test_every_snippet_runs(tmp_path: Path) -> None:
+    """Files are written under their titles, Python files are run, and commands exit with 0."""
+    ran = 0
+    for language, title, text in blocks():
+        if title:
+            (tmp_path / title).write_text(text)
+            if language == "python" and "import lightning" in text:
+                run(tmp_path, [sys.executable, title])
+                ran += 1
+        elif language == "sh":
+            for line in text.splitlines():
+                words = line.split("#")[0].split()
+                if words and words[0] == "genlight":
+                    run(tmp_path, [sys.executable, "-m", "genlight.adapter.cli.main", *words[1:]])
+                    ran += 1
+    assert ran >= 9
+
+
+def run(folder: Path, command: list[str]) -> None:
+    """Run a command in `folder`; its output is shown when it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_documented_variable_is_read_and_every_read_variable_documented() -> None:
+    """The table of variables is the list that the code has."""
+    from genlight.adapter.environment import VARIABLES
+
+    text = (ROOT / "README.md").read_text()
+    documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
+    documented |= {f"TRAINER_UPLOAD{suffix}" for suffix in re.findall(r"`(_\w+_URL)`", text)}
+    assert documented == {variable.name for variable in VARIABLES}
