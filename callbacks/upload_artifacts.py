@@ -15,6 +15,7 @@ from typing_extensions import override
 from ..adapter.exceptions import BrokenCheckpointError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from .cadence import crossed
+from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.record import CheckpointRecord, read_record
 from .hook import Hook, callbacks_of, run_state_of
 
@@ -210,6 +211,8 @@ class UploadArtifacts(Hook):
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._uploader is not None and self._given is None:
+            _await_checkpoints(trainer)
+            self._look_at_facts(trainer)
             self._look_for_files(trainer)
             self._finish(trainer, exception)
 
@@ -324,6 +327,16 @@ def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) ->
     else:
         text = f"train-step: {type(error).__name__}"
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+
+
+def _await_checkpoints(trainer: pl.Trainer) -> None:
+    """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Checkpoint):
+            try:
+                callback.wait(trainer)
+            except Exception:
+                log.exception("the checkpoint in flight could not be written")
 
 
 def _record_at(path: Path) -> CheckpointRecord | None:

@@ -240,6 +240,25 @@ def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, t
     assert message["file_ref"] == "ref-step-00000003-step-00000003.json"
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_every_checkpoint_that_our_own_callback_wrote_arrives_whatever_it_keeps(fit, chaos, tmp_path, asynchronous):
+    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, keep_last=1, asynchronous=asynchronous)
+    fit(every=100, callbacks=[own])
+    messages = chaos.messages("/checkpoint")
+    assert [(m["step"], m["final"]) for m in messages] == [*((step, False) for step in range(1, 7)), (6, True)]
+    assert chaos.messages("/terminal")[0]["final_checkpoint_ref"] == "ref-final-final.json"
+    names = chaos.files()
+    assert all(f"step-{step:08d}-model.safetensors" in names for step in range(1, 7))
+
+
+def test_a_checkpoint_in_flight_when_training_fails_arrives_before_the_terminal_message(fit, chaos, tmp_path):
+    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=2)
+    with pytest.raises(RuntimeError, match="secret"):
+        fit(Line(fail_at=2), every=100, callbacks=[own])
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
+    assert chaos.state["applied"][-1]["path"] == "/terminal"
+
+
 def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_path):
     fit(every=100, callbacks=[Reports(tmp_path / "run" / "own")])
     assert [m["step"] for m in chaos.messages("/sample")] == [4, 4]
