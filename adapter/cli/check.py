@@ -1,0 +1,122 @@
+"""Check a trainer class: its hooks, its state, exact resume, several ranks, half precision.
+
+Exit codes: 0 every check passed or warned, 1 one failed, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..conformance.finding import Finding
+    from ..conformance.subject import Subject
+
+__all__ = ["add_arguments", "run"]
+
+CONFORMING, FAULTY, USAGE = 0, 1, 2
+MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("trainer", nargs="?", metavar="MODULE:CLASS", help="the trainer; else the one that --job names")
+    parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
+    parser.add_argument("--job", metavar="JOB.json", help="a job whose hyperparameters and data are used")
+    parser.add_argument("--batch_size", type=int, default=None, help="rows a batch; the job's, else 32")
+    parser.add_argument("--steps", type=int, default=3, help="steps before and after the interruption")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code."""
+    from ..exceptions import InputError, StartupContractError
+
+    # Before torch is imported: a literal "cuda:0" must fail here, not on a machine without a GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        subject = _subject(args)
+    except (StartupContractError, InputError, OSError, ValueError) as error:
+        sys.stderr.write(f"genlight check: {error}\n")
+        return USAGE
+    from ..conformance.checks import run_checks
+
+    findings = run_checks(subject)
+    shown = _print_json(findings) if args.json else _print_table(findings)
+    return FAULTY if any(finding.level == "fail" for finding in shown) else CONFORMING
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    if args.steps < 1:
+        raise ValueError(f"Invalid `--steps`. Expected a number >= 1, but received {args.steps}.")
+    job = _job(args)
+    trainer = args.trainer or (job.trainer if job is not None else None)
+    if trainer is None:
+        raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
+    search_path = [str(Path.cwd())] if job is None else [str(job.spec_dir), str(Path.cwd())]
+    from ..conformance.subject import Subject
+
+    return Subject(
+        import_path=trainer,
+        batches=tuple(_batches(args, job, 2 * args.steps)),
+        steps=args.steps,
+        search_path=tuple(search_path),
+        hyperparams={} if job is None else dict(job.job.hyperparams),
+    )
+
+
+def _job(args: argparse.Namespace) -> Any:
+    from ..run_config import resolve_run_config
+
+    if args.job is None:
+        return None
+    overrides = [] if args.trainer is None else [f"trainer={args.trainer}"]
+    return resolve_run_config(spec_path=args.job, overrides=overrides)
+
+
+def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
+    """`count` raw batches; a source that is shorter begins anew."""
+    if not args.data and job is not None and job.mock_batches is not None:
+        return _repeated(job.mock_batches, count)
+    dataset = job.dataset if job is not None else None
+    paths = args.data or (list(dataset.parquet_paths) if dataset is not None else [])
+    if not paths:
+        return []
+    from ..contract import ArrowFeedConfig
+    from ..feed import ParquetArrowBatchFeeder
+
+    size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32
+    config = ArrowFeedConfig(batch_size=size, columns=dataset.columns if dataset is not None else None)
+    return _repeated(ParquetArrowBatchFeeder(paths, config), count)
+
+
+def _repeated(source: Iterable[Any], count: int) -> list[Any]:
+    batches: list[Any] = []
+    for batch in source:
+        batches.append(batch)
+        if len(batches) == count:
+            break
+    return [batches[i % len(batches)] for i in range(count)] if batches else []
+
+
+def _print_table(findings: Iterable[Finding]) -> list[Finding]:
+    shown = []
+    for finding in findings:
+        shown.append(finding)
+        sys.stdout.write(f"{MARKS[finding.level]}  {finding.check:<17} {finding.detail}\n")
+        if finding.remedy:
+            sys.stdout.write(f"{'':6}{'':<17} → {finding.remedy}\n")
+        sys.stdout.flush()
+    return shown
+
+
+def _print_json(findings: Iterable[Finding]) -> list[Finding]:
+    shown = list(findings)
+    counts = {level: sum(finding.level == level for finding in shown) for level in MARKS}
+    sys.stdout.write(json.dumps({"findings": [finding.as_json() for finding in shown], "counts": counts}) + "\n")
+    return shown

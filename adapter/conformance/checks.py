@@ -1,0 +1,353 @@
+"""The checks of ``genlight check``, in the order in which they are printed.
+
+hooks · configure, first step · devices · storable state · state round trip · reproducible · resume · two ranks ·
+batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...callbacks.checkpoint import list_checkpoints, load, save
+from ...callbacks.checkpoint.saving import CONTRACT_KEY
+from ..contract import REQUIRED_HOOKS
+from ..discovery import Discovered, check_nothing_new
+from ..exceptions import ContractError, UnstorableStateError
+from ..module import ContractModule
+from .finding import Finding
+from .halves import halves
+from .ranks import RanksError, train_on_ranks
+from .snapshot import differences, flatten, snapshot
+from .subject import Subject, Trained
+from .timing import step_times
+
+__all__ = ["run_checks"]
+
+SAME = 1e-5
+"""Relative difference of weights that rounding explains."""
+CLOSE = 0.05
+"""Relative difference of weights that bf16 explains over a few steps."""
+
+_SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "setup": (("ctx",), ()),
+    "configure": (("ctx",), ()),
+    "prepare_batch": (("raw_batch", "state", "ctx"), ()),
+    "train_step": (("batch", "state", "ctx"), ()),
+    "state_dict": (("state",), ()),
+    "load_state_dict": (("state", "payload", "ctx"), ()),
+    "save_checkpoint": ((), ("state", "step", "output_dir", "final", "ctx")),
+    "load_checkpoint": ((), ("state", "checkpoint_dir", "payload", "ctx")),
+    "rollout": (("state", "ctx"), ()),
+    "evaluate": (("state", "ctx"), ()),
+}
+"""Positional and keyword arguments with which each hook is called."""
+
+_ABOUT_CUDA = re.compile(r"cuda|nvidia|hip\b", re.IGNORECASE)
+
+
+def run_checks(subject: Subject) -> Iterator[Finding]:
+    """Every check of `subject`, each as soon as it is done."""
+    try:
+        trainer = subject.make()
+    except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
+        yield Finding("hooks", "fail", f"{type(error).__name__}: {error}", "Make the class importable and conforming.")
+        return
+    yield check_hooks(trainer)
+    if not subject.batches:
+        yield Finding("steps", "skip", "there is no data to train on", "Give --data FILES or --job JOB.json.")
+        return
+    with tempfile.TemporaryDirectory(prefix="genlight-check-") as folder:
+        for name in ("state", "resume", "ranks"):
+            (Path(folder) / name).mkdir()
+        yield from _dynamic(subject, Path(folder))
+
+
+def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
+    middle: dict[int, dict[str, Any]] = {}
+    try:
+        whole = subject.train(at_step=_keep(middle))
+    except Exception as error:  # noqa: BLE001  # as above
+        yield _about_failure(error)
+        return
+    yield check_discovered(whole)
+    yield Finding("devices", "pass", "a run without any CUDA device works")
+    yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))
+    yield from _guarded("resume", lambda: check_resume(subject, whole, middle, folder / "resume"))
+    yield from _guarded("ranks", lambda: check_ranks(subject, whole, folder / "ranks"))
+    yield from _guarded("bf16-mixed", lambda: check_bf16(subject, whole))
+    yield from _guarded("step time", lambda: check_time(subject))
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of `check`; an exception inside it is one more."""
+    try:
+        yield from check()
+    except Exception as error:  # noqa: BLE001  # as above
+        yield Finding(name, "fail", f"{type(error).__name__}: {error}{_where(error)}")
+
+
+def check_hooks(trainer: object) -> Finding:
+    """Whether every hook that is there can be called as the loop calls it."""
+    faults = []
+    for name, (positional, keywords) in _SIGNATURES.items():
+        hook = getattr(trainer, name, None)
+        if hook is None:
+            continue
+        try:
+            inspect.signature(hook).bind(*positional, **dict.fromkeys(keywords))
+        except TypeError as error:
+            arguments = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
+            faults.append(f"{name}{inspect.signature(hook)} cannot be called as {name}({arguments}): {error}")
+        except ValueError:  # written in C, without a signature
+            continue
+    if faults:
+        return Finding("hooks", "fail", "; ".join(faults), "Give the hooks the parameters of the contract.")
+    optional = [name for name in _SIGNATURES if name not in REQUIRED_HOOKS and hasattr(trainer, name)]
+    return Finding("hooks", "pass", f"all {len(REQUIRED_HOOKS)}" + (f", and {', '.join(optional)}" if optional else ""))
+
+
+def check_discovered(trained: Trained) -> Finding:
+    """What of modules and optimizers was found, and whether something trains without anybody to update it."""
+    discovered = trained.module.discovered
+    assert discovered is not None
+    if not discovered.modules and not discovered.optimizers:
+        return Finding("discovered", "pass", "neither modules nor optimizers; nothing is synchronised between ranks")
+    parts = [f"{found.path} ({_size(found.value)}, trained)" for found in discovered.trained]
+    parts += [f"{found.path} ({_size(found.value)}, not trained)" for found in discovered.untrained]
+    parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.optimizers]
+    parts += [f"{found.path} ({type(found.value).__name__})" for found in discovered.schedulers]
+    parts += [f"{found.path} (tensor)" for found in discovered.parameters]
+    forgotten = _forgotten(discovered)
+    if forgotten:
+        return Finding(
+            "discovered",
+            "warn",
+            f"{'; '.join(parts)}. {', '.join(forgotten)} collect gradients that no optimizer uses",
+            "Give them to an optimizer, or set requires_grad to False.",
+        )
+    try:
+        check_nothing_new(discovered, trained.module.contract_state, trained.module.plugin)
+    except ContractError as error:
+        return Finding("discovered", "fail", str(error))
+    return Finding("discovered", "pass", "; ".join(parts))
+
+
+def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Finding]:
+    """Whether ``state_dict`` can be stored, and comes back the same through a checkpoint and a new trainer."""
+    module = trained.module
+    payload = module.state_payload()
+    try:
+        save(folder / "state", {CONTRACT_KEY: {"state": payload}})
+    except UnstorableStateError as error:
+        yield Finding("state", "fail", str(error), "Return numbers, texts, tensors, arrays, dicts and lists of them.")
+        return
+    stored = flatten(payload, "payload")
+    yield Finding("state", "pass", f"can be stored, without pickle ({len(stored)} values)")
+    trainer = subject.make()
+    trainer.setup(module.ctx)
+    state = trainer.configure(module.ctx)
+    trainer.load_state_dict(state, load(folder / "state")[CONTRACT_KEY]["state"], module.ctx)
+    lost = differences(stored, flatten(trainer.state_dict(state), "payload"))
+    if not lost:
+        yield Finding("state round trip", "pass", f"{len(stored)} values come back bit-equal")
+        return
+    yield Finding(
+        "state round trip",
+        "fail",
+        f"{lost[0]} is another after load_state_dict ({len(lost)} of {len(stored)} values)",
+        "Take everything that state_dict returns back in load_state_dict.",
+    )
+
+
+def check_resume(
+    subject: Subject, whole: Trained, middle: dict[int, dict[str, Any]], folder: Path
+) -> Iterator[Finding]:
+    """Whether a run that was interrupted and resumed ends with the same bits."""
+    again = subject.train()
+    unequal = differences(whole.weights(), again.weights())
+    if unequal:
+        yield Finding(
+            "reproducible",
+            "warn",
+            f"two runs from the same seed end with another {unequal[0]}",
+            "Seed what draws random numbers in `setup` or `configure`; a resume cannot be judged before.",
+        )
+        yield Finding("resume", "skip", "two uninterrupted runs differ already")
+        return
+    yield Finding("reproducible", "pass", "two runs from the same seed are bit-equal")
+    subject.train(stop_after=subject.steps, save_to=folder)
+    (saved,) = (entry.path for entry in list_checkpoints(folder))
+    restored: dict[int, dict[str, Any]] = {}
+    resumed = subject.train(resume_from=saved, save_to=folder, at_step=_keep(restored))
+    yield _resume_finding(subject, whole, resumed, middle, restored)
+
+
+def _resume_finding(
+    subject: Subject,
+    whole: Trained,
+    resumed: Trained,
+    middle: dict[int, dict[str, Any]],
+    restored: dict[int, dict[str, Any]],
+) -> Finding:
+    steps = f"{2 * subject.steps} steps against {subject.steps} + resume + {subject.steps}"
+    unequal = differences(whole.weights(), resumed.weights())
+    if not unequal:
+        return Finding("resume", "pass", f"{steps}: bit-equal")
+    lost = differences(middle[subject.steps], restored[subject.steps])
+    if lost:
+        return Finding(
+            "resume",
+            "fail",
+            f"{steps}: the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)",
+            f"Return {lost[0]} from state_dict and take it back in load_state_dict.",
+        )
+    return Finding(
+        "resume",
+        "fail",
+        f"{steps}: the first difference is {unequal[0]}, though everything in state and trainer was restored",
+        "Look for state elsewhere: a random generator, an iterator, a closure or a variable of the module.",
+    )
+
+
+def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
+    """Whether two gloo processes end with the weights of one."""
+    expected = whole.weights()
+    if not expected:
+        yield Finding("ranks", "pass", "nothing is trained, so nothing can drift")
+        return
+    pairs = [halves(batch) for batch in subject.batches]
+    jobs = {"same": [list(subject.batches)] * 2}
+    if all(pair is not None for pair in pairs):
+        jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
+    try:
+        results = train_on_ranks(subject, jobs, folder)
+    except RanksError as error:
+        yield Finding("ranks", "fail", str(error), "Make the same backward calls on every rank, whatever its rows are.")
+        return
+    for name, (first, second) in results.items():
+        apart = differences(first, second)
+        if apart:
+            yield Finding(
+                "ranks",
+                "fail",
+                f"replicas drift apart ({name} rows): {apart[0]}",
+                "Look for random numbers or rank-dependent code that changes weights outside of an optimizer.",
+            )
+            return
+    distance, path = _distance(results["same"][0], expected)
+    if distance > SAME:
+        yield Finding(
+            "ranks",
+            "fail",
+            f"two processes with the same rows end {distance:.1e} away from one, at {path}",
+            "Look for code that depends on ctx.rank or ctx.world_size.",
+        )
+        return
+    yield Finding("ranks", "pass", f"two processes agree with one to {distance:.1e}, and with each other bit for bit")
+    if "halves" not in results:
+        yield Finding("batch size", "skip", "the raw batches cannot be cut in halves")
+        return
+    yield _batch_size_finding(*_distance(results["halves"][0], expected))
+
+
+def _batch_size_finding(distance: float, path: str) -> Finding:
+    if distance <= SAME:
+        return Finding("batch size", "pass", f"two halves of a batch train like the whole, to {distance:.1e}")
+    return Finding(
+        "batch size",
+        "warn",
+        f"two halves of a batch end {distance:.1e} away from the whole, at {path}",
+        "Expected with batch statistics, or random numbers per row; else take the mean over rows, not the sum.",
+    )
+
+
+def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
+    """Whether bf16-mixed stays finite and near fp32."""
+    half = subject.train(bf16=True).weights()
+    broken = [path for path, tensor in half.items() if not torch.isfinite(tensor.double()).all()]
+    if broken:
+        yield Finding(
+            "bf16-mixed", "fail", f"{broken[0]} is not finite", "Compute losses, norms and logarithms in fp32."
+        )
+        return
+    distance, path = _distance(half, whole.weights())
+    if distance > CLOSE:
+        yield Finding(
+            "bf16-mixed",
+            "warn",
+            f"{distance:.1e} away from fp32 after {2 * subject.steps} steps, at {path}",
+            "Compute sensitive parts in fp32: `with torch.autocast(device, enabled=False)`.",
+        )
+    else:
+        yield Finding("bf16-mixed", "pass", f"finite, and {distance:.1e} away from fp32")
+
+
+def check_time(subject: Subject) -> Iterator[Finding]:
+    """Where the time of a step goes."""
+    times = step_times(subject)
+    total = sum(times.values())
+    parts = ", ".join(f"{name} {100 * seconds / total:.0f}%" for name, seconds in times.items())
+    slow = times["prepare"] > 0.5 * total
+    remedy = "Let prepare_batch do less: decode and normalise ahead, in the feed." if slow else ""
+    yield Finding("step time", "warn" if slow else "pass", f"{total * 1e3:.2f} ms a step: {parts}", remedy)
+
+
+def _keep(snapshots: dict[int, dict[str, Any]]) -> Callable[[int, ContractModule], None]:
+    def keep(step: int, module: ContractModule) -> None:
+        snapshots[step] = snapshot(module.contract_state, module.plugin)
+
+    return keep
+
+
+def _about_failure(error: Exception) -> Finding:
+    detail = f"{type(error).__name__}: {error}{_where(error)}"
+    if _ABOUT_CUDA.search(str(error)):
+        return Finding("devices", "fail", detail, 'Use ctx.device in place of a literal such as "cuda:0".')
+    return Finding("steps", "fail", detail)
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of code that is neither torch's, Lightning's nor genlight's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not re.search(r"site-packages|genlight|importlib|lib/python", f.filename)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def _forgotten(discovered: Discovered) -> list[str]:
+    """Parameters of trained modules that got gradients and that no optimizer holds."""
+    held = {id(p) for p in discovered.optimized()}
+    return [
+        f"{found.path}.{name}"
+        for found in discovered.trained
+        for name, p in found.value.named_parameters()
+        if p.requires_grad and p.grad is not None and id(p) not in held
+    ]
+
+
+def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative difference of a tensor, and its path."""
+    worst, where = 0.0, ""
+    for path, tensor in b.items():
+        if not tensor.is_floating_point():
+            continue
+        scale = max(float(tensor.double().norm()), 1e-6)
+        distance = float((a[path].double() - tensor.double()).norm()) / scale
+        if distance > worst or not where:
+            worst, where = distance, path
+    return worst, where
+
+
+def _size(module: torch.nn.Module) -> str:
+    count = sum(p.numel() for p in module.parameters())
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit} parameters"
+    return f"{count} parameters"

@@ -1,0 +1,25 @@
+"""What a check found, for people and for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Finding", "Level"]
+
+Level = Literal["pass", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    level: Level
+    detail: str
+    remedy: str = ""
+    """What to do about it; empty where nothing is to be done."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        return asdict(self)

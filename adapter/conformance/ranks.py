@@ -1,0 +1,137 @@
+"""Two processes of one machine that train together: ``python -m genlight.adapter.conformance.ranks FOLDER RANK``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from .subject import Subject
+
+__all__ = ["RanksError", "train_on_ranks"]
+
+WORLD_SIZE = 2
+
+
+class RanksError(RuntimeError):
+    """The ranks did not come to an end together."""
+
+
+def train_on_ranks(
+    subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Train on two processes under DDP with gloo.
+
+    Args:
+        subject: What to train.
+        jobs: By a name, the batches of each rank.
+        folder: For the ranks' messages; nobody else's.
+        timeout_s: How long all of it may take.
+
+    Returns:
+        By the job's name, the weights of each rank.
+
+    Raises:
+        RanksError: With the trainer's own error where there is one.
+    """
+    (folder / "request.pkl").write_bytes(pickle.dumps((subject, jobs)))
+    command = [sys.executable, "-m", __name__, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        _wait(ranks, time.monotonic() + timeout_s)
+    finally:
+        for process in ranks:
+            process.kill()
+        outputs = [process.communicate()[0] for process in ranks]
+    for rank, process in enumerate(ranks):
+        error = folder / f"rank{rank}.error"
+        if error.exists():
+            raise RanksError(f"rank {rank}: {error.read_text()}")
+        if process.returncode != 0:
+            raise RanksError(f"rank {rank} ended with code {process.returncode}: {outputs[rank][-500:]}")
+    results = [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
+    return {name: [result[name] for result in results] for name in jobs}
+
+
+def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:
+    """Until all ranks have ended, or one of them badly: the others would wait for it for ever."""
+    while any(process.poll() is None for process in ranks):
+        if any(process.poll() not in (None, 0) for process in ranks):
+            return
+        if time.monotonic() > deadline:
+            raise RanksError("the ranks wait for each other: one of them made fewer backward calls than the other")
+        time.sleep(0.05)
+
+
+class _Environment(LightningEnvironment):
+    """Ranks that exist already and found each other by a file."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @override
+    def local_rank(self) -> int:
+        return self._rank
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank
+
+    @override
+    def world_size(self) -> int:
+        return WORLD_SIZE
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        assert size == WORLD_SIZE
+
+
+def main(folder: Path, rank: int) -> int:
+    """Do what one rank does; the exit code."""
+    torch.set_num_threads(1)
+    subject, jobs = pickle.loads((folder / "request.pkl").read_bytes())  # noqa: S301  # our own parent wrote it
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    results = {}
+    try:
+        for name, batches in jobs.items():
+            strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
+            # A mock feed deals its batches out in turn; each rank's own come back to it this way.
+            dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
+            trained = subject.train(batches=dealt, strategy=strategy, devices=WORLD_SIZE)
+            results[name] = trained.weights()
+    except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
+        traceback.print_exc()
+        (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        return 1
+    torch.save(results, folder / f"rank{rank}.pt")
+    with contextlib.suppress(RuntimeError):  # the other rank may be gone
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

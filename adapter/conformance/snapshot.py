@@ -1,0 +1,95 @@
+"""Everything that a trainer keeps, by path, for a bit-by-bit comparison."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..discovery import uncompiled, walk
+
+__all__ = ["differences", "flatten", "snapshot"]
+
+
+def snapshot(state: Any, trainer: object) -> dict[str, Any]:
+    """Copies of all tensors, arrays, numbers, texts and random generators that `state` and `trainer` lead to."""
+    seen: dict[int, Any] = {}
+    out: dict[str, Any] = {}
+    nodes = [*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)]
+    for path, value in nodes:
+        out.update(_leaves(path, value))
+    return out
+
+
+def flatten(value: Any, path: str) -> dict[str, Any]:
+    """The leaves of a plain structure of dicts and lists, by path."""
+    out: dict[str, Any] = {}
+    for where, node in walk(value, path):
+        out.update(_leaves(where, node))
+    return out
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Paths at which two snapshots are not bit-equal, or of which only one has something; in order."""
+    paths = [*a, *(path for path in b if path not in a)]
+    return [path for path in paths if path not in a or path not in b or not _same(a[path], b[path])]
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor | np.ndarray):
+        yield path, _copy(value)
+    elif isinstance(value, nn.Module):
+        for name, tensor in (*uncompiled(value).named_parameters(), *uncompiled(value).named_buffers()):
+            yield f"{path}.{name}", _copy(tensor)
+    elif isinstance(value, Optimizer | LRScheduler | GradScaler):
+        yield from _of_state_dict(path, value.state_dict())
+    elif isinstance(value, torch.Generator):
+        yield path, value.get_state()
+    elif isinstance(value, np.random.Generator):
+        yield path, repr(value.bit_generator.state)
+    elif isinstance(value, random.Random | np.random.RandomState):
+        yield path, repr(value.getstate() if isinstance(value, random.Random) else value.get_state())
+    elif isinstance(value, bool | int | float | complex | str | bytes):
+        yield path, value
+
+
+def _of_state_dict(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _of_state_dict(f"{path}.{key}", entry)
+    elif isinstance(value, list | tuple):
+        for i, entry in enumerate(value):
+            yield from _of_state_dict(f"{path}[{i}]", entry)
+    elif isinstance(value, Tensor):
+        yield path, _copy(value)
+    elif isinstance(value, bool | int | float | str):
+        yield path, value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        same_kind = a.shape == b.shape and a.dtype == b.dtype
+        return same_kind and bool(torch.equal(a, b) or _same_bits(a, b))
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(a == b) or (a != a and b != b)  # NaN is the same as itself here
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Tensors with NaNs are unequal to themselves; a run that reproduces them is exact all the same."""
+    if not a.is_floating_point():
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

@@ -1,0 +1,183 @@
+"""Trainer classes with one fault each, for the tests of ``genlight check``; loaded by import path."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from types import SimpleNamespace
+
+import torch
+from genlight.adapter.contract import StepResult
+from torch import nn
+
+CALLS = itertools.count()
+
+
+class Sound:
+    """Everything that the contract asks for: EMA, dropout, a counter, a generator of its own."""
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1)).to(ctx.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return SimpleNamespace(model=model, ema=copy.deepcopy(model), opt=optimizer, count=0)
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"], dtype=torch.float32), torch.tensor(raw["y"], dtype=torch.float32)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state.opt.zero_grad()
+        loss.backward()
+        state.opt.step()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+    def loss(self, batch, state):
+        return (state.model(batch[0]) - batch[1]).square().mean() * (1 + 0.1 * state.count)
+
+    def state_dict(self, state):
+        return {"count": state.count}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count = payload["count"]
+
+
+class WithoutDropout(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model[1] = nn.Identity()
+        return state
+
+
+class SumLoss(WithoutDropout):
+    def loss(self, batch, state):
+        return (state.model(batch[0]) - batch[1]).square().sum()
+
+
+class Forgetful(Sound):
+    """Does not save its counter."""
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
+
+
+class WrittenNotRead(Sound):
+    """Saves its counter and does not take it back."""
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
+
+
+class HiddenState(Sound):
+    """Keeps a counter where nobody looks."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        hidden = itertools.count(1)
+        state.model[0].register_forward_pre_hook(lambda m, x: (x[0] + 0.01 * next(hidden),))
+        return state
+
+
+class Unseeded(Sound):
+    def setup(self, ctx):
+        torch.manual_seed(next(CALLS))
+
+
+class Unstorable(Sound):
+    def state_dict(self, state):
+        return {"items": [1, (i for i in range(3))]}
+
+
+class HardCoded(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model.to("cuda:0")
+        return state
+
+
+class Overflowing(Sound):
+    """fp32 holds what bf16's eight bits of mantissa lose."""
+
+    def loss(self, batch, state):
+        out = state.model(batch[0])
+        # 1 where out was computed in fp32, and a division by nothing where in bf16
+        exact = (out.float() - out.float().bfloat16().float()).abs().max()
+        return (out - batch[1]).square().mean() * (exact / exact)
+
+
+class RankDependent(WithoutDropout):
+    def loss(self, batch, state):
+        return super().loss(batch, state) * (1 + self.world_size)
+
+    def configure(self, ctx):
+        self.world_size = ctx.world_size
+        return super().configure(ctx)
+
+
+class Drifting(WithoutDropout):
+    def configure(self, ctx):
+        self.rank = ctx.rank
+        return super().configure(ctx)
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            state.model[0].bias.add_(0.01 * self.rank)
+        return result
+
+
+class SkippingOnOneRank(WithoutDropout):
+    def train_step(self, batch, state, ctx):
+        if ctx.rank == 1:
+            raise ValueError("no rows on this rank")
+        return super().train_step(batch, state, ctx)
+
+
+class WrongSignature(Sound):
+    def load_state_dict(self, state, payload):
+        pass
+
+
+class Raising(Sound):
+    def loss(self, batch, state):
+        raise ArithmeticError("mine")
+
+
+class ForgottenHead(WithoutDropout):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.Adam(state.model[0].parameters())
+        return state
+
+
+class Late(WithoutDropout):
+    def train_step(self, batch, state, ctx):
+        state.late = nn.Linear(1, 1)
+        return super().train_step(batch, state, ctx)
+
+
+class WithoutTorch:
+    def setup(self, ctx):
+        pass
+
+    def configure(self, ctx):
+        return {"seen": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["seen"] += len(batch["x"])
+        return StepResult({"seen": state["seen"]})
+
+    def state_dict(self, state):
+        return dict(state)
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)

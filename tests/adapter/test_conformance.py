@@ -1,0 +1,174 @@
+"""``genlight check`` names what is wrong with a trainer class, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from genlight.adapter.conformance.checks import run_checks
+from genlight.adapter.conformance.halves import halves
+from genlight.adapter.conformance.snapshot import differences, snapshot
+from genlight.adapter.conformance.subject import Subject
+
+HERE = str(Path(__file__).parent)
+
+
+def batches(count: int = 4) -> tuple:
+    rng = np.random.default_rng(0)
+    return tuple({"x": rng.normal(size=(4, 2)).tolist(), "y": rng.normal(size=(4, 1)).tolist()} for _ in range(count))
+
+
+def findings_of(name: str, monkeypatch, *, ranks: bool = False) -> dict:
+    """The findings by check; without `ranks` no processes are started."""
+    if not ranks:
+        monkeypatch.setattr("genlight.adapter.conformance.checks.check_ranks", lambda *_: iter(()))
+    subject = Subject(f"check_zoo:{name}", batches(), steps=2, search_path=(HERE,))
+    return {finding.check: finding for finding in run_checks(subject)}
+
+
+def test_a_sound_class_passes_every_check(monkeypatch):
+    found = findings_of("Sound", monkeypatch)
+
+    assert {name: f.level for name, f in found.items()} == {
+        "hooks": "pass",
+        "discovered": "pass",
+        "devices": "pass",
+        "state": "pass",
+        "state round trip": "pass",
+        "reproducible": "pass",
+        "resume": "pass",
+        "bf16-mixed": "pass",
+        "step time": "pass",
+    }
+    assert "state.model (17 parameters, trained)" in found["discovered"].detail
+    assert "state.ema (17 parameters, not trained)" in found["discovered"].detail
+    assert "bit-equal" in found["resume"].detail
+
+
+def test_a_class_without_torch_passes(monkeypatch):
+    found = findings_of("WithoutTorch", monkeypatch)
+
+    assert {f.level for f in found.values()} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "level", "said"),
+    [
+        ("WrongSignature", "hooks", "fail", "load_state_dict(state, payload) cannot be called as"),
+        ("Nowhere", "hooks", "fail", "Nowhere"),
+        ("Raising", "steps", "fail", "ArithmeticError: mine (check_zoo.py:"),
+        ("HardCoded", "devices", "fail", "check_zoo.py:"),
+        ("Unstorable", "state", "fail", 'state["items"][1]: generator cannot be stored'),
+        ("WrittenNotRead", "state round trip", "fail", 'payload["count"] is another after load_state_dict'),
+        ("Forgetful", "resume", "fail", "state.count was not restored"),
+        ("HiddenState", "resume", "fail", "though everything in state and trainer was restored"),
+        ("Unseeded", "reproducible", "warn", "two runs from the same seed end with another"),
+        ("Overflowing", "bf16-mixed", "fail", "is not finite"),
+        ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
+        ("Late", "discovered", "fail", "state.late appeared after `configure`"),
+    ],
+)
+def test_a_fault_is_named_with_a_remedy(monkeypatch, name, check, level, said):
+    finding = findings_of(name, monkeypatch)[check]
+
+    assert finding.level == level
+    assert said in finding.detail
+    assert finding.remedy or check in ("steps", "discovered")
+
+
+def test_without_data_only_the_hooks_are_checked():
+    found = list(run_checks(Subject("check_zoo:Sound", (), steps=2, search_path=(HERE,))))
+
+    assert [(f.check, f.level) for f in found] == [("hooks", "pass"), ("steps", "skip")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "check", "level", "said"),
+    [
+        ("WithoutDropout", "ranks", "pass", "with each other bit for bit"),
+        ("WithoutDropout", "batch size", "pass", "train like the whole"),
+        ("SumLoss", "batch size", "warn", "away from the whole"),
+        ("RankDependent", "ranks", "fail", "away from one, at"),
+        ("Drifting", "ranks", "fail", "replicas drift apart (same rows): state.model.0.bias"),
+        ("SkippingOnOneRank", "ranks", "fail", "rank 1: ValueError: no rows on this rank"),
+    ],
+)
+def test_two_processes_are_compared_with_one(monkeypatch, name, check, level, said):
+    finding = findings_of(name, monkeypatch, ranks=True)[check]
+
+    assert finding.level == level
+    assert said in finding.detail
+
+
+@pytest.mark.slow
+def test_the_command_prints_json_and_its_exit_code_says_whether_a_check_failed(tmp_path):
+    job = {"run_id": "j", "trainer": "check_zoo:Forgetful", "max_steps": 9, "mock_batches": list(batches(2))}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    env = {**os.environ, "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}
+
+    def check(*arguments: str) -> subprocess.CompletedProcess:
+        command = [
+            sys.executable,
+            "-m",
+            "genlight.adapter.cli",
+            "check",
+            "--job",
+            str(tmp_path / "job.json"),
+            *arguments,
+        ]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    faulty, sound = check("--json", "--steps", "2"), check("check_zoo:Sound")
+
+    answer = json.loads(faulty.stdout)
+    assert faulty.returncode == 1
+    assert answer["counts"]["fail"] == 1
+    assert {"check", "level", "detail", "remedy"} == set(answer["findings"][0])
+    assert sound.returncode == 0
+    assert "pass  resume            6 steps against 3 + resume + 3: bit-equal" in sound.stdout
+    assert check("--steps", "0").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "second"),
+    [
+        ([1, 2, 3], [1], [2]),
+        ({"a": [1, 2], "b": ["x", "y"]}, {"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}),
+    ],
+)
+def test_a_batch_is_cut_into_halves_of_its_rows(batch, first, second):
+    assert halves(batch) == (first, second)
+
+
+def test_arrow_tensors_and_arrays_are_cut_too():
+    table = pa.table({"a": [1, 2, 3, 4]})
+
+    assert [half.column("a").to_pylist() for half in halves(table)] == [[1, 2], [3, 4]]
+    assert [half.tolist() for half in halves(torch.arange(4))] == [[0, 1], [2, 3]]
+    assert [half.tolist() for half in halves(np.arange(4))] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", [1], {"a": [1, 2], "b": [1]}, {"a": 1}, torch.tensor(1.0)])
+def test_a_batch_without_rows_is_not_cut(batch):
+    assert halves(batch) is None
+
+
+def test_snapshots_differ_in_the_first_path_whose_bits_differ():
+    state = {"w": torch.tensor([1.0, float("nan")]), "rng": torch.Generator(), "n": 1, "a": np.zeros(2)}
+    before = snapshot(state, None)
+    assert differences(before, snapshot(state, None)) == []
+
+    state["n"] = 2
+    state["w"][0] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    state["rng"].manual_seed(3)
+    state["new"] = 1
+
+    assert differences(before, snapshot(state, None)) == ['state["w"]', 'state["rng"]', 'state["n"]', 'state["new"]']
