@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
@@ -14,8 +15,9 @@ from ..exceptions import InputError
 from .files import PathLike
 from .filtering import as_expression
 from .ledger import Ledger
+from .options import FeedOptions
 from .order import Order
-from .plan import SHARD_MODES, Shard
+from .plan import Shard
 from .position import Layout, Position
 from .resolve import open_source
 from .sources import Source
@@ -26,8 +28,6 @@ __all__ = ["ArrowFeed"]
 _LARGE_WINDOW = 1 << 30
 
 Collate: TypeAlias = Callable[[pa.RecordBatch], Any]
-
-_CHUNK_BYTES = 32 << 20
 
 
 class ArrowFeed:
@@ -92,31 +92,30 @@ class ArrowFeed:
         workers: int = 0,
         ledger: PathLike | None = None,
     ) -> None:
-        _validate_at_least("batch_size", batch_size, 1)
-        _validate_at_least("readahead", readahead, 0)
-        _validate_at_least("workers", workers, 0)
-        _validate_at_least("seed", seed, 0)
-        _validate_at_least("world_size", world_size, 1)
-        _validate_at_least("shuffle_window", shuffle_window, 1)
-        _validate_at_least("readahead_bytes", readahead_bytes, 1)
-        if epochs is not None:
-            _validate_at_least("epochs", epochs, 1)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"Invalid `rank`. Expected 0 <= rank < {world_size}, but received {rank}.")
-        if shard not in SHARD_MODES:
-            raise ValueError(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {shard!r}.")
-        self._given = source
-        self._columns, self._filters, self._filesystem = columns, as_expression(filters), filesystem
-        self._batch_size, self._readahead, self._readahead_bytes = batch_size, readahead, readahead_bytes
-        self._shuffle, self._seed, self._window = shuffle, seed, shuffle_window
-        self._epochs, self._drop_last, self._shard = epochs, drop_last, shard
-        self._rank, self._world_size, self._per_epoch = rank, world_size, per_epoch
+        self._options = FeedOptions(
+            batch_size=batch_size,
+            readahead=readahead,
+            shuffle=shuffle,
+            seed=seed,
+            epochs=epochs,
+            drop_last=drop_last,
+            shard=shard,
+            rank=rank,
+            world_size=world_size,
+            per_epoch=per_epoch,
+            shuffle_window=shuffle_window,
+            readahead_bytes=readahead_bytes,
+            workers=workers,
+        )
+        self._given, self._columns, self._filesystem = source, columns, filesystem
+        self._filters = as_expression(filters)
         self._collate = _collate(collate)
-        self._workers, self._ledger = workers, None if ledger is None else Ledger(ledger)
+        self._ledger = None if ledger is None else Ledger(ledger)
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._position: Position | None = None
         self._step = 0
+        self._loaded = False
         self._supply: Supply | None = None
         self._waited = 0.0
 
@@ -151,36 +150,43 @@ class ArrowFeed:
         Raises:
             TypeError: The feed repeats without end.
         """
-        if self._per_epoch:
-            return self.steps_per_epoch
-        if self._epochs is None:
+        if self._options.per_epoch:
+            return self._steps_of_iteration()
+        if self._options.epochs is None:
             raise TypeError("The feed repeats without end and has no length; give it `epochs`.")
-        return self.steps_per_epoch * self._epochs
+        return self.steps_per_epoch * self._options.epochs
+
+    def _steps_of_iteration(self) -> int:
+        """Of an epoch, or more where the number of ranks or the batch size changed in the middle of the current one.
+
+        Lightning ends an epoch when it has seen this many steps, those before a resume included. It asks once and
+        takes the answer for all epochs, so that an answer too small would cut epochs short; one too large does no harm.
+        """
+        _, layout = self._opened()
+        here = self._position or Position.start_of(0, layout.order)
+        return max(layout.steps_per_epoch, here.before + layout.share(here.rows).steps)
 
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
             source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
-            order = Order(source.group_rows, self._seed, self._shuffle, self._window)
-            layout = Layout(order, self._batch_size, self._world_size, self._shard, self._drop_last)
-            if not layout.steps_per_epoch:
-                raise InputError(_too_few(layout))
+            layout = _layout(source, self._options)
             self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
 
     def _warn_of_memory(self, source: Source) -> None:
-        size = min(self._window, max(source.group_rows)) * source.row_bytes
-        if self._shuffle and size > _LARGE_WINDOW:
+        size = min(self._options.shuffle_window, max(source.group_rows)) * source.row_bytes
+        if self._options.shuffle and size > _LARGE_WINDOW:
             warnings.warn(
-                f"A `shuffle_window` of {self._window} rows of this data takes about {size / 1e9:.1f} GB of memory, "
-                "several times over; a smaller one shuffles within a smaller range.",
+                f"A `shuffle_window` of {self._options.shuffle_window} rows of this data takes about {size / 1e9:.1f} "
+                "GB of memory, several times over; a smaller one shuffles within a smaller range.",
                 stacklevel=2,
             )
 
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self._per_epoch)
+        return self._iterate(self._options.per_epoch)
 
     def iter_batches(self) -> Iterator[Any]:
         """All batches of all epochs from the position on, whatever `per_epoch` says."""
@@ -191,7 +197,8 @@ class ArrowFeed:
         # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
         _, layout = self._opened()
         position = self._first_position(per_epoch, layout)
-        while self._epochs is None or position.epoch < self._epochs:
+        epochs = self._options.epochs
+        while epochs is None or position.epoch < epochs:
             yield from self._rest_of_epoch(position)
             position = self._at().normalized(layout)
             if per_epoch:
@@ -204,19 +211,15 @@ class ArrowFeed:
         return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration with `epoch`, unless a position in the middle of an epoch was loaded.
+        """Begin the next iteration with `epoch`, unless a position was loaded.
 
         Lightning's loops call this before each epoch. It brings the right order after a checkpoint that was saved at
         the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
         """
         _, layout = self._opened()
-        loaded_within = self._fresh and self._at().normalized(layout).step > 0
-        if self._per_epoch and not loaded_within and not self._continues(epoch, layout):
-            self._position, self._step = Position.start_of(epoch, layout.order), 0
-
-    def _continues(self, epoch: int, layout: Layout) -> bool:
-        """Whether the next iteration begins with `epoch` anyway."""
-        return self._first_position(True, layout).epoch == epoch
+        loaded = self._loaded and self._fresh
+        if self._options.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
+            self._position, self._step, self._loaded = Position.start_of(epoch, layout.order), 0, False
 
     def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
         if self._fresh:
@@ -247,26 +250,26 @@ class ArrowFeed:
         self.close()
         spec = self._spec()
         if self._ledger is not None:
-            self._ledger.begin(spec.layout, position, self._rank)
+            self._ledger.begin(spec.layout, position, self._options.rank)
         self._supply = self._make_supply(spec, position)
         return self._supply
 
     def _make_supply(self, spec: Spec, position: Position) -> Supply:
-        if not self._workers:
+        if not self._options.workers:
             return ThreadSupply(spec, position)
         from .workers import WorkerSupply
 
-        return WorkerSupply(spec, position, self._workers)
+        return WorkerSupply(spec, position, self._options.workers)
 
     def _spec(self) -> Spec:
         source, layout = self._opened()
         return Spec(
             source=source,
             layout=layout,
-            rank=self._rank,
-            epochs=self._epochs,
-            readahead=self._readahead,
-            readahead_bytes=self._readahead_bytes,
+            rank=self._options.rank,
+            epochs=self._options.epochs,
+            readahead=self._options.readahead,
+            readahead_bytes=self._options.readahead_bytes,
             collate=self._collate,
             track=self._ledger is not None,
         )
@@ -294,7 +297,7 @@ class ArrowFeed:
 
     def _at(self) -> Position:
         assert self._position is not None
-        return Position(self._position.epoch, self._position.spans, self._step)
+        return replace(self._position, step=self._step)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out, as JSON values; the same on every rank."""
@@ -315,13 +318,22 @@ class ArrowFeed:
                 "with the data of the checkpoint, or start a new run."
             )
         self.close()
-        self._position, given_up = Position.restored(state, layout, self._epochs)
-        if given_up and self._rank == 0:
+        self._position, given_up = Position.restored(state, layout, self._options.epochs)
+        if given_up and self._options.rank == 0:
             warnings.warn(
-                f"The last {given_up} rows of the last epoch are left out: {self._world_size} ranks cannot share them.",
+                f"The last {given_up} rows of the last epoch are left out: {layout.world_size} ranks cannot share "
+                "them.",
                 stacklevel=2,
             )
-        self._step = self._position.step
+        self._step, self._loaded = self._position.step, True
+
+
+def _layout(source: Source, options: FeedOptions) -> Layout:
+    order = Order(source.group_rows, options.seed, options.shuffle, options.shuffle_window)
+    layout = Layout(order, options.batch_size, options.world_size, options.shard, options.drop_last)
+    if not layout.steps_per_epoch:
+        raise InputError(_too_few(layout))
+    return layout
 
 
 def _too_few(layout: Layout) -> str:
@@ -331,13 +343,6 @@ def _too_few(layout: Layout) -> str:
             f"The data has {rows} rows, fewer than the {layout.share(0).step_rows} of a full step (`drop_last` is on)."
         )
     return f"The data has {rows} rows for {layout.world_size} ranks; every rank needs at least one."
-
-
-def _validate_at_least(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Invalid `{name}`. Expected an integer >= {minimum}, but received {value!r}.")
-    if value < minimum:
-        raise ValueError(f"Invalid `{name}`. Expected an integer >= {minimum}, but received {value}.")
 
 
 def _refuse_data_loader_workers() -> None:

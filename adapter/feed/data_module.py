@@ -111,6 +111,19 @@ class ArrowDataModule(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return ArrowFeed(paths, rank=rank, world_size=world_size, **self._options, **options)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the training feed.
+
+        Lightning also saves it with the loader, but restores that only after it has asked for the number of steps, and
+        only within an epoch.
+        """
+        return {} if self._train is None else {"train": self._train.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the position, where there is training to be done."""
+        if self._train is not None and "train" in state_dict:
+            self._train.load_state_dict(state_dict["train"])
+
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Stop reading and close files."""
         for feed in (self._train, self._val):

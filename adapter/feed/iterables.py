@@ -53,7 +53,7 @@ class MockBatches:
 
     def __iter__(self) -> Iterator[Any]:
         start = self._next if self._fresh else 0
-        for place in range(start, len(self) * self._world_size, self._world_size):
+        for place in range(start, len(self._batches) - self._world_size + 1, self._world_size):
             self._next, self._fresh = place + self._world_size, False
             yield self._batches[place + self._rank]
 
@@ -66,8 +66,12 @@ class MockBatches:
         return {"version": 1, "taken": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches that were taken."""
-        self._next, self._fresh = int(state["taken"]), True
+        """Go on after the batches that were taken, also on another number of ranks.
+
+        Raises:
+            InputError: The position is of another kind of source.
+        """
+        self._next, self._fresh = _taken(state), True
 
     def close(self) -> None:
         """Nothing is open."""
@@ -136,9 +140,9 @@ class IterableFeed:
         """Go on after the batches that were taken.
 
         Raises:
-            InputError: The source cannot be resumed.
+            InputError: The source cannot be resumed, or the position is of another kind of source.
         """
-        self._taken, self._fresh = int(state["taken"]), True
+        self._taken, self._fresh = _taken(state), True
         if self._stateful:
             self._source.load_state_dict(state["source"])
         elif self._taken and not self._resumable:
@@ -154,3 +158,9 @@ class IterableFeed:
         """Close the source where it can be closed."""
         if hasattr(self._source, "close"):
             self._source.close()
+
+
+def _taken(state: Mapping[str, Any]) -> int:
+    if "taken" not in state:
+        raise InputError(f"The position is of another kind of source; it has {', '.join(sorted(state))}.")
+    return int(state["taken"])

@@ -97,7 +97,7 @@ class ParquetSource:
         self._expansion = 1.0
         self.row_bytes = sum(g.bytes for g in self._groups) / sum(g.rows for g in self._groups)
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
-        self.fingerprint = fingerprint([*sizes, str(sum(self.group_rows))])
+        self.fingerprint = fingerprint([*sizes, str(self.group_rows)])
 
     def _count(self) -> tuple[int, ...]:
         if self._filter is None:

@@ -46,6 +46,8 @@ class Position:
     epoch: int
     spans: tuple[Span, ...]
     step: int = 0
+    before: int = 0
+    """Steps of the epoch that were taken before the change; a loop may count on from there."""
 
     @classmethod
     def start_of(cls, epoch: int, order: Order) -> Position:
@@ -75,6 +77,7 @@ class Position:
             "epoch": self.epoch,
             "step": self.step,
             "spans": [list(span) for span in self.spans],
+            "before": self.before,
             "rows": order.rows,
             "seed": order.seed,
             "shuffle": order.shuffle,
@@ -97,7 +100,8 @@ class Position:
             InputError: The rows, or their order, are not those of the state.
         """
         _require_same_order(state, layout.order)
-        saved = cls(int(state["epoch"]), tuple(_span(span) for span in state["spans"]), int(state["step"]))
+        spans = tuple(_span(span) for span in state["spans"])
+        saved = cls(int(state["epoch"]), spans, int(state["step"]), int(state.get("before", 0)))
         old = replace(
             layout,
             batch_size=int(state["batch_size"]),
@@ -105,19 +109,21 @@ class Position:
             shard=state["shard"],
             drop_last=bool(state["drop_last"]),
         )
-        saved = saved.normalized(old)
-        if old == layout or saved == cls.start_of(saved.epoch, layout.order):
-            return saved, 0
+        if old == layout:
+            return saved.normalized(old), 0
+        if saved.normalized(old) != saved:
+            return replace(saved.normalized(old), before=saved.before + saved.step), 0
         return saved._shared_anew(old, layout, epochs)
 
     def _shared_anew(self, old: Layout, new: Layout, epochs: int | None) -> tuple[Position, int]:
         rest = tuple(cut(self.spans, old.share(self.rows).rest(self.step)))
-        position = Position(self.epoch, rest)
+        before = self.before + self.step
+        position = Position(self.epoch, rest, before=before)
         if new.share(position.rows).steps or new.drop_last:
             return position, 0
         if epochs is not None and self.epoch + 1 >= epochs:
             return Position.start_of(self.epoch + 1, new.order), position.rows
-        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows))), 0
+        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows)), before=before), 0
 
 
 def _span(value: Any) -> Span:

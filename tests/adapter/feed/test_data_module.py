@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_lightning_resumes_after_the_last_trained_batch(rows_file, tmp_path, whe
     assert resumed == whole[done:]
 
 
+@pytest.mark.parametrize(("before", "after", "step"), [(2, 4, 6), (4, 2, 3), (4, 9, 5), (20, 1, 2), (1, 20, 19)])
+def test_a_batch_size_that_changes_within_an_epoch_neither_loses_nor_repeats_a_row(
+    rows_file, tmp_path, before, after, step
+):
+    data = {"parquet_paths": str(rows_file(9, 11)), "shuffle": True}
+    first = fit(ArrowDataModule(batch_size=before, **data), SaveAt(tmp_path / "c.ckpt", step=step)).seen[:step]
+    rest = fit(ArrowDataModule(batch_size=after, **data), resume=tmp_path / "c.ckpt").seen
+    rows = [i for batch in [*first, *rest] for i in batch]
+    assert [sorted(rows[i : i + 20]) for i in range(0, len(rows), 20)] == [list(range(20))] * 3
+
+
+def test_rank_and_number_of_ranks_come_from_the_trainer(rows_file, ids):
+    data = ArrowDataModule(str(rows_file(8)), batch_size=2)
+    data.trainer = SimpleNamespace(global_rank=1, world_size=2)
+    assert ids(data.train_dataloader()) == [[2, 3], [6, 7]]
+
+
 def test_a_feed_given_to_the_trainer_directly_resumes_as_well(rows_file, tmp_path):
     options = {"batch_size": 3, "shuffle": True, "per_epoch": True}
     path = rows_file(7)
@@ -117,6 +135,7 @@ def test_a_missing_column_fails_before_training(rows_file):
 TWO_PROCESSES = """
 import json, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from genlight.adapter.feed import ArrowFeed

@@ -98,3 +98,21 @@ def test_anything_with_batches_becomes_a_feed(rows_file):
 def test_what_has_no_batches_is_refused():
     with pytest.raises(TypeError, match="Invalid `source`"):
         as_feed(3)
+
+
+def test_mock_batches_resume_on_another_number_of_ranks():
+    alone = MockBatches(list(range(7)))
+    list(itertools.islice(alone, 3))
+    ranks = [MockBatches(list(range(6)), rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(alone.state_dict())
+    assert [list(rank) for rank in ranks] == [[3], [4]]
+
+
+@pytest.mark.parametrize("feed", [MockBatches([1]), IterableFeed([1])])
+def test_a_position_of_another_kind_of_source_is_refused(rows_file, feed):
+    arrow = ArrowFeed(rows_file(3))
+    with pytest.raises(InputError, match="another kind of source"):
+        feed.load_state_dict(arrow.state_dict())
+    with pytest.raises(InputError, match="other data"):
+        arrow.load_state_dict(feed.state_dict())

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 
 import pyarrow as pa
 import pytest
@@ -34,13 +35,13 @@ class Decoding:
             self.made += 1
             yield chunk(number, self._size)
 
-    def settled(self) -> int:
-        """How many chunks were made once the thread waits."""
-        before = -1
-        while before != self.made:
-            before = self.made
-            threading.Event().wait(0.05)
-        return before
+    def settles_at(self, expected: int) -> bool:
+        """Whether so many chunks are made, and then no more."""
+        deadline = time.monotonic() + 20
+        while self.made < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.made == expected
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,9 @@ def test_decoding_stops_at_the_number_of_chunks_and_of_bytes(items, size, limit,
     decoding = Decoding(10, size)
     reader = ReadAhead(decoding, items, limit)
     try:
-        assert decoding.settled() == made
+        assert decoding.settles_at(made)
         next(reader)
-        assert decoding.settled() == made + 1
+        assert decoding.settles_at(made + 1)
     finally:
         reader.close()
 

@@ -1,0 +1,62 @@
+"""The settings of a feed, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .plan import SHARD_MODES, Shard
+
+__all__ = ["FeedOptions"]
+
+_LEAST = {
+    "batch_size": 1,
+    "readahead": 0,
+    "seed": 0,
+    "epochs": 1,
+    "world_size": 1,
+    "shuffle_window": 1,
+    "readahead_bytes": 1,
+    "workers": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedOptions:
+    """What `ArrowFeed` is told, beside the data; see there for the meaning.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A number is no integer.
+    """
+
+    batch_size: int
+    readahead: int
+    shuffle: bool
+    seed: int
+    epochs: int | None
+    drop_last: bool
+    shard: Shard
+    rank: int
+    world_size: int
+    per_epoch: bool
+    shuffle_window: int
+    readahead_bytes: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not (name == "epochs" and value is None):
+                _require_at_least(name, value, least)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"Invalid `rank`. Expected 0 <= rank < {self.world_size}, but received {self.rank}.")
+        if self.shard not in SHARD_MODES:
+            raise ValueError(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {self.shard!r}.")
+
+
+def _require_at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value!r}.")
+    if value < least:
+        raise ValueError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value}.")
