@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -43,6 +43,7 @@ class EventLogger(Logger):
     - ``metric`` for every scalar that is logged, at the step that every logger gets (Lightning's own loop counts the
       first batch as step 0); of its automatic columns ``epoch`` is left out, because it is no measurement and would
       double the log of a model with one metric;
+    - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
     - ``checkpoint`` for what a ``ModelCheckpoint`` wrote, once it is on disk and its step's metrics are in the log.
       Lightning logs a step's metrics after its checkpoints, so the event comes with the next metrics or at the end.
       Metrics that are logged later still, at a step whose checkpoint is in the log, are left out with a warning;
@@ -79,7 +80,7 @@ class EventLogger(Logger):
         self._log: EventLog | None = None
         self._owns_log = True
         self._trainer: pl.Trainer | None = None
-        self._watch = _ResumeWatch(self)
+        self._watch = _FitWatch(self)
         self._pending: list[tuple[str, int]] = []
         self._last_checkpoint: str | None = None
         self._last_step = 0
@@ -249,8 +250,11 @@ class EventLogger(Logger):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
 
 
-class _ResumeWatch(Callback):
-    """Tells the logger where a fit begins: Lightning restores its counters after it last speaks to loggers."""
+class _FitWatch(Callback):
+    """Tells the logger what Lightning does not tell loggers.
+
+    Where a fit begins (Lightning restores its counters after it last speaks to loggers), and what became durable.
+    """
 
     def __init__(self, logger: EventLogger) -> None:
         self._logger = logger
@@ -259,6 +263,17 @@ class _ResumeWatch(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step:
             self._logger.note_resume(trainer.global_step)
+
+    # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
+
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        self._logger.experiment.checkpoint(path=path, step=step)
+
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        for path in paths:
+            self._logger.experiment.sample(path=path, step=step)
 
 
 def _saved_path(callback: ModelCheckpoint) -> str:

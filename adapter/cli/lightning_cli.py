@@ -46,7 +46,8 @@ class GenlightCLI(LightningCLI):
                 "callbacks": [StopRequests()],
             },
             seed_everything_default=False,
-            args=list(arguments),
+            # LightningCLI warns of arguments beside those of the process, even where they are the same.
+            args=None if list(arguments) == sys.argv[1:] else list(arguments),
         )
 
     @staticmethod

@@ -28,6 +28,7 @@ COMMANDS = {
 }
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.distributed",
