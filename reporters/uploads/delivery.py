@@ -226,7 +226,9 @@ class Delivery:
         return bool(receipt["content"] == self._content_digest(entry, parcel))
 
     def _content_digest(self, entry: Entry, parcel: Parcel) -> str:
-        digests = [self._facts_of(entry, parcel, index).sha256 for index in range(len(parcel.files))]
+        sends_all = self._config.stores_files() or self._targets
+        indices = range(len(parcel.files)) if sends_all else {parcel.subject or 0, len(parcel.files) - 1}
+        digests = [self._facts_of(entry, parcel, index).sha256 for index in sorted(indices)]
         identity = [entry.step, parcel.final, digests, self._parts(entry, parcel)]
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 

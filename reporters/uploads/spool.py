@@ -180,10 +180,16 @@ class Spool:
             self._size = whole
             self._live_size = 0
             if whole:
-                self.rewrite()
+                self._rewrite_if_possible()
         except BaseException:
             self.close()
             raise
+
+    def _rewrite_if_possible(self) -> None:
+        try:
+            self.rewrite()
+        except OSError as error:
+            log.warning("the upload journal %s cannot be made smaller: %s", self._path, error.strerror)
 
     def _sweep(self) -> None:
         """Remove what a process that was killed while it rewrote the journal left."""

@@ -98,20 +98,26 @@ def test_what_is_gone_leaves_the_journal_and_what_is_added_meanwhile_does_not(op
     for step in range(100):
         spool.remove(spool.add("metrics", step, {"text": "x" * 100}))
     kept = spool.add("checkpoint", 7, {"a": 1})
-    threads = [threading.Thread(target=lambda: [spool.add("sample", s, {}) for s in range(50)]) for _ in range(2)]
+    done = threading.Event()
+
+    def add_until_done():
+        while not done.is_set():
+            spool.add("sample", 1, {})
+
+    threads = [threading.Thread(target=add_until_done) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(5):
-        spool.rewrite()
+    spool.rewrite()
+    done.set()
     for thread in threads:
         thread.join()
-    spool.rewrite()
+    added = spool.count("sample")
     spool.close()
-    assert (spool.directory / JOURNAL).stat().st_size < 20_000
+    assert b"xxx" not in (spool.directory / JOURNAL).read_bytes()
     again = open_spool()
     assert again.entries("checkpoint")[0].seq == kept.seq
-    assert again.count("sample") == 100
-    assert len({entry.seq for entry in again.entries()}) == 101
+    assert again.count("sample") == added > 0
+    assert len({entry.seq for entry in again.entries()}) == added + 1
 
 
 @settings(max_examples=60, deadline=None)
