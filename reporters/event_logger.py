@@ -180,6 +180,11 @@ class EventLogger(Logger):
         """Say where this attempt resumed."""
         self.experiment.metric(name=RESUMED_METRIC, value=step, step=step)
 
+    def note_checkpoint(self, path: Path, step: int) -> None:
+        """Say that a checkpoint can no longer be lost."""
+        self.experiment.checkpoint(path=path, step=step)
+        self._last_checkpoint = str(path)
+
     def _forget(self) -> None:
         """Be ready for the next attempt."""
         if self._trainer is not None and self._watch in self._trainer.callbacks:  # type: ignore[attr-defined]
@@ -267,7 +272,7 @@ class _FitWatch(Callback):
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
-        self._logger.experiment.checkpoint(path=path, step=step)
+        self._logger.note_checkpoint(path, step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int

@@ -138,7 +138,7 @@ def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, p
         ("train/loss", 7),
     ]
     assert second[1]["value"] == 6
-    assert not any(type(callback).__name__ == "_ResumeWatch" for callback in trainer.callbacks)
+    assert not any(type(callback).__name__ == "_FitWatch" for callback in trainer.callbacks)
 
 
 def test_a_trainer_can_fit_again(tmp_path, path):
@@ -383,6 +383,8 @@ def test_a_run_without_a_name_gets_one_of_its_own():
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch):
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which the command line sets
+        monkeypatch.setenv(variable, "0")
     monkeypatch.setattr(sys, "argv", ["program"])
     config = tmp_path / "config.yaml"
     config.write_text(
