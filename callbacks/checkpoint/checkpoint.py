@@ -34,6 +34,7 @@ from .record import CheckpointRecord, RecordMeta
 from .retention import Retention, best, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
+from .snapshot import ALIGNMENT
 
 __all__ = ["Checkpoint", "WritesTrainerFiles"]
 
@@ -82,8 +83,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     """
 
     ranks: Literal["zero", "all"] = "all"
-    optional_reads = ("stop_reason", "loss_stats")
-    reads = ("stop_reason",)
+    optional_reads = ("stop_reason", "loss_stats", "eval_scores")
     writes = ("latest_checkpoint_uri",)
 
     def __init__(
@@ -125,6 +125,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io: DurableCheckpointIO | None = None
         self._previous_step = 0
         self._is_overdue = False
+        self._is_warm = False
         self._last_saved_step: int | None = None
         self._is_between_batches = False
         self._pending: dict[str, Any] = {}
@@ -167,10 +168,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_between_batches = True
         previous, self._previous_step = self._previous_step, trainer.global_step
         if run_state_of(trainer).stop_reason is not None:
-            self.save(trainer, pl_module, wait=True)  # the last chance: the loop ends the run after this step
+            self._save_before_stop(trainer, pl_module)
             return
-        is_due = crossed(previous, trainer.global_step, self.every_n_steps) and not suppressed(pl_module)
-        if (is_due or self._is_overdue) and not self._must_skip(trainer):
+        is_crossed = crossed(previous, trainer.global_step, self.every_n_steps) and not suppressed(pl_module)
+        if not is_crossed and not self._is_overdue:
+            self._warm_up(trainer, pl_module)
+        elif not self._must_skip(trainer):
             self.save(trainer, pl_module)
 
     @override
@@ -256,7 +259,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         step = trainer.global_step
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
-        self._is_overdue = False
+        self._is_overdue, self._is_warm = False, True
         self._last_saved_step = step
         if trainer.is_global_zero:
             self._expect(trainer, pl_module, path, step=step, final=final, wait=wait)
@@ -292,10 +295,25 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
-        if self.saves_anything and self._last_saved_step != trainer.global_step:
+        if self._last_saved_step != trainer.global_step:
             self.save(trainer, pl_module, wait=True)
         else:
             self.wait(trainer)
+
+    def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the memory for snapshots ready before the first save: touching fresh pages costs more than the copy.
+
+        Once, after a first step, when the optimizers have their state; in the background, where it disturbs nobody.
+        """
+        if self._is_warm:
+            return
+        self._is_warm = True
+        io = self._io
+        if io is None or not (self.asynchronous and self.every_n_steps and trainer.is_global_zero) or io.writer.is_busy:
+            return
+        nbytes = _size_of_state(trainer, pl_module)
+        pinned = trainer.strategy.root_device.type == "cuda"
+        io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
     def _must_skip(self, trainer: pl.Trainer) -> bool:
         """Whether a due save has to wait for its turn, or must not happen at all."""
@@ -400,6 +418,17 @@ def _install(trainer: pl.Trainer) -> DurableCheckpointIO:
 
 def _estimate(module: pl.LightningModule) -> int:
     """Bytes of a first checkpoint: the weights, and what the usual optimizer keeps for each that is trained."""
-    weights = sum(t.nbytes for t in module.state_dict().values() if isinstance(t, torch.Tensor))
+    weights = _size_of_weights(module)
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return int(weights + _ADAM_STATES * trained)
+
+
+def _size_of_weights(module: pl.LightningModule) -> int:
+    return sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
+
+
+def _size_of_state(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Bytes of the weights and of what the optimizers hold, each tensor rounded up as in the snapshot."""
+    moments = [t for o in trainer.optimizers for entry in o.state.values() for t in entry.values()]
+    tensors = [t for t in [*module.state_dict().values(), *moments] if isinstance(t, torch.Tensor)]
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)

@@ -15,9 +15,10 @@ import torch
 
 from .tensor_table import Entry
 
-__all__ = ["HostBuffer"]
+__all__ = ["ALIGNMENT", "HostBuffer"]
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Every tensor of a snapshot starts at a multiple of this many bytes."""
 
 
 class HostBuffer:
@@ -44,7 +45,7 @@ class HostBuffer:
         offsets, total = [], 0
         for entry in entries:
             offsets.append(total)
-            total += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+            total += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
         self.reserve(total, pinned=bool(devices))
         copied = [self._copy_one(entry, offset) for entry, offset in zip(entries, offsets, strict=True)]
         for device in devices:

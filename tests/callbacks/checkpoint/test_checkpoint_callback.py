@@ -261,6 +261,22 @@ def test_a_busy_writer_makes_newest_skip_to_the_newest_state(tmp_path, make_trai
     assert 5 in steps
 
 
+def test_memory_for_snapshots_is_ready_before_the_first_save(tmp_path, make_trainer, make_net, make_loader):
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 2:
+                checkpoint._io.writer.wait()
+                before_saving.append(checkpoint._io.buffer.nbytes)
+            if batch_idx == 4:
+                checkpoint._io.writer.wait()
+                after_saving.append(checkpoint._io.buffer.nbytes)
+
+    before_saving, after_saving = [], []
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, save_final=False)
+    make_trainer(Look(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    assert 0.7 * after_saving[0] <= before_saving[0] <= after_saving[0]  # Only the random states come on top.
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "text"),
     [

@@ -1,0 +1,306 @@
+"""What a checkpoint costs: ours beside torch.save, Lightning and torch.distributed.checkpoint, in one interleaved run.
+
+    python examples/benchmarks/checkpoint.py --mb 100 --rounds 5
+    python examples/benchmarks/checkpoint.py --mb 1000 --rounds 3 --json
+
+The state is a model and the AdamW moments of it, a third of the bytes each. Every round runs every variant once, in an
+order that rotates, and each figure is the median over the rounds. *Stall* is how long the training thread waits,
+*durable* how long until the bytes are surely on the disk ("-": the variant never syncs), *memory* the growth of the
+resident set at its peak as a share of the state. The two first rows are the limits: no asynchronous save can wait less
+than a copy takes, no durable one can be faster than the bare bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from genlight.callbacks.checkpoint import DurableCheckpointIO, save, verify
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+LAYERS = 24
+
+
+def make_state(megabytes: int) -> dict:
+    """A model of some layers, and AdamW's state of it."""
+    torch.manual_seed(0)
+    elements = megabytes * 1_000_000 // 4 // 3 // LAYERS
+    names = [f"layers.{i}.weight" for i in range(LAYERS)]
+    weights = {name: torch.randn(elements) for name in names}
+    moments = {
+        i: {"step": torch.tensor(1.0), "exp_avg": torch.randn(elements), "exp_avg_sq": torch.rand(elements)}
+        for i in range(LAYERS)
+    }
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(range(LAYERS))}]
+    optimizer = {"state": moments, "param_groups": groups}
+    return {"global_step": 1, "state_dict": weights, "optimizer_states": [optimizer]}
+
+
+def tensors_of(state: dict) -> list[torch.Tensor]:
+    moments = state["optimizer_states"][0]["state"].values()
+    return [*state["state_dict"].values(), *(tensor for moment in moments for tensor in moment.values())]
+
+
+class Variants:
+    """Every way to save; each returns its stall and its time to durable in seconds, None for never."""
+
+    def __init__(self, state: dict, directory: Path) -> None:
+        self.state, self.directory = state, directory
+        self.tensors = tensors_of(state)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        self.warm = [torch.zeros_like(tensor) for tensor in self.tensors]
+        self.ours = DurableCheckpointIO(asynchronous=True)
+        self.theirs = AsyncCheckpointIO(TorchCheckpointIO())
+        self.number = 0
+
+    def path(self, suffix: str = "") -> Path:
+        self.number += 1
+        return self.directory / f"save{self.number}{suffix}"
+
+    def copy(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        for target, source in zip(self.warm, self.tensors, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - begin, None
+
+    def write_and_sync(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        descriptor = os.open(self.path(), os.O_WRONLY | os.O_CREAT)
+        for tensor in self.tensors:
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            while view:
+                view = view[os.write(descriptor, view[: 16 << 20]) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+        stall = time.perf_counter() - begin
+        return stall, stall
+
+    def ours_sync(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        save(self.path(), self.state)
+        stall = time.perf_counter() - begin
+        return stall, stall
+
+    def ours_async(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        self.ours.save_checkpoint(self.state, self.path(".ckpt"))
+        stall = time.perf_counter() - begin
+        self.ours.writer.wait()
+        return stall, time.perf_counter() - begin
+
+    def torch_durable(self) -> tuple[float, float | None]:
+        """torch.save with the same promise: temporary file, sync, loaded to check it, rename, sync of the directory."""
+        begin = time.perf_counter()
+        target, temporary = self.path(".pt"), self.path(".tmp")
+        with open(temporary, "wb") as file:
+            torch.save(self.state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        torch.load(temporary, weights_only=True)
+        os.replace(temporary, target)
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        stall = time.perf_counter() - begin
+        return stall, stall
+
+    def lightning(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        TorchCheckpointIO().save_checkpoint(self.state, self.path(".ckpt"))
+        return time.perf_counter() - begin, None
+
+    def lightning_async(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        self.theirs.save_checkpoint(self.state, self.path(".ckpt"))
+        stall = time.perf_counter() - begin
+        self.theirs.teardown()
+        return stall, None
+
+    def dcp_sync(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        dcp.save(self.state, checkpoint_id=str(self.path()))
+        stall = time.perf_counter() - begin
+        return stall, stall  # Its file system writer syncs every file.
+
+    def dcp_async(self) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        future = dcp.async_save(self.state, checkpoint_id=str(self.path()))
+        stall = time.perf_counter() - begin
+        future.result()
+        return stall, time.perf_counter() - begin
+
+    def all(self) -> dict[str, Callable[[], tuple[float, float | None]]]:
+        return {
+            "copy into warm buffers": self.copy,
+            "write and sync": self.write_and_sync,
+            "genlight": self.ours_sync,
+            "genlight async": self.ours_async,
+            "torch.save, durable": self.torch_durable,
+            "Lightning": self.lightning,
+            "Lightning async": self.lightning_async,
+            "dcp": self.dcp_sync,
+            "dcp async": self.dcp_async,
+        }
+
+
+def resident(name: str) -> int:
+    """Bytes of this process, now (``VmRSS``) or at the peak since the last reset (``VmHWM``)."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+def growth(call: Callable[[], object]) -> tuple[object, int]:
+    """The result of a call, and how much the resident set grew meanwhile."""
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
+    result = call()
+    return result, max(0, resident("VmHWM") - before)
+
+
+def bytes_below(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def clear(directory: Path) -> None:
+    """Make room, and let the disk finish what it has, so that a variant pays for its own bytes only."""
+    shutil.rmtree(directory)
+    directory.mkdir()
+    os.sync()
+
+
+def measure(variants: Variants, rounds: int) -> dict[str, dict[str, float | None]]:
+    calls = variants.all()
+    stalls: dict[str, list[float]] = {name: [] for name in calls}
+    durable: dict[str, list[float | None]] = {name: [] for name in calls}
+    memory: dict[str, list[float]] = {name: [] for name in calls}
+    written: dict[str, int] = {}
+    for number in range(rounds + 1):
+        names = list(calls)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            clear(variants.directory)
+            (stall, until_durable), grown = growth(calls[name])
+            written[name] = bytes_below(variants.directory)
+            if number == 0:
+                memory[name].append(grown / variants.nbytes)  # Also what is kept for later: warm buffers.
+                continue
+            stalls[name].append(stall)
+            durable[name].append(until_durable)
+    return {
+        name: {
+            "stall_s": statistics.median(stalls[name]),
+            "durable_s": None if durable[name][0] is None else statistics.median(durable[name]),
+            "memory": memory[name][0],
+            "written_mb": written[name] / 1e6,
+        }
+        for name in calls
+    }
+
+
+def measure_verification(state: dict, directory: Path, rounds: int) -> dict[str, float]:
+    clear(directory)
+    save(directory / "ours", state)
+    torch.save(state, directory / "theirs.pt")
+    proofs, loads = [], []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        verify(directory / "ours")
+        middle = time.perf_counter()
+        torch.load(directory / "theirs.pt", weights_only=True)
+        proofs.append(middle - begin)
+        loads.append(time.perf_counter() - middle)
+    return {"verify_s": statistics.median(proofs[1:]), "torch_load_s": statistics.median(loads[1:])}
+
+
+def measure_work(variants: Variants, rounds: int) -> float:
+    """The share of its speed that a training thread of one core keeps while a background save goes on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    a = torch.randn(256, 256)
+    rates: dict[str, list[float]] = {"alone": [], "beside": []}
+    for _ in range(rounds):
+        clear(variants.directory)
+        variants.ours.save_checkpoint(variants.state, variants.path(".ckpt"))
+        count, begin = 0, time.perf_counter()
+        while variants.ours.writer.is_busy:
+            a @ a
+            count += 1
+        duration = time.perf_counter() - begin
+        rates["beside"].append(count / duration)
+        variants.ours.writer.wait()
+        count, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < duration:
+            a @ a
+            count += 1
+        rates["alone"].append(count / duration)
+    torch.set_num_threads(threads)
+    return statistics.median(rates["beside"]) / statistics.median(rates["alone"])
+
+
+def show(results: dict, megabytes: int) -> None:
+    print(f"{megabytes} MB of model and AdamW\n")
+    print(f"{'':26}{'stall s':>10}{'durable s':>11}{'memory':>9}{'MB written':>12}")
+    for name, row in results["variants"].items():
+        durable = "-" if row["durable_s"] is None else f"{row['durable_s']:.3f}"
+        print(f"{name:26}{row['stall_s']:>10.3f}{durable:>11}{row['memory']:>9.2f}{row['written_mb']:>12.0f}")
+    print()
+    for name, (value, aim) in results["ratios"].items():
+        print(f"{name:52}{value:6.2f}   aim {aim}")
+
+
+def ratios(rows: dict, verification: dict[str, float], work: float) -> dict[str, tuple[float, str]]:
+    copy, write = rows["copy into warm buffers"]["stall_s"], rows["write and sync"]["stall_s"]
+    ours, background = rows["genlight"], rows["genlight async"]
+    return {
+        "async stall / copy": (background["stall_s"] / copy, "<= 1.15"),
+        "sync save / write and sync": (ours["stall_s"] / write, "<= 1.35"),
+        "async durable / write and sync": (background["durable_s"] / write, "<= 1.7"),
+        "work during an async save": (work, ">= 0.85"),
+        "extra memory, sync": (ours["memory"], "<= 0.05"),
+        "extra memory, async": (background["memory"], "<= 1.05"),
+        "verify / torch.load": (verification["verify_s"] / verification["torch_load_s"], "<= 0.35"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=100, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where to write; default: a temporary folder")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    root = Path(tempfile.mkdtemp(dir=arguments.directory))
+    directory = root / "saves"
+    directory.mkdir()
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+    try:
+        state = make_state(arguments.mb)
+        variants = Variants(state, directory)
+        rows = measure(variants, arguments.rounds)
+        verification = measure_verification(state, directory, arguments.rounds)
+        work = measure_work(variants, arguments.rounds)
+    finally:
+        dist.destroy_process_group()
+        shutil.rmtree(root)
+    results = {"variants": rows, "verification": verification, "ratios": ratios(rows, verification, work)}
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        show(results, arguments.mb)
+
+
+if __name__ == "__main__":
+    main()
