@@ -1,0 +1,119 @@
+"""Metrics of a hosted trainer reach loggers, monitors and the run state at the cadence, and only then."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
+from genlight.callbacks import LogMetrics
+from genlight.callbacks.hook import callbacks_of, run_state_of
+from lightning.pytorch.loggers.logger import DummyLogger
+
+
+class Recorder(DummyLogger):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, metrics))
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "start", "reported"),
+    [(1, 3, 0, [1, 2, 3]), (2, 5, 0, [2, 4]), (5, 4, 0, []), (0, 4, 0, []), (3, 10, 4, [6, 9])],
+)
+def test_every_logger_is_told_at_the_cadence(fit, counting_trainer, every, steps, start, reported):
+    from genlight.adapter import ContractModule
+
+    loggers = [Recorder(), Recorder()]
+    module = ContractModule(counting_trainer())
+    module.resume_from(step=start)
+
+    fit(None, [LogMetrics(every)], module=module, steps=steps, logger=loggers)
+
+    assert [[step for step, _ in logger.told] for logger in loggers] == [reported, reported]
+
+
+def test_reported_are_names_of_the_contract_with_the_rate_and_plain_floats(fit, counting_trainer):
+    class Mine(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            super().train_step(batch, state, ctx)
+            return StepResult(metrics={"Loss": torch.tensor(0.25, requires_grad=True), "grad_norm": 2})
+
+    logger = Recorder()
+    trainer, _ = fit(Mine(), [LogMetrics(1)], steps=1, logger=logger)
+
+    expected = {"train/loss": 0.25, "grad_norm": 2.0, "train/lr": 0.5}
+    assert logger.told == [(1, expected)]
+    assert run_state_of(trainer).loss_stats == expected
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == expected
+    assert trainer.progress_bar_metrics == expected
+
+
+def test_a_step_that_asked_to_be_skipped_is_not_reported_and_not_made_up_for(fit, counting_trainer):
+    class Mine(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            result = super().train_step(batch, state, ctx)
+            hints = StepControlHints(skip_cadence_emit=batch == 1)
+            return SimpleNamespace(metrics=result.metrics, control=hints)
+
+    logger = Recorder()
+    fit(Mine(), [LogMetrics(2)], steps=5, logger=logger)
+
+    assert [step for step, _ in logger.told] == [4]
+
+
+def test_tensors_between_two_cadences_are_not_read(fit, counting_trainer):
+    class Unreadable:
+        """Stands for a tensor whose reading would wait for the device."""
+
+        def __float__(self):
+            raise AssertionError("read outside of the cadence")
+
+    class Mine(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            return StepResult(metrics={"loss": 1.0 if batch % 3 == 2 else Unreadable()})
+
+    logger = Recorder()
+    fit(Mine(), [LogMetrics(3)], steps=6, logger=logger)
+
+    assert [step for step, _ in logger.told] == [3, 6]
+
+
+def test_a_module_brings_its_own_with_the_cadence_of_the_job_unless_there_is_one(fit, counting_trainer):
+    job = TrainingJobSpec(run_id="r", max_steps=4, metric_every=2)
+
+    trainer, _ = fit(counting_trainer(), [], job=job)
+    assert [c.every_n_steps for c in callbacks_of(trainer) if isinstance(c, LogMetrics)] == [2]
+
+    trainer, _ = fit(counting_trainer(), [LogMetrics(3)], job=job)
+    assert [c.every_n_steps for c in callbacks_of(trainer) if isinstance(c, LogMetrics)] == [3]
+
+
+def test_a_metric_that_is_no_number_ends_the_run_with_its_name(fit, counting_trainer):
+    class Mine(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            return StepResult(metrics={"loss": torch.zeros(2)})
+
+    with pytest.raises(TypeError, match=r"metric 'train/loss' is a tensor of shape \(2,\)"):
+        fit(Mine(), [LogMetrics(1)])
+
+
+def test_with_a_module_that_hosts_no_trainer_it_says_that_it_does_nothing(fit_plain, caplog):
+    logger = Recorder()
+
+    trainer = fit_plain([LogMetrics(1)], logger=logger)
+
+    assert trainer.global_step == 4
+    assert logger.told == []
+    assert "LogMetrics has no effect: Plain hosts no trainer and logs by itself" in caplog.messages
+
+
+def test_a_negative_cadence_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -1\."):
+        LogMetrics(-1)

@@ -1,0 +1,75 @@
+"""What happens in a run reaches the event log that the run has opened."""
+
+from __future__ import annotations
+
+import pytest
+from genlight.adapter import ContractModule
+from genlight.callbacks import Checkpoint, RecordEvents, WriteSamples
+from genlight.callbacks.hook import Hook
+from genlight.reporters import EventLog, read_events
+
+
+@pytest.fixture
+def log(tmp_path):
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as event_log:
+        yield event_log
+
+
+def told(log):
+    """Each event as its kind and what matters of it."""
+    return [
+        (event["event"], event.get("name") or event.get("path"), event.get("step")) for event in read_events(log.path)
+    ]
+
+
+def test_a_run_has_started_and_its_samples_and_checkpoints_follow(log, fit, counting_trainer, tmp_path):
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3)
+    fit(counting_trainer(), [RecordEvents(log), WriteSamples(tmp_path, 2), checkpoint], enable_checkpointing=True)
+
+    events = told(log)
+    assert events[:2] == [("started", None, None), ("sample", str(tmp_path / "step-00000002.txt"), 2)]
+    assert sorted(events[2:]) == [
+        ("checkpoint", str(tmp_path / "c" / "final.json"), 4),
+        ("checkpoint", str(tmp_path / "c" / "step-00000003.json"), 3),
+        ("sample", str(tmp_path / "step-00000004.txt"), 4),
+    ]
+
+
+def test_a_checkpoint_is_told_by_the_path_that_the_trainers_own_hook_named(log, fit, counting_trainer, tmp_path):
+    class Saving(counting_trainer):
+        def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+            (output_dir / "lora.bin").write_bytes(b"weights")
+            return {"primary_path": "lora.bin"}
+
+    callbacks = [RecordEvents(log), Checkpoint(tmp_path / "c", every_n_steps=4)]
+    fit(Saving(), callbacks, enable_checkpointing=True)
+
+    paths = {path for kind, path, _ in told(log) if kind == "checkpoint"}
+    assert str(tmp_path / "c" / "step-00000004" / "trainer" / "lora.bin") in paths
+
+
+def test_a_resumed_run_says_from_which_step_right_after_started(log, fit, counting_trainer):
+    module = ContractModule(counting_trainer())
+    module.resume_from(step=2)
+
+    fit(None, [RecordEvents(log)], module=module)
+
+    assert told(log) == [("started", None, None), ("metric", "trainer/resumed_from_step", 2)]
+    assert list(read_events(log.path))[1]["value"] == 2
+
+
+def test_what_another_callback_reports_at_the_start_comes_after_started(log, fit, counting_trainer):
+    class Early(Hook):
+        def on_train_start(self, trainer, pl_module):
+            log.metric(name="early", value=1.0, step=0)
+
+    fit(counting_trainer(), [RecordEvents(log), Early()], steps=1)
+
+    assert [name for name, *_ in told(log)] == ["started", "metric"]
+
+
+def test_a_log_that_cannot_be_written_ends_the_run(log, fit, counting_trainer):
+    log.close()
+
+    with pytest.raises(Exception, match="closed"):
+        fit(counting_trainer(), [RecordEvents(log)])

@@ -1,0 +1,285 @@
+"""Samples at their cadence: files, the record of each, and training that does not notice."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
+from genlight.callbacks import Hook, WriteSamples
+from genlight.callbacks.hook import run_state_of
+
+JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
+
+
+@pytest.fixture
+def sampling(counting_trainer):
+    """A trainer class whose state has a generator, as an attribute or under a key."""
+
+    def make(generate, *, as_key=False):
+        class Sampling(counting_trainer):
+            def configure(self, ctx):
+                state = super().configure(ctx)
+                if as_key:
+                    return {**state, "generate_sample": generate}
+                return SimpleNamespace(generate_sample=generate, steps=0, seen=[], lr=0.5)
+
+            def train_step(self, batch, state, ctx):
+                skip = batch == getattr(self, "skipped_batch", None)
+                return StepResult(metrics={"loss": 0.0}, control=StepControlHints(skip_cadence_emit=skip))
+
+        return Sampling()
+
+    return make
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def record(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize("as_key", [False, True])
+def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path, as_key):
+    generator = sampling(lambda prompt, seed: {"length": len(prompt)}, as_key=as_key)
+    requests = [{"prompt": "a cat", "seed": 3}, {"prompt": "a dog"}]
+
+    fit(generator, [WriteSamples(tmp_path, 2, requests=requests, seed=9)], job=JOB)
+
+    assert names(tmp_path) == [f"step-0000000{step}-0{i}.json" for step in (2, 4) for i in (0, 1)]
+    assert record(tmp_path, "step-00000004-00.json") == {
+        "prompt": "a cat",
+        "seed": 3,
+        "length": 5,
+        "run_id": "run-7",
+        "step": 4,
+        "files": [],
+    }
+    assert record(tmp_path, "step-00000002-01.json")["seed"] == 9
+
+
+def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tmp_path):
+    calls = []
+
+    def generate(step, ctx, request, prompt, negative_prompt, instruction, source_image, seed, task, output_dir):
+        calls.append({name: value for name, value in locals().items() if name != "calls"})
+
+    request = {
+        "prompt": "p",
+        "negative_prompt": "n",
+        "instruction": "i",
+        "source_image": "s.png",
+        "seed": 0,
+        "task": "t2i",
+        "name": "x",
+    }
+    _, module = fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[request], seed=5)], job=JOB)
+
+    (call,) = calls
+    assert call.pop("ctx") is module.ctx
+    assert call.pop("output_dir") == tmp_path / "step-00000004-00"
+    assert call.pop("request") == request
+    assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
+
+
+def test_what_a_request_does_not_say_is_left_to_the_generators_own_default(fit, sampling, tmp_path):
+    calls = []
+
+    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction):
+        calls.append((prompt, negative_prompt, seed, instruction))
+
+    fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{"prompt": "p"}])], job=JOB)
+
+    assert calls == [("p", "blurry", 11, None)]
+
+
+def test_a_generator_with_any_keyword_gets_all_of_them(fit, sampling, tmp_path):
+    calls = []
+
+    fit(sampling(lambda **given: calls.append(given)), [WriteSamples(tmp_path, 4, requests=[{}])], job=JOB)
+
+    assert set(calls[0]) == {
+        *("step", "ctx", "request", "prompt", "negative_prompt", "instruction", "source_image", "seed", "task"),
+        "output_dir",
+    }
+
+
+def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampling, tmp_path):
+    told = []
+
+    class Listener(Hook):
+        def on_samples_written(self, trainer, pl_module, paths, step):
+            told.append((step, [str(path.relative_to(tmp_path)) for path in paths]))
+
+    def generate(output_dir):
+        (output_dir / "parts").mkdir()
+        (output_dir / "parts" / "b.txt").write_text("b")
+        (output_dir / "a.png").write_bytes(b"png")
+        return {"image": output_dir / "a.png"}
+
+    trainer, _ = fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}]), Listener()], job=JOB)
+
+    files = ["step-00000004-00/a.png", "step-00000004-00/parts/b.txt"]
+    assert record(tmp_path, "step-00000004-00.json")["files"] == files
+    assert record(tmp_path, "step-00000004-00.json")["image"] == str(tmp_path / files[0])
+    assert told == [(4, ["step-00000004-00.json", *files])]
+    assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in told[0][1]]
+
+
+def test_a_generator_that_leaves_only_empty_folders_leaves_none(fit, sampling, tmp_path):
+    fit(sampling(lambda output_dir: (output_dir / "empty").mkdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004-00.json"]
+
+
+def test_without_requests_there_is_one_text_and_with_a_generator_its_record_too(
+    fit, sampling, counting_trainer, tmp_path
+):
+    fit(sampling(lambda step: {"made_at": step}), [WriteSamples(tmp_path / "with", 4)], job=JOB)
+    fit(counting_trainer(), [WriteSamples(tmp_path / "without", 4)], job=JOB)
+    fit(counting_trainer(), [WriteSamples(tmp_path / "asked", 4, requests=[{"prompt": "p"}])], job=JOB)
+
+    assert names(tmp_path / "with") == ["step-00000004.json", "step-00000004.txt"]
+    assert record(tmp_path / "with", "step-00000004.json")["made_at"] == 4
+    assert names(tmp_path / "without") == names(tmp_path / "asked") == ["step-00000004.txt"]
+    assert (tmp_path / "without" / "step-00000004.txt").read_text() == "run-7 step 4\n"
+
+
+@pytest.mark.parametrize(("every", "written"), [(0, 0), (3, 1), (1, 4)])
+def test_the_cadence_counts_steps_and_zero_is_off(fit, sampling, tmp_path, every, written):
+    fit(sampling(lambda: None), [WriteSamples(tmp_path / "s", every, requests=[{}])], job=JOB)
+
+    assert len(list((tmp_path / "s").glob("*.json"))) == written
+
+
+def test_a_step_that_asked_to_be_skipped_has_no_sample(fit, sampling, tmp_path):
+    plugin = sampling(lambda: None)
+    plugin.skipped_batch = 1
+
+    fit(plugin, [WriteSamples(tmp_path, 2, requests=[{}])], job=JOB)
+
+    assert names(tmp_path) == ["step-00000004-00.json"]
+
+
+def test_random_numbers_of_training_do_not_depend_on_sampling(fit, sampling, tmp_path):
+    def draws(every):
+        drawn = []
+
+        class Drawing(type(sampling(None))):
+            def configure(self, ctx):
+                return SimpleNamespace(generate_sample=lambda: (draw(), None)[1])
+
+            def train_step(self, batch, state, ctx):
+                drawn.append(draw())
+                return StepResult()
+
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        fit(Drawing(), [WriteSamples(tmp_path / str(every), every, requests=[{}, {}])])
+        return drawn
+
+    def draw():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        assert draws(1) == draws(0)
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tmp_path):
+    def generate(output_dir):
+        (output_dir / "half.png").write_bytes(b"half")
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(sampling(generate), [WriteSamples(tmp_path, 2, requests=[{}])])
+
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(fit, sampling, tmp_path):
+    def generate():
+        raise RuntimeError("out of memory")
+
+    callback = WriteSamples(tmp_path, 2, requests=[{}], critical=False)
+    trainer, _ = fit(sampling(generate), [callback])
+
+    assert trainer.global_step == 4
+    assert callback.failures == {"on_train_batch_end": 2}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("a path", "generate_sample returned a str; it must be a mapping or None"),
+        ({"x": object()}, "generate_sample of step-00000002-00 returned a value that is no JSON: object has no JSON"),
+        ({"x": {(1, 2): 3}}, "generate_sample of step-00000002-00 returned a value that is no JSON"),
+        ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is no JSON"),
+    ],
+)
+def test_a_result_that_is_no_json_is_named(fit, sampling, tmp_path, returned, message):
+    with pytest.raises(TypeError) as caught:
+        fit(sampling(lambda: returned), [WriteSamples(tmp_path, 2, requests=[{}])])
+
+    assert message in str(caught.value)
+    assert list(tmp_path.glob("*.json")) == []
+
+
+def test_values_that_a_trainer_has_at_hand_become_json(fit, sampling, tmp_path):
+    returned = {
+        "tensor": torch.tensor([1.5, float("nan")]),
+        "array": np.arange(2),
+        "number": np.float32(0.5),
+        "path": Path("a/b"),
+        "infinite": float("inf"),
+    }
+
+    fit(sampling(lambda: returned), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    shown = record(tmp_path, "step-00000004-00.json")
+    assert {name: shown[name] for name in returned} == {
+        "tensor": [1.5, None],
+        "array": [0, 1],
+        "number": 0.5,
+        "path": "a/b",
+        "infinite": None,
+    }
+
+
+def test_what_an_earlier_attempt_left_of_the_same_step_is_replaced(fit, sampling, tmp_path):
+    (tmp_path / "step-00000004-00").mkdir()
+    (tmp_path / "step-00000004-00" / "old.png").touch()
+    (tmp_path / "step-00000004-00.json").write_text('{"files": ["step-00000004-00/old.png"]}')
+    seen = []
+
+    def generate(output_dir):
+        seen.append((list(output_dir.iterdir()), (tmp_path / "step-00000004-00.json").exists()))
+        (output_dir / "new.png").touch()
+
+    fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    assert seen == [([], False)]
+    assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/new.png"]
+
+
+def test_under_a_plain_lightning_module_it_writes_texts(fit_plain, tmp_path):
+    fit_plain([WriteSamples(tmp_path, 2)])
+
+    assert names(tmp_path) == ["step-00000002.txt", "step-00000004.txt"]
+
+
+def test_a_negative_cadence_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -2\."):
+        WriteSamples(tmp_path, -2)
