@@ -148,7 +148,8 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
     with pytest.raises(UploadError, match="HTTP 422"):
         fit(callbacks=[Patient()], checkpoint_url=f"{chaos.url}/checkpoint?")
     (terminal,) = chaos.messages("/terminal")
-    assert (terminal["status"], terminal["step"]) == ("failed", 4)
+    assert terminal["status"] == "failed"
+    assert 2 <= terminal["step"] <= 4  # of 6
     assert terminal["error"].startswith("upload: checkpoint of step 2")
     assert "HTTP 422" in terminal["error"]
 
