@@ -61,10 +61,11 @@ def train_on_ranks(
         for process in ranks:
             process.kill()
         outputs = [process.communicate()[0] for process in ranks]
+    # A rank that fails takes the others down; whoever failed first has the reason.
+    errors = sorted(folder.glob("rank*.error"), key=lambda file: file.stat().st_mtime_ns)
+    if errors:
+        raise RanksError(f"rank {errors[0].stem.removeprefix('rank')}: {errors[0].read_text()}")
     for rank, process in enumerate(ranks):
-        error = folder / f"rank{rank}.error"
-        if error.exists():
-            raise RanksError(f"rank {rank}: {error.read_text()}")
         if process.returncode != 0:
             raise RanksError(f"rank {rank} ended with code {process.returncode}: {outputs[rank][-500:]}")
     results = [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]

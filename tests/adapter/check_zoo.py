@@ -52,7 +52,21 @@ class WithoutDropout(Sound):
         return state
 
 
-class SumLoss(WithoutDropout):
+class ArrowRows(WithoutDropout):
+    def prepare_batch(self, raw, state, ctx):
+        return super().prepare_batch(raw.to_pydict(), state, ctx)
+
+
+class ByGradient(WithoutDropout):
+    """Adam would hide a gradient that is a multiple of what it should be."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.SGD(state.model.parameters(), lr=0.01)
+        return state
+
+
+class SumLoss(ByGradient):
     def loss(self, batch, state):
         return (state.model(batch[0]) - batch[1]).square().sum()
 
@@ -111,7 +125,7 @@ class Overflowing(Sound):
         return (out - batch[1]).square().mean() * (exact / exact)
 
 
-class RankDependent(WithoutDropout):
+class RankDependent(ByGradient):
     def loss(self, batch, state):
         return super().loss(batch, state) * (1 + self.world_size)
 
@@ -132,7 +146,7 @@ class Drifting(WithoutDropout):
         return result
 
 
-class SkippingOnOneRank(WithoutDropout):
+class FailingOnOneRank(WithoutDropout):
     def train_step(self, batch, state, ctx):
         if ctx.rank == 1:
             raise ValueError("no rows on this rank")
