@@ -3,7 +3,7 @@
     python examples/benchmarks/feed.py --rows 204800 --repeats 7 --json feed.json
 
 All contenders read the same files and hand out batches of 32 rows. They run interleaved, one after the other in each
-round, and the table gives the median over the rounds; the ratio is that of the medians. `limit` decodes batches of
+round, the first round does not count, and the table gives the median over the others; a ratio is that of the medians. `limit` decodes batches of
 65,536 rows and slices them in the same thread, which is the least that any feed of this kind has to do. `datasets` and
 `litdata` take part where they are installed.
 
@@ -136,11 +136,11 @@ def throughput(path: Path, rows: int, size: int, repeats: int) -> list[dict[str,
     """One line of figures for each contender."""
     chosen = contenders()
     measured: dict[str, list[tuple[float, float, int]]] = {name: [] for name in chosen}
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         for name, make in chosen.items():
             measured[name].append(drained(make, path))
     lines = []
-    for name, runs in measured.items():
+    for name, (_, *runs) in measured.items():
         seconds = statistics.median(run[0] for run in runs)
         cpu = statistics.median(run[1] for run in runs)
         lines.append(
