@@ -3,9 +3,9 @@
     python examples/benchmarks/feed.py --rows 204800 --repeats 7 --json feed.json
 
 All contenders read the same files and hand out batches of 32 rows. They run interleaved, one after the other in each
-round, the first round does not count, and the table gives the median over the others; a ratio is that of the medians. `limit` decodes batches of
-65,536 rows and slices them in the same thread, which is the least that any feed of this kind has to do. `datasets` and
-`litdata` take part where they are installed.
+round; the first round does not count, and the table gives the median over the others. A ratio is that of the medians.
+`limit` decodes batches of 65,536 rows and slices them in the same thread, which is the least that any feed of this kind
+has to do. `datasets` and `litdata` take part where they are installed.
 
 Resume is the time from opening the files to the first batch after the position, at 25% and 75% of 20 row groups and in
 the middle of a row group, whose first half has to be decoded; `read and drop` skips the batches before the position.
