@@ -1,0 +1,335 @@
+"""A run stops when it is asked to, after a whole step, whoever asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from genlight.adapter.exceptions import TrainingCanceled
+from genlight.callbacks import Hook, StopRequests
+from genlight.callbacks.hook import run_state_of
+from genlight.callbacks.stop_requests import cancel_file_is_set, process_age_s
+from genlight.callbacks.stop_signals import REASON_OF_SIGNAL, StopSignals
+
+
+class Doing(Hook):
+    """Does something at the end of one step, and notes how many steps ended."""
+
+    critical = True
+
+    def __init__(self, at_step, action):
+        self.at_step, self.action, self.ended = at_step, action, 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ended += 1
+        if self.ended == self.at_step:
+            self.action()
+
+
+class Agreeable(StopRequests):
+    """Looks at files at every step instead of at most every 50 ms."""
+
+    def requested(self):
+        self._next_poll = 0.0
+        return super().requested()
+
+
+@pytest.fixture(params=["contract", "plain"])
+def train(request, fit, fit_plain, counting_trainer):
+    """Train ten steps with callbacks: under genlight's loop, and under Lightning's own."""
+    if request.param == "plain":
+        return lambda callbacks: fit_plain(callbacks, steps=10)
+    return lambda callbacks: fit(counting_trainer(), callbacks, steps=10)[0]
+
+
+# the cancel file
+
+
+@pytest.mark.parametrize(
+    ("content", "is_set"),
+    [
+        *((word, True) for word in ("", "1", "true", "t", "yes", "y", "cancel", "canceled")),
+        *((word, True) for word in (" TRUE\n", "Yes", "\n\t ", "CANCELED\r\n")),
+        *((word, False) for word in ("0", "false", "no", "n", "f", "cancelled?", "11", "true false", "x" * 1000)),
+    ],
+)
+def test_a_cancel_file_counts_if_it_is_empty_or_holds_a_true_word(tmp_path, content, is_set):
+    (tmp_path / "cancel").write_text(content)
+
+    assert cancel_file_is_set(tmp_path / "cancel") is is_set
+
+
+def test_a_cancel_file_that_is_not_there_does_not_count_and_one_that_cannot_be_read_does(tmp_path):
+    assert not cancel_file_is_set(tmp_path / "absent")
+    assert cancel_file_is_set(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert not cancel_file_is_set(tmp_path / "bytes")
+
+
+def test_a_cancel_file_that_appears_stops_the_run_after_the_step(train, tmp_path):
+    seen = Doing(3, (tmp_path / "cancel").touch)
+
+    with pytest.raises(TrainingCanceled) as caught:
+        train([seen, Agreeable(tmp_path / "cancel")])
+
+    assert caught.value.reason == "canceled"
+    assert seen.ended == 3
+
+
+# before the first step
+
+
+@pytest.mark.parametrize("how", ["flag", "file", "signal"])
+def test_a_stop_that_was_asked_for_before_the_first_step_trains_none(train, tmp_path, how):
+    signals = StopSignals()
+    signals.reason = "preempted" if how == "signal" else None
+    if how == "file":
+        (tmp_path / "cancel").touch()
+    seen = Doing(0, None)
+
+    with pytest.raises(TrainingCanceled) as caught:
+        train([seen, StopRequests(tmp_path / "cancel", canceled=how == "flag", signals=signals)])
+
+    assert caught.value.reason == ("preempted" if how == "signal" else "canceled")
+    assert seen.ended == 0
+
+
+# the limit
+
+
+def test_the_limit_counts_from_the_start_of_the_process(train):
+    seen = Doing(0, None)
+
+    with pytest.raises(TrainingCanceled) as caught:
+        train([seen, StopRequests(max_runtime_s=1e-6)])
+
+    assert caught.value.reason == "timeout"
+    assert seen.ended == 0
+
+
+def test_a_limit_that_passes_while_training_stops_it_after_the_step(train):
+    stop = Agreeable(max_runtime_s=1e6)
+    seen = Doing(4, lambda: setattr(stop, "deadline", time.monotonic()))
+
+    with pytest.raises(TrainingCanceled, match="timeout"):
+        train([seen, stop])
+
+    assert seen.ended == 4
+
+
+@pytest.mark.parametrize("limit", [None, 0, 0.0])
+def test_no_limit_is_no_limit(train, limit):
+    assert train([StopRequests(max_runtime_s=limit)]).global_step == 10
+
+
+def test_the_age_of_the_process_grows_with_time_and_began_before_this_module():
+    before = process_age_s()
+    time.sleep(0.02)
+
+    assert process_age_s() - before >= 0.01
+    assert before > 0
+
+
+def test_a_negative_limit_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid `max_runtime_s`. Expected a number >= 0, but received -1\."):
+        StopRequests(max_runtime_s=-1)
+
+
+# callables
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [("preempted", "preempted"), ("timeout", "timeout"), ("lease lost", "canceled")],
+)
+def test_a_check_that_another_added_stops_the_run_with_its_reason(train, answer, reason):
+    answers = []
+    stop = Agreeable()
+    stop.add_check(lambda: answers[0] if answers else None)
+    seen = Doing(2, lambda: answers.append(answer))
+
+    with pytest.raises(TrainingCanceled) as caught:
+        train([seen, stop])
+
+    assert caught.value.reason == reason
+    assert seen.ended == 2
+
+
+def test_the_first_reason_stays():
+    answers = ["timeout", "canceled"]
+    stop = Agreeable()
+    stop.add_check(lambda: answers.pop(0))
+
+    assert [stop.requested(), stop.requested()] == ["timeout", "timeout"]
+
+
+def test_files_are_not_looked_at_in_every_step():
+    looks = []
+    stop = StopRequests()
+    stop.add_check(lambda: looks.append(1))
+
+    for _ in range(1000):
+        stop.requested()
+
+    assert len(looks) < 1000
+
+
+def test_a_trainer_learns_of_a_stop_within_a_step(fit, counting_trainer, tmp_path):
+    heard = []
+
+    class Long(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            heard.append(ctx.is_canceled())
+            if batch == 1:
+                (tmp_path / "cancel").touch()
+                heard.append(ctx.is_canceled())
+            return super().train_step(batch, state, ctx)
+
+    with pytest.raises(TrainingCanceled):
+        fit(Long(), [Agreeable(tmp_path / "cancel")])
+
+    assert heard == [False, False, True]
+
+
+def test_the_pause_that_a_step_asked_for_ends_with_a_stop_request(fit, counting_trainer, tmp_path):
+    from genlight.adapter.contract import StepControlHints, StepResult
+
+    class Slow(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            super().train_step(batch, state, ctx)
+            return StepResult(control=StepControlHints(backoff_seconds=3600.0 if batch == 0 else None))
+
+    class During(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            threading.Timer(0.05, (tmp_path / "cancel").touch).start()
+
+    with pytest.raises(TrainingCanceled):
+        fit(Slow(), [During(), StopRequests(tmp_path / "cancel")])
+
+
+def test_the_reason_stands_in_the_run_state_for_other_hooks(train):
+    reasons = []
+
+    class Reader(Hook):
+        reads = ("stop_reason",)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            reasons.append(run_state_of(trainer).stop_reason)
+
+    stop = Agreeable()
+    stop.add_check(lambda: "preempted" if len(reasons) == 1 else None)
+    with pytest.raises(TrainingCanceled):
+        train([Reader(), stop])
+
+    assert reasons == [None, "preempted"]
+
+
+# signals
+
+
+@pytest.mark.parametrize(("number", "reason"), REASON_OF_SIGNAL.items())
+def test_a_signal_stops_the_run_after_the_step(train, number, reason):
+    seen = Doing(2, lambda: os.kill(os.getpid(), number))
+    before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
+
+    with pytest.raises(TrainingCanceled) as caught:
+        train([seen, StopRequests()])
+
+    assert caught.value.reason == reason
+    assert seen.ended == 2
+    assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
+def test_the_reasons_of_signals_are_those_of_the_contract():
+    assert REASON_OF_SIGNAL == {
+        signal.SIGTERM: "preempted",
+        signal.SIGUSR1: "preempted",
+        signal.SIGINT: "canceled",
+    }
+
+
+def test_handlers_are_as_before_after_the_block_and_another_thread_leaves_them_alone():
+    before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
+    inside = []
+
+    with StopSignals().installed() as signals:
+        thread = threading.Thread(target=lambda: inside.append(StopSignals().install()))
+        thread.start()
+        thread.join()
+        assert all(signal.getsignal(number) == signals._note for number in REASON_OF_SIGNAL)
+
+    assert inside == [None]
+    assert {number: signal.getsignal(number) for number in REASON_OF_SIGNAL} == before
+
+
+def run_script(script):
+    """Run a script in a process of its own that has no torch to load; returns it when it has ended."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_second_signal_ends_the_process_at_once(number):
+    done = run_script(f"""
+        import os, time
+        from genlight.callbacks.stop_signals import StopSignals
+
+        with StopSignals().installed() as signals:
+            os.kill(os.getpid(), {int(number)})
+            print(signals.reason, flush=True)
+            os.kill(os.getpid(), {int(number)})
+            print("still there", flush=True)
+    """)
+
+    assert done.returncode == -number
+    assert done.stdout == f"{REASON_OF_SIGNAL[number]}\n"
+
+
+def test_a_second_signal_ends_also_a_process_that_the_kernel_spares():
+    done = run_script("""
+        import os, signal
+        from genlight.callbacks.stop_signals import StopSignals
+
+        with StopSignals().installed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            # Blocked, as the kernel drops it for the first process of a container.
+            kill = os.kill
+            os.kill = lambda *_: None
+            kill(os.getpid(), signal.SIGTERM)
+            print("still there", flush=True)
+    """)
+
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_all_ranks_stop_after_the_same_step_although_one_alone_was_told(tmp_path):
+    script = Path(__file__).with_name("stop_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), "2", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    ended = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    # Said in step 3, agreed on with the all-reduce that the step after it reads.
+    assert ended == ["preempted after 4 contract, preempted after 4 plain, canceled after 0 before"] * 2
