@@ -1,0 +1,170 @@
+"""The zoo of trainer classes on a CUDA device: every precision, and sharding, against plain torch on the CPU.
+
+Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def load_zoo() -> Any:
+    file = Path(__file__).parents[1] / "adapter" / "trainer_zoo.py"
+    spec = importlib.util.spec_from_file_location("trainer_zoo", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trainer_zoo"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+zoo = load_zoo()
+
+GPU = {"accelerator": "gpu", "devices": 1}
+UNSHARDED = ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank", "OwnDdp")
+HALF_TRUE = ("Base", "Gan", "Accumulating", "ClippedByValue", "AdamClosure", "Scheduled", "WithEma", "Tied")
+
+
+def run(name: str, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    module, _ = zoo.hosted_run(name, **{**GPU, **arguments})
+    return zoo.whole(zoo.weights(module.contract_state, module.plugin)), module
+
+
+def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(tensor.double().abs().max().item(), 1e-2)
+        difference = (actual[name].double() - tensor.double()).abs().max().item()
+        assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of one rank, so that strategies of several ranks need no port."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
+    actual, module = run(name)
+
+    assert_near(actual, zoo.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
+    assert module._router is None
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Lbfgs"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.1), ("16-mixed", 0.02)])
+def test_mixed_precision_on_cuda_stays_near_fp32(name, precision, tolerance):
+    if precision == "16-mixed" and name == "SparseEmbedding":
+        pytest.skip("torch has no half kernel for it")
+
+    actual, _ = run(name, precision=precision)
+
+    assert_near(actual, zoo.plain_run(name), tolerance)
+
+
+@pytest.mark.parametrize("name", HALF_TRUE)
+def test_bf16_true_on_cuda_stays_near_fp32(name):
+    actual, module = run(name, precision="bf16-true")
+
+    assert all(t.dtype is torch.bfloat16 for t in actual.values() if t.is_floating_point())
+    assert_near(actual, zoo.plain_run(name), 0.3)
+    assert module.ctx.dtype == "bf16"
+
+
+def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
+    _, module = run("OverflowOnOneRank", precision="16-mixed")
+
+    assert module._router.overflow_steps == 1
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in UNSHARDED])
+@pytest.mark.parametrize("policy", ["whole", "Linear"])
+def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, policy):
+    if policy == "Linear" and name in ("Untrainable", "WithoutTorch"):
+        pytest.skip("nothing to shard by blocks")
+    strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
+    strategy.cluster_environment = zoo.ranks_environment(0, 1)
+
+    actual, _ = run(name, strategy=strategy, policy=policy)
+
+    assert_near(actual, zoo.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
+
+
+@pytest.mark.parametrize("name", ["Base", "Gan", "Accumulating", "WithoutTorch", "Untrainable"])
+def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
+    strategy = DDPStrategy(cluster_environment=zoo.ranks_environment(0, 1))
+
+    actual, _ = run(name, strategy=strategy)
+
+    assert_near(actual, zoo.plain_run(name), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["WithEma", "Scheduled", "WarmOptimizer", "LooseTensor", "OnTrainer"])
+def test_modules_loose_tensors_and_optimizer_states_are_on_the_device(name):
+    _, module = run(name)
+
+    discovered = module.discovered
+    held = [p for p in discovered.optimized()]
+    states = [v for f in discovered.optimizers for entry in f.value.state.values() for v in entry.values()]
+    moments = [t for t in states if torch.is_tensor(t) and t.dim()]
+    assert held
+    assert moments
+    assert all(t.is_cuda for t in (*held, *moments, *module.parameters(), *module.buffers()))
+
+
+class SynchronizationIsAnError(Callback):
+    """Fails a run whose steps, after the first, wait for the device."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("error" if batch_idx else "default")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Resident(zoo.Base):
+    """Its rows are on the device already, so that nothing of its own waits."""
+
+    def configure(self, ctx):
+        self.rows = {k: v.to(ctx.device) for k, v in zoo.rows(0).items()}
+        return super().configure(ctx)
+
+    def prepare_batch(self, raw, state, ctx):
+        return self.rows
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_step_does_not_wait_for_the_device_to_report_its_metrics(precision):
+    zoo.ZOO["Resident"] = Resident
+    try:
+        run("Resident", precision=precision, callbacks=[SynchronizationIsAnError()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        del zoo.ZOO["Resident"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_a_state_on_the_device_of_another_rank_is_named_by_its_path():
+    from genlight.adapter.discovery import check_devices, discover
+    from genlight.adapter.exceptions import ContractError
+
+    with pytest.raises(ContractError, match=r'state\["noise"\] is on cuda:1'):
+        check_devices(discover({"noise": torch.ones(1, device="cuda:1")}), "cuda:0")
