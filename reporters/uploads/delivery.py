@@ -125,8 +125,15 @@ class Delivery:
 
     def _parts(self, entry: Entry, parcel: Parcel) -> list[str]:
         files = [f"put:{index}" for index in range(len(parcel.files))] if self._config.stores_files() else []
-        message = ["post"] if self._config.url_of(entry.kind) else []
-        return [*files, *(f"to:{name}" for name in self._targets), *message]
+        messages = self._messages(entry, parcel) if self._config.url_of(entry.kind) else []
+        return [*files, *(f"to:{name}" for name in self._targets), *messages]
+
+    @staticmethod
+    def _messages(entry: Entry, parcel: Parcel) -> list[str]:
+        """A checkpoint has one message; of a sample every file has one, so that a picture can be shown by itself."""
+        if entry.kind == "sample":
+            return [f"post:{index}" for index in range(len(parcel.files))]
+        return ["post"]
 
     def _next_part(self, entry: Entry, parcel: Parcel) -> str:
         """The first part that has not arrived; empty when all have."""
@@ -136,9 +143,8 @@ class Delivery:
         receipt = entry.parts.get(part)
         if receipt is None or not part.startswith("put:"):
             return receipt is not None
-        return bool(
-            receipt["sha256"] == self._facts_of(entry, parcel, int(part[4:])).sha256
-        )  # else the file was replaced
+        now = self._facts_of(entry, parcel, int(part[4:]))
+        return bool(receipt["sha256"] == now.sha256)  # else the file was replaced meanwhile
 
     def _deliver_part(self, entry: Entry, parcel: Parcel, part: str) -> None:
         if part.startswith("put:"):
@@ -147,7 +153,10 @@ class Delivery:
             self._targets[part[3:]].deliver(self._shipment(entry, parcel))
             self._spool.note_part(entry, part, {})
         elif part == "post":
-            self._post_artifact(entry, parcel)
+            self._post_subject(entry, parcel)
+            self._spool.note_part(entry, part, {})
+        elif part.startswith("post:"):
+            self._post_file(entry, parcel, int(part[5:]))
             self._spool.note_part(entry, part, {})
 
     def _put(self, entry: Entry, parcel: Parcel, index: int) -> None:
@@ -168,16 +177,31 @@ class Delivery:
             raise
         self._spool.note_part(entry, f"put:{index}", msgspec.to_builtins(uploaded))
 
-    def _post_artifact(self, entry: Entry, parcel: Parcel) -> None:
+    def _post_subject(self, entry: Entry, parcel: Parcel) -> None:
         facts, uploaded = self._subject(entry, parcel)
-        local_path = str(self._root / parcel.local_path)
-        payload = artifact_payload(
-            self._config.run_id, entry.kind, entry.step, local_path, facts, uploaded, final=parcel.final
-        )
+        path = self._root / parcel.local_path
         digest = facts.sha256 or self._facts_of(entry, parcel, len(parcel.files) - 1).sha256 or ""
-        name = Path(local_path).name
-        url = self._config.url_of(entry.kind)
-        self._post(entry, url, encode(payload), digest, f"final/{name}" if parcel.final else name)
+        name = f"final/{path.name}" if parcel.final else path.name
+        self._post_artifact(entry, parcel, path, facts, uploaded, digest, name)
+
+    def _post_file(self, entry: Entry, parcel: Parcel, index: int) -> None:
+        file, facts = parcel.files[index], self._facts_of(entry, parcel, index)
+        path = file.location(self._root)
+        self._post_artifact(entry, parcel, path, facts, self._uploaded(entry, index), facts.sha256 or "", file.name)
+
+    def _post_artifact(
+        self,
+        entry: Entry,
+        parcel: Parcel,
+        path: Path,
+        facts: FileFacts,
+        uploaded: UploadedFile | None,
+        digest: str,
+        name: str,
+    ) -> None:
+        run_id = self._config.run_id
+        payload = artifact_payload(run_id, entry.kind, entry.step, str(path), facts, uploaded, final=parcel.final)
+        self._post(entry, self._config.url_of(entry.kind), encode(payload), digest, name)
 
     def _subject(self, entry: Entry, parcel: Parcel) -> tuple[FileFacts, UploadedFile | None]:
         """What the message describes: a file and what the store said of it, or a directory."""
@@ -226,7 +250,7 @@ class Delivery:
         return bool(receipt["content"] == self._content_digest(entry, parcel))
 
     def _content_digest(self, entry: Entry, parcel: Parcel) -> str:
-        sends_all = self._config.stores_files() or self._targets
+        sends_all = self._config.stores_files() or self._targets or entry.kind == "sample"
         indices = range(len(parcel.files)) if sends_all else {parcel.subject or 0, len(parcel.files) - 1}
         digests = [self._facts_of(entry, parcel, index).sha256 for index in sorted(indices)]
         identity = [entry.step, parcel.final, digests, self._parts(entry, parcel)]

@@ -164,7 +164,7 @@ class Uploader:
         self._enqueue_artifact("checkpoint", step, parcel)
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
-        """Queue a sample that is durable, with the files it names.
+        """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.
 
         Raises:
             UploadError: A file is missing, or the spool cannot be written.

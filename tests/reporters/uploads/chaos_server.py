@@ -208,6 +208,8 @@ class Server:
             if changes.get("faults") == "all":
                 changes["faults"] = ALL_FAULTS
             self.options.update(changes)
+        if path == "/__count":
+            return await self.answer(writer, 200, {"applied": len(self.applied)})
         state = {"applied": self.applied, "requests": self.requests, "connections": self.connections}
         return await self.answer(writer, 200, state if path == "/__state" else {})
 

@@ -37,6 +37,10 @@ class Chaos:
     def state(self):
         return self._ask("/__state")
 
+    @property
+    def count(self):
+        return self._ask("/__count")["applied"]
+
     def messages(self, path):
         """Bodies that were accepted at `path`, in order."""
         return [item["body"] for item in self.state["applied"] if item.get("path") == path]

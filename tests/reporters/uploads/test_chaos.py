@@ -87,7 +87,7 @@ def test_500_uploads_all_arrive_once_and_byte_identical_though_the_client_is_kil
     killed = 0
     for part in range(1, 11):
         client = _client(chaos, run, count)
-        while client.poll() is None and len(chaos.state["applied"]) < part * 90:
+        while client.poll() is None and chaos.count < part * 90:
             time.sleep(0.02)
         if client.poll() is None:
             client.send_signal(signal.SIGKILL)

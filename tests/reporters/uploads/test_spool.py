@@ -47,6 +47,15 @@ def test_entries_and_their_progress_survive_the_process(open_spool):
     assert again.add("sample", 5, {}).seq == 3
 
 
+def test_a_number_is_never_used_twice(open_spool):
+    for number in (1, 2, 3):
+        spool = open_spool()  # rewrites the journal, in which nothing waits
+        entry = spool.add("metrics", 1, {})
+        assert entry.seq == number
+        spool.remove(entry)
+        spool.close()
+
+
 def test_a_failure_lasts_as_long_as_the_attempt(open_spool):
     spool = open_spool()
     entry = spool.add("checkpoint", 1, {})

@@ -76,7 +76,7 @@ def test_a_directory_as_primary_path_has_a_size_and_no_digest(chaos, uploader_fo
     assert len(chaos.files()) == 3
 
 
-def test_a_sample_is_sent_without_final(chaos, uploader_for, tmp_path):
+def test_a_sample_is_sent_with_a_message_for_each_of_its_files(chaos, uploader_for, tmp_path):
     folder = tmp_path / "run" / "samples"
     folder.mkdir(parents=True)
     picture, sample = folder / "cat.png", folder / "step-00000005-00.json"
@@ -85,9 +85,13 @@ def test_a_sample_is_sent_without_final(chaos, uploader_for, tmp_path):
     uploader = uploader_for(chaos)
     uploader.enqueue_sample(sample, [picture], step=5)
     assert uploader.settle().ok
-    (message,) = chaos.messages("/sample")
-    assert message["kind"] == "sample"
-    assert "final" not in message
+    messages = chaos.messages("/sample")
+    assert [(message["kind"], message["local_path"]) for message in messages] == [
+        ("sample", str(picture)),
+        ("sample", str(sample)),
+    ]
+    assert [message["file_ref"] for message in messages] == [f"ref-{name}" for name in sorted(chaos.files())]
+    assert not any("final" in message for message in messages)
     assert sorted(chaos.files()) == ["step-00000005-cat.png", "step-00000005-step-00000005-00.json"]
     assert "/samples/" in chaos.requests("/api/")[0]["path"]
 
