@@ -1,0 +1,156 @@
+"""The public surface: which names there are, and what it costs to import them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import genlight.adapter
+import genlight.callbacks
+import genlight.reporters
+import pytest
+
+PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
+
+# Whoever changes a list below changes what users import: say so in the changelog.
+PUBLIC = {
+    "genlight.adapter": """
+        TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
+        BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs EventLogError
+        GenlightError HookOrderError InputDownloader InputError JobLifecycleClient LifecycleLease MockDataModule
+        ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder ReplicaDriftError ResolveClient
+        ResolvedRef RunState StartupContractError StepContext StepControlHints StepResult TrainerAuthContext
+        TrainerPlugin TrainingCanceled TrainingJobSpec TrainingReporter UnstorableStateError UploadError
+        build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
+        run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint seed_everything
+        to_float_scalar
+    """,
+    "genlight.callbacks": """
+        Checkpoint DurableCheckpointIO Evaluate Hook JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests
+        UploadArtifacts WriteSamples
+    """,
+    "genlight.reporters": "EventLog EventLogger read_events",
+}
+
+LIGHT = (
+    "genlight.adapter",
+    "genlight.adapter.cli",
+    "genlight.adapter.cli.main",
+    "genlight.adapter.cli.events",
+    "genlight.adapter.cli.run",
+    "genlight.adapter.cli.uploads",
+    "genlight.adapter.compat",
+    "genlight.adapter.contract",
+    "genlight.adapter.exceptions",
+    "genlight.adapter.failures",
+    "genlight.adapter.job_spec",
+    "genlight.adapter.loading",
+    "genlight.adapter.resume",
+    "genlight.adapter.run",
+    "genlight.adapter.run_config",
+    "genlight.adapter.run_state",
+    "genlight.callbacks",
+    "genlight.callbacks.checkpoint",
+    "genlight.callbacks.checkpoint.record",
+    "genlight.callbacks.checkpoint.selection",
+    "genlight.callbacks.checkpoint.verification",
+    "genlight.callbacks.stop_signals",
+    "genlight.reporters",
+    "genlight.reporters.durable",
+    "genlight.reporters.event_log",
+    "genlight.reporters.event_reader",
+    "genlight.reporters.event_validation",
+)
+"""What answers without torch: help, spec checks, listings, a job that has finished."""
+
+
+def run_python(script):
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_the_public_names_are_exactly_these(package):
+    assert sorted(package.__all__) == sorted(PUBLIC[package.__name__].split())
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_every_public_name_can_be_had_and_is_listed(package):
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+        assert name in dir(package)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_a_name_that_is_not_public_is_an_attribute_error_that_says_so(package):
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Absent'"):
+        package.Absent
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_are_resolved_lazily(package):
+    tree = ast.parse(Path(package.__file__).read_text())
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        f"{node.module}.{alias.name}" for node in guarded.body for alias in node.names if isinstance(alias, ast.alias)
+    }
+    lazy = package._HOME
+    if package is genlight.adapter:
+        lazy = {name: module for module, names in lazy.items() for name in names}
+
+    assert seen == {f"{module}.{name}" for name, module in lazy.items()}
+
+
+def test_what_answers_without_training_loads_neither_torch_nor_lightning():
+    script = "import importlib, sys\n" + "\n".join(
+        f"importlib.import_module({name!r})\n"
+        f"heavy = {{'torch', 'lightning', 'pyarrow', 'numpy'}} & set(sys.modules)\n"
+        f"heavy -= {{'numpy', 'pyarrow'}}\n"
+        f"assert not heavy, ({name!r}, heavy)"
+        for name in LIGHT
+    )
+
+    done = run_python(script)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_of_the_vocabulary_load_neither_torch_nor_lightning():
+    heavy = {"ContractModule", "run_training_loop", "MockDataModule", "ArrowDataModule", "OptimizerBundle"}
+    heavy |= {name for name in genlight.adapter.__all__ if genlight.adapter._MODULE_OF[name] == "helpers"}
+    light = sorted(set(genlight.adapter.__all__) - heavy - {"ArrowFeed", "ParquetArrowBatchFeeder", "load_components"})
+
+    done = run_python(
+        f"import sys; from genlight.adapter import {', '.join(light)}\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
+    modules = [
+        ".".join(("genlight", *path.relative_to(root.parent).with_suffix("").parts)).removesuffix(".__init__")
+        for root in (Path(package.__file__).parent for package in PACKAGES)
+        for path in sorted(root.rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    script = "\n".join(["import importlib, sys", *(f"importlib.import_module({name!r})" for name in modules)])
+    script += (
+        "\nbare = [name for name in sys.modules if name.partition('.')[0] in ('adapter', 'callbacks', 'reporters')]"
+        "\nassert not bare, bare"
+    )
+
+    done = run_python(script)
+
+    assert len(modules) > 80
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_that_of_the_distribution():
+    from genlight.adapter.cli.main import version_text
+
+    assert f"genlight {importlib.metadata.version('genlight')} " in version_text()

@@ -1,0 +1,129 @@
+"""Whoever watches a run sees step, loss, speed and what is left: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import threading
+
+import pytest
+from genlight.callbacks import Hook, JobProgress, LogMetrics
+
+LINE = re.compile(r"step (\d+)(?:/(\d+))?  (?:loss (\S+))?  ([\d.]+) steps/s(?:  eta (\S+))?")
+
+
+class Boom(Hook):
+    critical = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            raise RuntimeError("boom")
+
+
+@pytest.fixture
+def lines(capsys):
+    """The lines on standard error, which under a test is no terminal."""
+    return lambda: [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A block with a terminal for standard error; it gives what was drawn once the block has ended."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    @contextlib.contextmanager
+    def block():
+        ours, theirs = pty.openpty()
+        drawn = bytearray()
+        reader = threading.Thread(target=read_all, args=(ours, drawn), daemon=True)
+        reader.start()
+        with open(theirs, "w", encoding="utf-8") as stderr, contextlib.redirect_stderr(stderr):
+            yield drawn
+        reader.join(timeout=10)
+        os.close(ours)
+
+    return block
+
+
+def read_all(descriptor, into):
+    try:
+        while data := os.read(descriptor, 4096):
+            into.extend(data)
+    except OSError:  # how Linux says that the other end was closed
+        pass
+
+
+def test_lines_show_step_loss_speed_and_remaining_time(fit, counting_trainer, lines):
+    fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=1e-9)], steps=4)
+
+    shown = [LINE.fullmatch(line) for line in lines()]
+    assert all(shown)
+    assert [match[1] for match in shown] == ["1", "2", "3", "4", "4"]
+    assert {match[2] for match in shown} == {"4"}
+    assert [match[3] for match in shown] == ["1", "0.5", "0.3333", "0.25", "0.25"]
+    assert all(float(match[4]) > 0 for match in shown)
+    assert all(re.fullmatch(r"\d+:\d\d:\d\d", match[5]) for match in shown)
+
+
+def test_lines_come_at_their_interval_and_at_the_end(fit, counting_trainer, lines):
+    fit(counting_trainer(), [JobProgress(line_every_s=3600)], steps=50)
+
+    assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "50"]
+
+
+def test_the_loss_of_a_step_is_that_of_the_same_step_although_progress_was_registered_first(
+    fit, counting_trainer, lines
+):
+    fit(counting_trainer(), [JobProgress(line_every_s=1e-9), LogMetrics(1)], steps=2)
+
+    assert [LINE.fullmatch(line)[3] for line in lines()] == ["1", "0.5", "0.5"]
+
+
+def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, lines):
+    fit_plain([JobProgress(line_every_s=1e-9)], steps=-1, max_epochs=1)
+
+    shown = lines()
+    assert len(shown) == 17
+    assert all(re.fullmatch(r"step \d+    [\d.]+ steps/s", line) for line in shown)
+
+
+def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, lines, monkeypatch):
+    from genlight.adapter import ContractModule
+
+    times = iter([100.0, 101.0, 102.0, 102.0])
+    monkeypatch.setattr("genlight.callbacks.job_progress.time.monotonic", lambda: next(times))
+    module = ContractModule(counting_trainer())
+    module.resume_from(step=1000)
+
+    fit(None, [JobProgress()], module=module, steps=1002)
+
+    assert [LINE.fullmatch(line)[4] for line in lines()] == ["1.0", "1.0"]
+
+
+def test_a_terminal_gets_a_bar_that_reaches_the_end(fit, counting_trainer, terminal):
+    with terminal() as drawn:
+        fit(counting_trainer(), [LogMetrics(1), JobProgress()], steps=3)
+
+    drawn = drawn.decode()
+    assert "3/3" in drawn
+    assert "loss 0.3333" in drawn
+    assert "steps/s" in drawn
+    assert "━" in drawn
+    assert LINE.search(drawn) is None
+
+
+def test_a_bar_gives_the_cursor_back_also_when_training_fails(fit, counting_trainer, terminal):
+    with terminal() as drawn, pytest.raises(RuntimeError, match="boom"):
+        fit(counting_trainer(), [JobProgress(), Boom()])
+
+    drawn = drawn.decode()
+    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("interval", [0, -1.5])
+def test_an_interval_that_is_not_positive_is_refused(interval):
+    with pytest.raises(ValueError, match=rf"Invalid `line_every_s`. Expected a number > 0, but received {interval}\."):
+        JobProgress(line_every_s=interval)
