@@ -33,10 +33,8 @@ def lightning_config(
         config: The job.
         parquet_paths: Data files that its inputs brought here; otherwise those that it names.
         model_handles: What its inputs brought here for the trainer.
-
-    Raises:
-        StartupContractError: ``startup.invalid_job_spec``: the job names no data.
     """
+    data = _data(config, parquet_paths)
     return {
         "trainer": _trainer(config),
         "model": {
@@ -47,7 +45,7 @@ def lightning_config(
                 "model_handles": dict(model_handles or {}),
             },
         },
-        "data": _data(config, parquet_paths),
+        **({} if data is None else {"data": data}),
     }
 
 
@@ -98,6 +96,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
         for request in config.sample_prompts
     ]
+    evaluation = [] if not config.validate else [_class("genlight.callbacks.Evaluate", **config.validate)]
     return [
         _class(
             "genlight.callbacks.StopRequests",
@@ -105,6 +104,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
             max_runtime_s=config.max_runtime_s,
             canceled=config.canceled,
         ),
+        *evaluation,
         _class("genlight.callbacks.LogMetrics", every_n_steps=job.metric_every),
         _class(
             "genlight.callbacks.WriteSamples",
@@ -120,16 +120,14 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any]:
+def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any] | None:
+    """The data module of a job; None where it names no data, as with a trainer that collects its own."""
     if config.mock_batches is not None:
         return _class("genlight.adapter.MockDataModule", batches=list(config.mock_batches))
     dataset = config.dataset
     paths = list(parquet_paths) or (list(dataset.parquet_paths) if dataset is not None else [])
     if dataset is None or not paths:
-        raise StartupContractError(
-            "startup.invalid_job_spec",
-            "The job names no data. Add `dataset.parquet_paths`, `inputs.dataset_parquet_refs` or `mock_batches`.",
-        )
+        return None
     given = dataclasses.asdict(dataset)
     options = {name: value for name, value in given.items() if name not in ("parquet_paths", "epochs")}
     return _class(
@@ -147,14 +145,20 @@ def _class(class_path: str, /, **arguments: Any) -> dict[str, Any]:
     return {"class_path": class_path, "init_args": arguments}
 
 
-def instantiate(config: RunConfig, *, parquet_paths: Sequence[str] = ()) -> tuple[pl.Trainer, pl.LightningDataModule]:
+def instantiate(
+    config: RunConfig, *, parquet_paths: Sequence[str] = ()
+) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
     """The Lightning trainer and the data module of a job; its module is made by the caller, who has loaded its class.
 
+    Returns:
+        The trainer, and None for the data where the job names none.
+
     Raises:
-        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has an argument that Lightning does
-            not know or cannot use, or the job names no data.
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` or ``validate`` block has an argument
+            that is unknown or cannot be used.
     """
-    data = _make(_data(config, parquet_paths))
+    described = _data(config, parquet_paths)
+    data = None if described is None else _make(described)
     try:
         theirs = _instantiated_by_jsonargparse(config.lightning)
         ours = _our_arguments(config)
@@ -162,7 +166,7 @@ def instantiate(config: RunConfig, *, parquet_paths: Sequence[str] = ()) -> tupl
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise StartupContractError(
-            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {error}"
+            "startup.invalid_job_spec", f"The `lightning` or `validate` block of the job cannot be used: {error}"
         ) from error
 
 

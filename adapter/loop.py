@@ -15,9 +15,10 @@ One epoch, with the hooks in Lightning's order::
             batch = prepare_batch(raw); result = train_step(batch)
             completed_steps += 1
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
+            on_mb_end
             validation, where a validation loader and a `validation_step` exist
             pause for `backoff_seconds`
-        on_train_epoch_end; on_epoch_end
+        on_train_epoch_end; on_train_phase_end; on_epoch_end
     on_train_end; on_training_end
 
 What nobody overrides is not called. ``trainer.global_step`` is the number of completed steps, whatever optimizers do.
@@ -42,7 +43,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from ..callbacks.hook import callbacks_of, fire, run_state_of
+from ..callbacks.hook import Hook, callbacks_of, fire, run_state_of
 from .exceptions import InputError, TrainingCanceled
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class ContractFitLoop(_FitLoop):
         super().on_advance_end()
         state = run_state_of(self.trainer)
         state.epoch = self.epoch_progress.current.completed
+        fire(self.trainer, "on_train_phase_end")
         fire(self.trainer, "on_epoch_end")
         if not self.epoch_loop.completed_steps:
             raise _empty_source()
@@ -300,6 +302,11 @@ class _Step:
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
         self.on_start = _overriding(trainer, "on_train_batch_start")
         self.on_end = _overriding(trainer, "on_train_batch_end")
+        self.on_mb_end = [
+            callback.on_mb_end
+            for callback in callbacks_of(trainer)
+            if isinstance(callback, Hook) and type(callback).on_mb_end is not Hook.on_mb_end
+        ]
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
         strategy_hook = trainer.strategy.on_train_batch_start
@@ -376,6 +383,8 @@ class _Step:
             if self.module_on_end:
                 self.module_on_end(outputs, raw, index)
             module.__dict__["_current_fx_name"] = None
+        for minibatch_hook in self.on_mb_end:
+            minibatch_hook(trainer, module)
         if self.has_guests:
             self.connector.on_batch_end()
             self.connector.update_train_step_metrics()

@@ -24,6 +24,7 @@ from .hosting import check_strategy, leave_unwrapped
 from .loading import load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
 from .precision import contract_dtype
+from .rollout import RolloutBatches
 from .routing import StepRouter, step_router
 from .step_metrics import metric_name, named_metrics, read_scalars, validated_result
 
@@ -76,6 +77,9 @@ class ContractModule(pl.LightningModule):
         self._router: StepRouter | None = None
         self._start_step = 0
         self._to_restore: dict[str, Any] | None = None
+        # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
+        if callable(getattr(self.plugin, "rollout", None)):
+            self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
         if callable(getattr(self.plugin, "save_checkpoint", None)):
             self.save_trainer_files = self._save_trainer_files
         self._cancel_checks: list[Callable[[], bool]] = []
@@ -302,6 +306,9 @@ class ContractModule(pl.LightningModule):
             restore = getattr(callback, "restore_pending_rng", None)
             if restore is not None:
                 restore(self.trainer)
+
+    def _rollout_batches(self) -> RolloutBatches:
+        return RolloutBatches(self)
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         """Let the trainer's ``save_checkpoint`` write its own files into a checkpoint.

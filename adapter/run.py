@@ -240,6 +240,12 @@ class _Training:
         from .module import ContractModule, trainer_directory
 
         trainer, data = instantiate(self.config, parquet_paths=[str(path) for path in inputs.parquet_paths])
+        if data is None and not callable(getattr(plugin, "rollout", None)):
+            raise StartupContractError(
+                "startup.invalid_job_spec",
+                "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
+                "`inputs.dataset_parquet_refs` or `mock_batches`.",
+            )
         self.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
         self._attach(trainer)
         record = start.record

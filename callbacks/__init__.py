@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO
+    from .evaluate import Evaluate
     from .hook import Hook
     from .job_progress import JobProgress
     from .log_metrics import LogMetrics
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpoint": "checkpoint.checkpoint",
     "DurableCheckpointIO": "checkpoint.checkpoint_io",
+    "Evaluate": "evaluate",
     "Hook": "hook",
     "JobProgress": "job_progress",
     "LogMetrics": "log_metrics",
@@ -37,6 +39,7 @@ _HOME = {
 __all__ = [
     "Checkpoint",
     "DurableCheckpointIO",
+    "Evaluate",
     "Hook",
     "JobProgress",
     "LogMetrics",

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from ..adapter.run_state import RunState
 from .cadence import crossed, suppressed
 from .hook import Hook, run_state_of
 
@@ -20,6 +19,8 @@ log = logging.getLogger(__name__)
 
 class LogMetrics(Hook):
     """Sends the metrics of a step to every logger of the trainer, and to ``callback_metrics`` and the progress bar.
+
+    Scores of an evaluation are sent at the step at which they appear in the run state.
 
     For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves, and with
     one of them it warns and does nothing.
@@ -32,12 +33,14 @@ class LogMetrics(Hook):
     """
 
     critical = True
+    optional_reads = ("eval_scores",)
     writes = ("loss_stats",)
 
     def __init__(self, every_n_steps: int = 10) -> None:
         if every_n_steps < 0:
             raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
+        self._reported_scores: dict[str, float] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -50,18 +53,25 @@ class LogMetrics(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
+        run_state = run_state_of(trainer)
+        metrics: dict[str, float] = {}
         is_due = crossed(step - 1, step, self.every_n_steps) and _hosts_trainer(pl_module)
         if is_due and not suppressed(pl_module):
-            publish(trainer, pl_module.metrics(), step, run_state_of(trainer))  # type: ignore[operator]
+            metrics |= pl_module.metrics()  # type: ignore[operator]
+            run_state.loss_stats = dict(metrics)
+        if run_state.eval_scores is not self._reported_scores:
+            self._reported_scores = run_state.eval_scores
+            metrics |= run_state.eval_scores or {}
+        if metrics:
+            publish(trainer, metrics, step)
 
 
 def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
     return hasattr(pl_module, "step_result")
 
 
-def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int, run_state: RunState) -> None:
-    """Give the metrics of `step` to whoever asked for them: the run state, loggers, monitors, the progress bar."""
-    run_state.loss_stats = metrics
+def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Give the metrics of `step` to whoever asked for them: loggers, monitors, the progress bar."""
     connector = trainer._logger_connector
     connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     connector._progress_bar_metrics.update(metrics)

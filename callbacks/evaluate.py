@@ -1,0 +1,70 @@
+"""Scores of a hosted trainer's own evaluation at a cadence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from ..adapter.exceptions import ContractError
+from .cadence import crossed
+from .hook import Hook, run_state_of
+
+__all__ = ["Evaluate"]
+
+
+class Evaluate(Hook):
+    """Calls the trainer's ``evaluate(state, ctx)`` and puts its scores into ``eval_scores`` of the run state.
+
+    `LogMetrics` runs after it and reports them. Random numbers that the evaluation draws do not change those of
+    training. On several ranks every rank evaluates, and the scores of rank 0 are reported.
+
+    Args:
+        every_n_steps: Cadence in steps; 0 turns it off.
+        critical: Whether a failing evaluation ends the run.
+
+    Raises:
+        ValueError: `every_n_steps` is negative.
+        ContractError: At setup: the trainer has no ``evaluate``.
+    """
+
+    ranks: Literal["zero", "all"] = "all"
+    writes = ("eval_scores",)
+
+    def __init__(self, every_n_steps: int, *, critical: bool = False) -> None:
+        if every_n_steps < 0:
+            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self.critical = critical
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _evaluation_of(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if not crossed(step - 1, step, self.every_n_steps):
+            return
+        with isolate_rng():
+            scores = _evaluation_of(pl_module)(
+                getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None)
+            )
+        if not isinstance(scores, Mapping):
+            raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
+        run_state_of(trainer).eval_scores = {str(name): float(score) for name, score in scores.items()}
+
+
+def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
+    plugin = getattr(pl_module, "plugin", None)
+    evaluate = getattr(plugin, "evaluate", None)
+    if not callable(evaluate):
+        raise ContractError(
+            f"{type(plugin or pl_module).__name__} has no evaluate(state, ctx); leave `validate` out of the job"
+        )
+    return evaluate  # type: ignore[no-any-return]
