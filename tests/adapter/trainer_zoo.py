@@ -708,14 +708,14 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     return strategy
 
 
-def precision_of(name: str) -> dict[str, Any]:
+def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
     """Trainer arguments; Lightning itself refuses 16-mixed on a CPU, its plugin does not."""
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
     if name == "16-mixed":
-        return {"plugins": MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))}
+        return {"plugins": MixedPrecision(name, device, torch.amp.GradScaler(device, init_scale=1024.0))}
     if name == "bf16-mixed":
-        return {"plugins": MixedPrecision(name, "cpu")}
+        return {"plugins": MixedPrecision(name, device)}
     return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
 
 

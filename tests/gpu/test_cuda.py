@@ -74,7 +74,7 @@ def test_mixed_precision_on_cuda_stays_near_fp32(name, precision, tolerance):
     if precision == "16-mixed" and name == "SparseEmbedding":
         pytest.skip("torch has no half kernel for it")
 
-    actual, _ = run(name, precision=precision)
+    actual, _ = run(name, **zoo.precision_of(precision, "cuda"))
 
     assert_near(actual, zoo.plain_run(name), tolerance)
 
@@ -89,7 +89,7 @@ def test_bf16_true_on_cuda_stays_near_fp32(name):
 
 
 def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
-    _, module = run("OverflowOnOneRank", precision="16-mixed")
+    _, module = run("OverflowOnOneRank", **zoo.precision_of("16-mixed", "cuda"))
 
     assert module._router.overflow_steps == 1
     assert all(torch.isfinite(p).all() for p in module.parameters())
@@ -122,7 +122,7 @@ def test_modules_loose_tensors_and_optimizer_states_are_on_the_device(name):
     _, module = run(name)
 
     discovered = module.discovered
-    held = [p for p in discovered.optimized()]
+    held = list(discovered.optimized())
     states = [v for f in discovered.optimizers for entry in f.value.state.values() for v in entry.values()]
     moments = [t for t in states if torch.is_tensor(t) and t.dim()]
     assert held
