@@ -263,7 +263,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._last_saved_step = step
         if trainer.is_global_zero:
             self._expect(trainer, pl_module, path, step=step, final=final, wait=wait)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if wait:
             self.wait(trainer)
         self.poll(trainer)

@@ -1,0 +1,117 @@
+"""A run that stops after any step and is resumed ends with the same bits.
+
+With everything that has a state: dropout, a scheduler, bf16-mixed precision, an accumulation window of four steps whose
+gradients live in the parameters, shuffled data that crosses epochs, decoding workers, Python's and NumPy's random numbers.
+"""
+
+import random
+
+import lightning.pytorch as pl
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from genlight.adapter import ArrowDataModule, ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
+
+STEPS = 100
+WINDOW = 4
+
+
+class Accumulating:
+    """A trainer class that updates its weights every fourth step."""
+
+    def setup(self, ctx):
+        pass
+
+    def configure(self, ctx):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS // WINDOW)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "steps": 0, "seen": []}
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"].to_pylist()), raw["id"].to_pylist()
+
+    def train_step(self, batch, state, ctx):
+        x, ids = batch
+        noise = random.random() + np.random.random() + torch.rand(())
+        loss = (state["model"](x) * noise).pow(2).mean() / WINDOW
+        loss.backward()
+        state["steps"] += 1
+        state["seen"].append(sum(ids))
+        if state["steps"] % WINDOW == 0:
+            torch.nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+            state["optimizer"].step()
+            state["scheduler"].step()
+            state["optimizer"].zero_grad()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"steps": state["steps"], "seen": state["seen"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.parquet"
+    rows = np.random.default_rng(0).normal(size=(300, 6)).astype(np.float32)
+    pq.write_table(pa.table({"id": range(300), "x": rows.tolist()}), path, row_group_size=60)
+    return path
+
+
+def run(table, directory, *, every_n_steps=0, workers=0, resume_from=None, seed=1):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=STEPS))
+    checkpoint = Checkpoint(directory, every_n_steps=every_n_steps, keep_last=None, save_final=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=STEPS,
+        max_epochs=-1,
+        callbacks=[checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = ArrowDataModule(str(table), batch_size=8, shuffle=True, seed=3, workers=workers)
+    trainer.fit(module, datamodule=data, ckpt_path=resume_from)
+    assert trainer.global_step == STEPS
+    state = module.contract_state
+    optimizer = state["optimizer"].state_dict()["state"]
+    moments = [tensor for index in sorted(optimizer) for tensor in optimizer[index].values()]
+    return [*state["model"].state_dict().values(), *moments], state["seen"]
+
+
+def assert_equal(actual, expected):
+    assert actual[1] == expected[1], "other rows"
+    assert len(actual[0]) == len(expected[0])
+    for one, other in zip(actual[0], expected[0], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_run_resumed_after_any_step_ends_with_the_same_bits(table, tmp_path, is_long):
+    """Every tenth step, and the whole window after the first of them; in the long run every step."""
+    expected = run(table, tmp_path / "c", every_n_steps=1)
+    saved = {listed.record.step: listed.path for listed in list_checkpoints(tmp_path / "c")}
+    assert sorted(saved) == list(range(1, STEPS + 1))
+    steps = range(1, STEPS) if is_long else sorted({*range(10, STEPS, 10), 11, 13, 38, 39})
+    for step in steps:
+        assert_equal(run(table, tmp_path / "unused", resume_from=saved[step], seed=step + 50), expected)
+
+
+@pytest.mark.slow
+def test_decoding_workers_change_nothing(table, tmp_path):
+    expected = run(table, tmp_path / "c", every_n_steps=37)
+    for step in (37, 74):
+        saved = tmp_path / "c" / f"step-{step:08d}.json"
+        assert_equal(run(table, tmp_path / "unused", resume_from=saved, seed=9, workers=2), expected)
