@@ -359,6 +359,8 @@ class Uploader:
             if self._delivery.advance(entry):
                 self._spool.remove(entry)
         except TryAgain as error:
+            if self._closing.is_set():
+                raise Interrupted from error
             self._rest(lane, error)
             return
         except Refused as error:
