@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ def is_true(text: str) -> bool:
 
 
 def _text(text: str) -> str:
+    try:
+        os.fsencode(text)  # what is no UTF-8 may still be a path
+    except UnicodeEncodeError:
+        raise ValueError("a text that the system can encode") from None
     if any(ord(character) < 32 for character in text):
         raise ValueError("a text without control characters")
     return text

@@ -11,7 +11,7 @@ import msgspec
 from .contract import TRAINER_API_VERSION
 from .urls import url_fault
 
-__all__ = ["NESTED_FIELDS", "NON_BLANK", "PROMPT_FIELDS", "SPEC_FIELDS", "Rule"]
+__all__ = ["NESTED_FIELDS", "NON_BLANK", "PROMPT_FIELDS", "SPEC_FIELDS", "Rule", "is_storable"]
 
 
 @dataclass(frozen=True)

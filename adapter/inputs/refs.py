@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..exceptions import InputError
+from ..spec_rules import is_storable
 from ..urls import is_http_url, safe_url, url_fault
 
 __all__ = [
@@ -115,6 +116,8 @@ def parse_ref(text: str) -> Ref:
     reference = text.strip()
     if not reference:
         raise _unknown(text, "it is empty")
+    if not is_storable(reference):
+        raise _unknown(text, "it holds control characters, or is no UTF-8")
     path = Path(os.path.expanduser(reference))
     if "://" not in reference and os.path.exists(path):
         return LocalRef(path.absolute())

@@ -385,7 +385,9 @@ overrides_strategy = st.lists(
     max_size=3,
 )
 environments = st.dictionaries(
-    st.sampled_from([v.name for v in VARIABLES if v.name != "TRAINER_JOB_SPEC_PATH"]), st.text(max_size=8), max_size=4
+    st.sampled_from([v.name for v in VARIABLES if v.name != "TRAINER_JOB_SPEC_PATH"]),
+    st.text(st.characters(exclude_categories=()), max_size=8) | st.just("~\ud800"),
+    max_size=4,
 )
 
 

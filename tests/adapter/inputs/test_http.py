@@ -152,6 +152,12 @@ def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fet
     assert [request.headers.get("range") for request in server.requests] == [None, None]
 
 
+def test_parts_are_not_joined_on_the_word_of_a_weak_validator(server, fetch):
+    url = server.put("/a", CONTENT, etag='W/"v1"', break_after=[4_000_000])
+    assert fetch(url).read_bytes() == CONTENT
+    assert [request.headers.get("range") for request in server.requests] == [None, None]
+
+
 def test_a_mixture_that_only_the_digest_reveals_is_fetched_anew(server, fetch, sha256):
     url = server.put("/a", b"o" * len(CONTENT), etag=None, break_after=[4_000_000, 0, 0, 0])
     with pytest.raises(InputError):

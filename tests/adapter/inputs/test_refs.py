@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
@@ -57,6 +57,9 @@ def test_what_is_no_reference_is_an_input_error_that_names_it(text):
     assert shown.removeprefix("//") in str(caught.value)
 
 
+@example("~\x00")
+@example("~\ud800")
+@example("file:///a%00b")
 @given(st.text(max_size=30) | st.builds("{}{}".format, st.sampled_from(PREFIXES), st.text(max_size=20)))
 def test_any_text_is_a_reference_or_an_input_error(text):
     try:
