@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
     parser.add_argument("--remove", action="store_true", help="export: and stop trying to deliver them")
     parser.add_argument(
-        "--job", metavar="FILE", help="retry: job spec with URLs and token, beside the TRAINER_… variables"
+        "--job", metavar="FILE", help="retry: job spec with token and URLs, where no TRAINER_… variable sets them"
     )
     parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try (60)")
     parser.add_argument("--target", action="append", metavar="URL", help="retry: send checkpoints and samples here too")
@@ -97,7 +97,7 @@ def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries
 
     try:
         config = _config(args, spool, about)
-        _require_destinations(config, entries)
+        _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
     except (UploadError, ValueError) as error:
         return _complain(str(error), _USAGE)
@@ -145,12 +145,14 @@ def _read_job(path: str | None) -> dict[str, Any]:
     return job
 
 
-def _require_destinations(config: UploadConfig, entries: Sequence[Entry]) -> None:
-    """An entry without a destination would count as delivered, or wait for ever."""
-    missing = sorted({entry.kind for entry in entries if not config.wants(entry.kind)})
+def _require_destinations(config: UploadConfig, about: dict[str, Any], entries: Sequence[Entry]) -> None:
+    """What has no destination would wait for ever, and without its store a checkpoint would arrive without bytes."""
+    kinds = {entry.kind for entry in entries}
+    missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
+    if about.get("stores_files") and kinds & {"checkpoint", "sample"} and not config.stores_files():
+        missing += ["TENSORHUB_URL", "TRAINER_CAPABILITY_TOKEN"]
     if missing:
-        variables = ", ".join(f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in missing)
-        raise UploadError(f"There is no URL for {', '.join(missing)}. Set {variables}, or give the job spec by --job.")
+        raise UploadError(f"There is no destination for what waits. Set {', '.join(missing)}.")
 
 
 def _export(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries: Sequence[Entry]) -> int:

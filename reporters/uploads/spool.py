@@ -120,7 +120,7 @@ def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
 
 
 def read_description(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Whose spool lies at `directory`: ``run_id``, ``owner`` and ``targets``.
+    """Whose spool lies at `directory`: ``run_id``, ``owner``, ``targets``, ``stores_files``, ``starts``.
 
     Raises:
         UploadError: There is no spool, or the description is damaged.

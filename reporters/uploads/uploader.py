@@ -416,7 +416,7 @@ class Uploader:
             before = {}
         self.starts = int(before.get("starts", 0)) + 1
         facts = {"run_id": self.config.run_id, "owner": self.config.owner, "targets": sorted(self._targets)}
-        self._spool.describe({**facts, "starts": self.starts})
+        self._spool.describe({**facts, "starts": self.starts, "stores_files": self.config.stores_files()})
 
     def _look_through_leftovers(self, keep_terminal: bool) -> None:
         """An earlier attempt's terminal message is out of date; what has vanished from disk is lost."""

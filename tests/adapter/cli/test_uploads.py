@@ -100,7 +100,8 @@ def test_it_delivers_everything_the_terminal_message_last(left_over, chaos, envi
     assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
 
 
-def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, genlight_uploads):
+def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, genlight_uploads, monkeypatch):
+    monkeypatch.setenv("TENSORHUB_URL", chaos.url)
     urls = {f"{kind}_url": f"{chaos.url}/{kind}" for kind in ("metrics", "checkpoint", "terminal")}
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"run_id": "run-1", "max_steps": 5, "capability_token": TOKEN, "uploads": urls}))
@@ -124,6 +125,16 @@ def test_without_a_url_it_names_the_variables_to_set(left_over, genlight_uploads
     assert code == 2
     assert "TRAINER_UPLOAD_CHECKPOINT_URL" in err
     assert "TRAINER_UPLOAD_TERMINAL_URL" in err
+
+
+def test_a_checkpoint_is_not_sent_without_the_bytes_that_its_run_would_have_sent(
+    left_over, chaos, environment, genlight_uploads, monkeypatch
+):
+    monkeypatch.delenv("TENSORHUB_URL")
+    code, _, err = genlight_uploads(left_over, "retry")
+    assert code == 2
+    assert "TENSORHUB_URL" in err
+    assert chaos.requests() == []
 
 
 def test_it_exports_files_and_messages_and_keeps_them_waiting(left_over, tmp_path, genlight_uploads):

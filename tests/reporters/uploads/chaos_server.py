@@ -160,6 +160,10 @@ class Server:
             return True
         if fault == "wrong-digest" and request["method"] == "PUT":
             return await self.answer(writer, 200, {"ref": "?", "sha256": "0" * 64, "size_bytes": len(body)})
+        if fault == "wrong-size" and request["method"] == "PUT":
+            return await self.answer(writer, 200, {"ref": "?", "size_bytes": len(body) + 1})
+        if fault == "huge":
+            return await self.answer(writer, 200, {"ref": "x" * (2 << 20)})
         reply = self.apply(request, body)
         if fault == "reset-after":
             raise Reset

@@ -93,13 +93,14 @@ def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_deliver
     assert [message["step"] for message in chaos.messages("/metrics")] == [3]
 
 
-def test_a_digest_that_keeps_contradicting_ours_fails_the_upload(chaos, uploader_for, write_checkpoint):
-    chaos.control(rate=1.0, faults=["wrong-digest"])
+@pytest.mark.parametrize(("fault", "named"), [("wrong-digest", "sha256"), ("wrong-size", "bytes, but the file has")])
+def test_a_store_that_keeps_contradicting_us_fails_the_upload(chaos, uploader_for, write_checkpoint, fault, named):
+    chaos.control(rate=1.0, faults=[fault])
     uploader = uploader_for(chaos)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     result = uploader.settle()
-    assert "sha256" in result.undelivered[0].reason
+    assert named in result.undelivered[0].reason
     assert result.undelivered[0].permanent
     assert len(chaos.requests()) == 5
 
@@ -142,6 +143,14 @@ def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploa
     os.utime(files[0], ns=(old.st_atime_ns, old.st_mtime_ns))  # neither size nor time tell of it
     assert uploader.settle().ok
     assert chaos.files()["step-00000001-model.safetensors"] == bytes(old.st_size)
+
+
+def test_an_answer_without_end_is_refused_before_it_fills_the_memory(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["huge"])
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    assert "answered with more than 1048576 bytes" in uploader.settle().undelivered[0].reason
 
 
 def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_for):
