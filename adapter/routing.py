@@ -89,7 +89,8 @@ def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Dis
         buffers = BufferSync(discovered, group)
     if precision.cast_inputs_to is not None:
         cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
-    if precision.context is None and gradients is None and not hooks:
+    sharded = any(isinstance(m, FSDPModule) for found in discovered.modules for m in found.value.modules())
+    if precision.context is None and gradients is None and not hooks and not sharded:
         return None
     return StepRouter(
         discovered, trainer.strategy.root_device, precision=precision, hooks=hooks, gradients=gradients, buffers=buffers

@@ -27,7 +27,7 @@ __all__ = ["ShardPolicy", "shard", "shard_for"]
 
 ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
-blocks, or a function of a submodule's name and the submodule."""
+blocks, or a function of a submodule's name and the submodule. A block with a tied parameter stays with its parent."""
 
 
 def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = "whole") -> bool:
@@ -67,10 +67,11 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     matched = 0
     for found in modules:
         before = dict(found.value.named_parameters(remove_duplicate=False))
-        units = [sub for name, sub in found.value.named_modules() if sub is not found.value and is_unit(name, sub)]
+        units = [(name, sub) for name, sub in found.value.named_modules() if name and is_unit(name, sub)]
         matched += len(units)
         # Inner units first: fully_shard gives a unit what no unit inside of it has taken.
-        for unit in (*reversed(units), *_callable_parts(found.value)):
+        own = [unit for name, unit in units if not _is_tied(name, before)]
+        for unit in (*reversed(own), *_callable_parts(found.value)):
             fully_shard(unit, mesh=mesh)
         after = dict(found.value.named_parameters(remove_duplicate=False))
         _repoint(discovered.optimizers, {id(before[name]): cast("Tensor", after[name]) for name in before})
@@ -83,6 +84,12 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     for optimizer in discovered.optimizers:
         optimizer.value.register_state_dict_post_hook(_whole_optimizer_state)
         optimizer.value.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def _is_tied(name: str, parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether a parameter of the submodule `name` is also one outside of it; FSDP wants both in one unit."""
+    inside = {id(p) for path, p in parameters.items() if path.startswith(f"{name}.")}
+    return any(id(p) in inside for path, p in parameters.items() if not path.startswith(f"{name}."))
 
 
 def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:

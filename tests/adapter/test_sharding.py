@@ -93,6 +93,18 @@ def test_the_policy_names_the_units(mesh, policy, units):
     assert [name for name, m in state["model"].named_modules() if isinstance(m, FSDPModule)] == units
 
 
+def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
+    model = nn.Sequential(Block(), Block())
+    model[1].linear.weight = model[0].linear.weight
+    state = trained({"model": nn.Sequential(model, Block())})
+
+    shard(discover(state), mesh, "Block")
+
+    assert [n for n, m in state["model"].named_modules() if isinstance(m, FSDPModule)] == ["", "1"]
+    step(state)
+    assert model[1].linear.weight is model[0].linear.weight
+
+
 def test_a_policy_that_matches_nothing_is_refused(mesh):
     with pytest.raises(ContractError, match=r'\'Blok\' matches none in state\["model"\]'):
         shard(discover(trained({"model": network()})), mesh, "Blok")
