@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,10 @@ from .hook import Hook, run_state_of
 __all__ = ["LogMetrics"]
 
 log = logging.getLogger(__name__)
+
+
+WAIT_FRACTION = "data/wait_fraction"
+"""Metric: the share of the time in which training waited for data, from 0 to 1."""
 
 
 class LogMetrics(Hook):
@@ -41,12 +46,17 @@ class LogMetrics(Hook):
             raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._reported_scores: dict[str, float] | None = None
+        self._waited = (0.0, 0.0)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not _hosts_trainer(pl_module):
             log.warning("LogMetrics has no effect: %s hosts no trainer and logs by itself", type(pl_module).__name__)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._waited = (getattr(trainer.train_dataloader, "wait_seconds", 0.0), time.monotonic())
 
     @override
     def on_train_batch_end(
@@ -59,11 +69,22 @@ class LogMetrics(Hook):
         if is_due and not suppressed(pl_module):
             metrics |= pl_module.metrics()  # type: ignore[operator]
             run_state.loss_stats = dict(metrics)
+            metrics |= self._data_metrics(trainer)
         if run_state.eval_scores is not self._reported_scores:
             self._reported_scores = run_state.eval_scores
             metrics |= run_state.eval_scores or {}
         if metrics:
             publish(trainer, metrics, step)
+
+    def _data_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+        """The share of the time since the last cadence in which the step waited for data, where the loader tells."""
+        waited_s = getattr(trainer.train_dataloader, "wait_seconds", None)
+        if waited_s is None:
+            return {}
+        now = time.monotonic()
+        before_s, since = self._waited
+        self._waited = (waited_s, now)
+        return {WAIT_FRACTION: min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))}
 
 
 def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
