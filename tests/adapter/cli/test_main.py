@@ -1,0 +1,164 @@
+"""The command line as a whole: what it offers, how it refuses, and how quickly it does either."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from genlight.adapter.cli.main import COMMANDS, LIGHTNING_COMMANDS, build_parser
+
+COMPLETION_IS_BROKEN = pytest.mark.xfail(
+    strict=True, reason="jsonargparse has --print_completion=shtab-bash instead of --print_shtab=bash"
+)
+
+
+@pytest.fixture
+def genlight(tmp_path):
+    """Run ``genlight`` in an empty folder, without variables that name a job."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
+
+    def run(*arguments, **more):
+        return subprocess.run(
+            [sys.executable, "-c", "import sys; from genlight.adapter.cli import main; sys.exit(main())", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**environ, **more},
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def test_help_names_every_command_and_loads_neither_torch_nor_lightning(genlight, tmp_path):
+    script = (
+        "import sys; from genlight.adapter.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'lightning', 'pyarrow'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert all(re.search(rf"^    {name} ", done.stdout, re.MULTILINE) for name in (*COMMANDS, *LIGHTNING_COMMANDS))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_of_our_own_loads_neither_torch_nor_lightning(command):
+    script = (
+        "import sys; from genlight.adapter.cli import main\n"
+        f"try: main([{command!r}, '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "usage: genlight" in done.stdout
+
+
+def test_without_a_command_it_shows_its_help(genlight):
+    done = genlight()
+
+    assert done.returncode == 0
+    assert done.stdout == genlight("--help").stdout
+
+
+def test_the_version_names_what_it_stands_on(genlight):
+    done = genlight("--version")
+
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"genlight {metadata.version('genlight')} (lightning {metadata.version('lightning')}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["run", "job.json", "--no-such-option"], "--no-such-option"),
+        (["--no-such-option"], "--no-such-option"),
+        (["events"], "required"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_is_wrong(genlight, arguments, message):
+    done = genlight(*arguments)
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (None, "startup.missing_job_spec_path: There is no job spec at "),
+        ("{not json", "startup.invalid_job_spec: "),
+        ("[1, 2]", "startup.invalid_job_spec: "),
+        ('{"run_id": "r", "trainer": "m:T", "max_steps": "many", "mock_batches": [1]}', "max_steps"),
+        ('{"run_id": "r", "trainer": "m:T", "max_steps": 0, "mock_batches": [1]}', "max_steps"),
+        ('{"run_id": "r", "trainer": "m:T", "max_steps": -4, "mock_batches": [1]}', "max_steps"),
+    ],
+    ids=["missing", "no json", "no object", "a text", "zero", "negative"],
+)
+def test_a_job_spec_that_cannot_be_used_is_one_clear_error_and_exit_code_2(genlight, tmp_path, spec, message):
+    if spec is not None:
+        (tmp_path / "job.json").write_text(spec)
+
+    done = genlight("run", "job.json")
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(re.findall("ERROR|error:", done.stderr)) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_spec_the_environment_has_to_name_one(genlight):
+    done = genlight("run")
+
+    assert done.returncode == 2
+    assert "startup.missing_job_spec_path" in done.stderr
+    assert "TRAINER_JOB_SPEC_PATH" in done.stderr
+
+
+def test_a_run_that_cannot_start_leaves_one_failed_event_where_there_is_a_place_for_it(genlight, tmp_path):
+    (tmp_path / "job.json").write_text('{"run_id": "r", "max_steps": 0}')
+
+    done = genlight("run", "job.json", TRAINER_EVENTS_PATH=str(tmp_path / "events.jsonl"))
+
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert done.returncode == 2
+    assert [(event["event"], event["category"], event["step"]) for event in events] == [("failed", "startup", 0)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_module_with_the_two_functions(name):
+    command = importlib.import_module(f"genlight.adapter.cli.{name}")
+
+    assert callable(command.add_arguments)
+    assert callable(command.run)
+    assert command.__doc__
+
+
+def test_only_the_command_that_is_asked_for_declares_its_arguments():
+    text = build_parser(["run"]).format_help()
+
+    assert "run" in text
+    with pytest.raises(SystemExit):
+        build_parser(["events"]).parse_args(["run", "job.json"])
+
+
+@COMPLETION_IS_BROKEN
+def test_a_completion_script_knows_commands_and_their_options(genlight):
+    done = genlight("--print_completion=shtab-bash")
+
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+    assert "--allow-changed" in done.stdout

@@ -1,0 +1,109 @@
+"""What is built from the repository holds every tracked file of the three packages, and nothing bare."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("adapter", "callbacks", "reporters")
+
+pytestmark = pytest.mark.slow
+
+
+def tracked(*folders):
+    """Files that git knows and that are there, below these folders."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z", "--", *folders], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("the tests do not run from a git checkout")
+    return {name for name in done.stdout.split("\0") if name and (ROOT / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The tracked files as they are now, away from what else lies in the working tree."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        else:
+            target.write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(source, tmp_path_factory):
+    """The source distribution, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages_under_genlight_and_no_other(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+    assert names == {f"genlight/{name}" for name in tracked(*PACKAGES)}
+
+
+def test_the_wheel_carries_types_and_the_schema_of_events(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = set(wheel.namelist())
+
+    assert {f"genlight/{package}/py.typed" for package in PACKAGES} <= names
+    assert "genlight/reporters/trainer_event.v1.schema.json" in names
+    assert "genlight/__init__.py" not in names, "genlight is a namespace"
+
+
+def test_the_source_distribution_holds_packages_tests_and_examples(built):
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames() if not name.endswith("/")}
+
+    assert tracked(*PACKAGES, "tests", "examples") <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO"} <= names
+    assert not [name for name in names if name.startswith((".tree", ".venv")) or "__pycache__" in name]
+
+
+def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(built, tmp_path):
+    site = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, built[1]],
+        check=True,
+        capture_output=True,
+    )
+    script = (
+        "import sys\n"
+        "import genlight.adapter, genlight.callbacks, genlight.reporters\n"
+        "from genlight.adapter.cli.main import main\n"
+        "from genlight.reporters.event_validation import __file__ as place\n"
+        f"for module in (genlight.adapter, genlight.callbacks, genlight.reporters):\n"
+        f"    assert module.__file__.startswith({str(site)!r}), module.__file__\n"
+        "bare = {'adapter', 'callbacks', 'reporters'} & set(sys.modules)\n"
+        "assert not bare, bare\n"
+        "sys.exit(main([]))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "usage: genlight" in done.stdout
