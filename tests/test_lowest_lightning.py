@@ -1,0 +1,41 @@
+"""The lowest supported Lightning: the tests of the loop pass on it too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOOP_TESTS = ("test_loop.py", "test_lightning_parts.py", "test_training_loop.py")
+
+
+@pytest.mark.slow
+def test_the_loop_works_on_the_lowest_supported_lightning(tmp_path: Path) -> None:
+    """The release that pyproject.toml names as the lowest is installed beside this one and used instead."""
+    dependency = re.search(r'"lightning>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
+    assert dependency is not None
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*install, f"lightning=={dependency[1]}"], check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    shown = subprocess.run(
+        [sys.executable, "-c", "import lightning; print(lightning.__version__)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == dependency[1]
+    tests = [str(ROOT / "tests" / "adapter" / name) for name in LOOP_TESTS]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
