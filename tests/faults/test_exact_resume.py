@@ -1,7 +1,7 @@
 """A run that stops after any step and is resumed ends with the same bits.
 
 With everything that has a state: dropout, a scheduler, bf16-mixed precision, an accumulation window of four steps whose
-gradients live in the parameters, shuffled data that crosses epochs, decoding workers, Python's and NumPy's random numbers.
+gradients live in the parameters, shuffled data that crosses epochs, decoding workers, every source of random numbers.
 """
 
 import random
