@@ -23,6 +23,7 @@ DEFAULTS = {
     "outage": False,
     "tokens": None,  # accepted tokens; None accepts all
     "resume": False,
+    "claims": 0,  # bytes that it says it holds, whatever it holds
     "stall_s": 3.0,
     "redirect_to": "",
     "retry_after": "0",
@@ -95,7 +96,7 @@ class Server:
             await self.answer(writer, 401, {}, close=True)
             return False
         if method == "HEAD":
-            held = len(self.partial.get(request["key"], b""))
+            held = self.options["claims"] or len(self.partial.get(request["key"], b""))
             extra = f"Upload-Offset: {held}\r\n" if self.options["resume"] else ""
             writer.write(f"HTTP/1.1 200 OK\r\n{extra}Content-Length: 0\r\n\r\n".encode())
             await writer.drain()
