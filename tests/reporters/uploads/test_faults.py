@@ -2,6 +2,8 @@
 
 import logging
 import os
+import random
+import time
 
 import pytest
 from genlight.adapter.exceptions import UploadError
@@ -254,6 +256,7 @@ def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write
     chaos.control(resume=True, script=["reset-mid-body"])
     uploader = uploader_for(chaos, resume_from_bytes=100_000)
     record, files = write_checkpoint(1, size=1_000_000)
+    files[0].write_bytes(random.Random(1).randbytes(1_000_000))
     uploader.enqueue_checkpoint(record, files, step=1)
     assert uploader.settle().ok
     assert chaos.files()["step-00000001-model.safetensors"] == files[0].read_bytes()
@@ -262,6 +265,21 @@ def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write
     assert (first["method"], head["method"], second["method"]) == ("PUT", "HEAD", "PUT")
     assert second["headers"]["content-range"] == f"bytes {size // 2}-{size - 1}/{size}"
     assert second["received"] == size - size // 2
+
+
+def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["slow-read"])
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    os.truncate(files[0], 40 << 20)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    while not chaos.requests("/api/"):
+        time.sleep(0.01)
+    uploader.close()
+    assert not uploader._thread.is_alive()
+    assert chaos.files() == {}
+    assert uploader_for(chaos).settle().ok
+    assert len(chaos.files()["step-00000001-model.safetensors"]) == 40 << 20
 
 
 def test_a_store_that_claims_more_than_the_file_has_gets_the_whole_file(chaos, uploader_for, write_checkpoint):
