@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..cadence import crossed, suppressed
@@ -259,11 +261,20 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         step = trainer.global_step
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
+        if getattr(trainer, "fast_dev_run", False):
+            return path
+        assert self._io is not None
         self._is_overdue, self._is_warm = False, True
         self._last_saved_step = step
         if trainer.is_global_zero:
             self._expect(trainer, pl_module, path, step=step, final=final, wait=wait)
-        trainer.save_checkpoint(path, weights_only=False)
+        else:
+            _join_in_trainer_files(pl_module, step, final)
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        except BaseException:
+            self._io.forget(path)
+            raise
         if wait:
             self.wait(trainer)
         self.poll(trainer)
@@ -316,9 +327,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
     def _must_skip(self, trainer: pl.Trainer) -> bool:
-        """Whether a due save has to wait for its turn, or must not happen at all."""
-        if getattr(trainer, "fast_dev_run", False):
-            return True
+        """Whether a due save has to wait for its turn."""
         is_busy = self.when_busy == "newest" and self._io is not None and self._io.writer.is_busy
         if self.when_busy == "newest":
             self._is_overdue = trainer.strategy.broadcast(is_busy)
@@ -360,13 +369,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _on_durable(self, record: CheckpointRecord) -> None:
         """In the thread that wrote: only now may older ones go."""
+        self._durable.append(record)
         records = [listed.record for listed in list_checkpoints(self.directory) if listed.record is not None]
-        for old in to_delete(records, self.retention):
-            if old.path != record.path:
-                delete_checkpoint(old.path)
         best_records = best([r for r in records if not r.is_old], self.retention)
         self.best_model_path = str((best_records or [record])[0].path)
-        self._durable.append(record)
+        for old in to_delete(records, self.retention):
+            if old.path != record.path:
+                _try_to_delete(old.path)
 
     def _report(self, trainer: pl.Trainer) -> None:
         while self._durable:
@@ -395,6 +404,21 @@ class Checkpoint(Hook, LightningCheckpoint):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         window = trainer.accumulate_grad_batches
         return self._is_between_batches and progress.current.ready % window != 0 and not progress.is_last_batch
+
+
+def _try_to_delete(path: Path) -> None:
+    """Remove an old checkpoint; one that cannot be removed costs space, not the run, and is tried again next time."""
+    try:
+        delete_checkpoint(path)
+    except OSError as error:
+        log.warning("Could not remove the old checkpoint %s: %s", path, error)
+
+
+def _join_in_trainer_files(pl_module: pl.LightningModule, step: int, final: bool) -> None:
+    """On ranks other than zero, whose files do not count: what a trainer asks of sharded modules needs all ranks."""
+    if isinstance(pl_module, WritesTrainerFiles) and any(isinstance(p, DTensor) for p in pl_module.parameters()):
+        with tempfile.TemporaryDirectory() as scratch:
+            pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
 
 
 def _install(trainer: pl.Trainer) -> DurableCheckpointIO:

@@ -64,6 +64,12 @@ class DurableCheckpointIO(CheckpointIO):
         """State how the next `save_checkpoint` to `path` is to be done."""
         self._requests[record_path(path)] = request
 
+    def forget(self, path: str | os.PathLike[str]) -> None:
+        """Drop what `expect` was told of a save that did not come about, and the files staged for it."""
+        request = self._requests.pop(record_path(path), None)
+        if request is not None and request.staging is not None:
+            request.staging.discard()
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

@@ -38,6 +38,7 @@ __all__ = [
     "require_space",
     "stage",
     "sweep",
+    "try_to_move_aside",
     "write_file",
 ]
 
@@ -146,7 +147,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         fsync_directory(directory)
         _write_record(staging.record, record)
     except BaseException:
-        _try_to_move_aside(target)
+        try_to_move_aside(target)
         raise
     fsync_directory(directory)
 
@@ -195,7 +196,8 @@ def move_aside(path: Path) -> None:
     _remove_tree(aside)
 
 
-def _try_to_move_aside(path: Path) -> None:
+def try_to_move_aside(path: Path) -> None:
+    """`move_aside`, where a failure must not hide what came before: it is logged, and the next sweep tries again."""
     try:
         move_aside(path)
     except OSError as error:

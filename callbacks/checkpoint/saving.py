@@ -17,7 +17,17 @@ from typing import Any
 
 from ...adapter.exceptions import CheckpointError, UnstorableStateError
 from .buffers import bytes_of
-from .commit import STATE_MARKER, Staging, commit, folder_for, hash_file, move_aside, require_space, stage, write_file
+from .commit import (
+    STATE_MARKER,
+    Staging,
+    commit,
+    folder_for,
+    hash_file,
+    require_space,
+    stage,
+    try_to_move_aside,
+    write_file,
+)
 from .layout import STATE_FILE, TRAINER_FOLDER, record_path
 from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
 from .safetensors_format import build_header
@@ -124,7 +134,7 @@ def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> 
             staging.discard()
         raise
     if replaced is not None and replaced != folder:
-        move_aside(path.parent / replaced)
+        try_to_move_aside(path.parent / replaced)
     return read_record(path)
 
 

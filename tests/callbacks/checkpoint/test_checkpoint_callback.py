@@ -223,6 +223,42 @@ def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_pat
         )
 
 
+def test_files_of_a_save_that_failed_are_not_left_behind(tmp_path, make_trainer, make_net, make_loader):
+    net = make_net()
+    net.save_trainer_files = WithFiles().save_trainer_files
+
+    def fail(checkpoint):
+        raise ZeroDivisionError
+
+    net.on_save_checkpoint = fail
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(net, make_loader(3))
+    assert os.listdir(tmp_path / "c") == []
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_space_and_not_the_run(
+    tmp_path, make_trainer, make_net, make_loader, caplog, monkeypatch
+):
+    real = os.unlink
+
+    def refuse(path, **options):
+        if str(path).endswith("step-00000001.json"):
+            raise PermissionError(13, "Permission denied")
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(make_net(), make_loader(4))
+    assert records(tmp_path / "c") == [
+        f"{n}.json" for n in ("step-00000001", "step-00000003", "step-00000004", "final")
+    ]
+    assert "Could not remove the old checkpoint" in caplog.text
+
+
+def test_a_fast_development_run_saves_nothing(tmp_path, make_trainer, make_net, make_loader):
+    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), fast_dev_run=2).fit(make_net(), make_loader(4))
+    assert not (tmp_path / "c").exists()
+
+
 class WithFiles:
     """What a contract trainer's hook writes."""
 
