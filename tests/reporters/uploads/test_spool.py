@@ -49,7 +49,8 @@ def test_entries_and_their_progress_survive_the_process(open_spool):
 
 def test_a_number_is_never_used_twice(open_spool):
     for number in (1, 2, 3):
-        spool = open_spool()  # rewrites the journal, in which nothing waits
+        open_spool().close()  # rewrites the journal, in which nothing waits
+        spool = open_spool()
         entry = spool.add("metrics", 1, {})
         assert entry.seq == number
         spool.remove(entry)
