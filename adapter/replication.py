@@ -43,20 +43,53 @@ class GradientSync:
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
+        self._sent: tuple[int, tuple[Tensor, torch.cuda.Event | None]] | None = None
         self._sizes: list[int] = []
         self._candidates: list[Tensor] = []
         self._plans: dict[tuple[bool, ...], list[_Bucket]] = {}
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Replace every ``p.grad`` by its mean over the ranks, where any rank has one."""
+    def __call__(self, ordinal: int = 0) -> None:
+        """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
+
+        Args:
+            ordinal: How many times this was done for the same update already; must be the same on all ranks.
+
+        Raises:
+            ContractError: It was not: some ranks looked at gradients between their backward calls, others did not, and
+                what was averaged does not belong together.
+        """
+        self._check_ordinal()
         buckets = self._buckets()
         for bucket in buckets:
-            bucket.send()
+            bucket.send(ordinal)
         for bucket in buckets:
             bucket.land()
+        if buckets:
+            self._sent = ordinal, _to_host(buckets[0].ordinal)
+            if buckets[0].ordinal.device.type == "cpu":
+                self._check_ordinal()
 
-    def _buckets(self) -> list[_Bucket]:
+    def _check_ordinal(self) -> None:
+        """Compare the last ordinal with its mean; on a GPU one call later, so that nothing waits for the device."""
+        if self._sent is None:
+            return
+        (ordinal, (mean, ready)), self._sent = self._sent, None
+        if ready is not None:
+            ready.synchronize()
+        if abs(float(mean) - ordinal) > 0.5 / self._world_size + 0.02 * ordinal:
+            raise ContractError(
+                "Ranks averaged their gradients at different points of a step. `train_step` reads gradients between "
+                "its backward calls, or calls backward, on some ranks only; it must do so on all."
+            )
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters whose gradients are averaged, as they are now."""
+        self._refresh()
+        return [p for p in self._candidates if p.requires_grad]
+
+    def _refresh(self) -> None:
+        """Follow optimizers that were given more parameters."""
         sizes = [len(group["params"]) for found in self._discovered.optimizers for group in found.value.param_groups]
         if sizes != self._sizes:
             self._sizes = sizes
@@ -64,6 +97,9 @@ class GradientSync:
             self._candidates = [
                 p for p in self._discovered.optimized() if id(p) not in self._foreign and not isinstance(p, DTensor)
             ]
+
+    def _buckets(self) -> list[_Bucket]:
+        self._refresh()
         # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
         pattern = tuple([p.requires_grad for p in self._candidates])
         plan = self._plans.get(pattern)
@@ -88,17 +124,19 @@ class _Bucket:
         first = parameters[0]
         size = sum(p.numel() for p in parameters)
         # The tail says which parameters have a gradient, so that one that no rank used keeps none, as with one process.
-        self._flat = torch.empty(size + len(parameters), dtype=first.dtype, device=first.device)
-        *pieces, self._used = torch.split(self._flat, [*(p.numel() for p in parameters), len(parameters)])
+        self._flat = torch.empty(size + len(parameters) + 1, dtype=first.dtype, device=first.device)
+        sizes = [*(p.numel() for p in parameters), len(parameters), 1]
+        *pieces, self._used, self.ordinal = torch.split(self._flat, sizes)
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
         self._missing: list[int] = []
         self._work: Any = None
 
-    def send(self) -> None:
-        """Pack the gradients and start to average them."""
+    def send(self, ordinal: int) -> None:
+        """Pack the gradients and start to average them, and `ordinal` with them."""
         grads, views = [], []
         self._missing = []
         self._used.fill_(1)
+        self.ordinal.fill_(ordinal)
         for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             if parameter.grad is None:
                 self._missing.append(i)
@@ -230,6 +268,16 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         sizes[kind] = sizes[kind] + size if kind in open_buckets else size
         open_buckets.setdefault(kind, []).append(tensor)
     yield from open_buckets.values()
+
+
+def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and what to wait for before it is read."""
+    if value.device.type != "cuda":
+        return value, None
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record()
+    return host, ready
 
 
 def _dense(grad: Tensor | None) -> Tensor:

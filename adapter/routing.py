@@ -5,7 +5,7 @@ While a ``train_step`` runs, and in its thread alone::
     backward            on_before_backward
                         scale the loss                     16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
-                        average gradients over the ranks   several ranks
+                        average gradients over the ranks   several ranks; put off until somebody looks
                         look for overflows                 16-mixed
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .accumulation import Accumulation
 from .discovery import Discovered, check_devices
 from .exceptions import ContractError
 from .precision import StepPrecision, cast_inputs, step_precision
@@ -144,6 +145,9 @@ class StepRouter:
         self._in_backward = False
         self._in_step = False
         self._context: AbstractContextManager[None] | None = None
+        self._accumulation: Accumulation | None = None
+        if gradients is not None and self._hooks.after_backward is None:
+            self._accumulation = Accumulation(gradients.parameters, self._settle)
         for found in discovered.optimizers:
             self._route_optimizer(found.value)
 
@@ -175,12 +179,19 @@ class StepRouter:
                 "Name its class in the shard policy."
             )
         # After an exception the other ranks may not come this far: a collective would hang.
-        if self._buffers is not None and exc_type is None:
-            self._buffers()
+        if exc_type is None:
+            if self._accumulation is not None:
+                self._accumulation.before_update()
+            if self._buffers is not None:
+                self._buffers()
+        elif self._accumulation is not None:
+            self._accumulation.abandon()
 
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """Run one backward call of the trainer; `args` are those of torch's engine."""
         hooks = self._hooks
+        if self._accumulation is not None:
+            self._accumulation.before_backward()
         self._in_backward = True
         try:
             if hooks.before_backward is not None:
@@ -192,13 +203,20 @@ class StepRouter:
         finally:
             self._in_backward = False
             self._inverse_scale = None
+        if self._accumulation is not None:
+            self._accumulation.after_backward()
+        else:
+            self._settle()
+        if hooks.after_backward is not None:
+            hooks.after_backward()
+
+    def _settle(self, ordinal: int = 0) -> None:
+        """Make the gradients those of all ranks, and look at them."""
         if self._gradients is not None:
-            self._gradients()
+            self._gradients(ordinal)
         if self._scaler is not None:
             for found in self._discovered.optimizers:
                 self._scaler.check(found.value)
-        if hooks.after_backward is not None:
-            hooks.after_backward()
 
     def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing.
@@ -262,6 +280,8 @@ class StepRouter:
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
+        if self._accumulation is not None:
+            self._accumulation.before_update()
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if closure is not None:
@@ -295,6 +315,8 @@ class StepRouter:
                 loss = closure()
         finally:
             self._in_step = was
+        if self._accumulation is not None:
+            self._accumulation.before_update()
         if self._gradients is not None:
             loss = average_scalar(loss, self._device, self._gradients.group)
         if self._hooks.before_optimizer_step is not None:

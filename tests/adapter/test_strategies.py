@@ -77,12 +77,14 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 
 # Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
-UNSHARDED = ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank", "OwnDdp")
+UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
+UNSHARDED += ("UnusedOnOneRank", "OwnDdp")
 SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
     "Base",
     "Gan",
     "Penalty",
+    "Tied",
     "Accumulating",
     "ClippedByNorm",
     "WithEma",
@@ -109,13 +111,15 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
         jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
+    # Last of all, because it leaves the ranks out of step.
+    last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
     jobs += [{"key": "refused Checkpointed", "name": "Checkpointed", "strategy": "fsdp"}]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
-    return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
+    return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
 
 
 @pytest.mark.slow
@@ -195,6 +199,12 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
     assert first["overflow_steps"] == second["overflow_steps"] == 1
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_error(two_ranks):
+    assert any("reads gradients between its backward calls" in str(rank["looking on one rank"]) for rank in two_ranks)
+    assert all(isinstance(rank["looking on one rank"], str) for rank in two_ranks)
 
 
 @pytest.mark.slow

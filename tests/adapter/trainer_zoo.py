@@ -150,6 +150,37 @@ class Accumulating(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class CompiledAccumulating(Accumulating):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "model": torch.compile(state["model"], backend="eager")}
+
+
+class LookingInBetween(Base):
+    """Two backward calls, and what is read after the first has a say in the second."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["optimizer"].zero_grad()
+        mse_loss(model(batch["x"]), batch["y"]).backward()
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        (0.1 * model(batch["x"]).abs().mean() / (1 + norm)).backward()
+        state["optimizer"].step()
+        return StepResult({"norm": norm})
+
+
+class AsManyCallsAsItLikes(Base):
+    """The number of backward calls depends on the rows, so ranks differ in it."""
+
+    def train_step(self, batch, state, ctx):
+        size = 1 if batch["kind"][0] == 1 else 4
+        state["optimizer"].zero_grad()
+        for x, y in zip(batch["x"].split(size), batch["y"].split(size), strict=True):
+            ((state["model"](x) - y).square().sum() / len(batch["x"])).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
 class EverySecondStep(Base):
     """One update for two train_steps."""
 
@@ -549,6 +580,9 @@ ZOO = {
         Gan,
         ToggledGan,
         Accumulating,
+        CompiledAccumulating,
+        LookingInBetween,
+        AsManyCallsAsItLikes,
         EverySecondStep,
         RetainedGraph,
         Penalty,
@@ -579,7 +613,20 @@ ZOO = {
 }
 
 
-ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank,)}
+class LookingOnOneRank(Base):
+    """Reads a gradient between two backward calls on one rank alone."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+        if ctx.rank == 1:
+            float(state["model"][0].weight.grad.norm())
+        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank, LookingOnOneRank)}
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:

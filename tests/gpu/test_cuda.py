@@ -34,7 +34,15 @@ def load_zoo() -> Any:
 zoo = load_zoo()
 
 GPU = {"accelerator": "gpu", "devices": 1}
-UNSHARDED = ("Lbfgs", "SparseEmbedding", "Checkpointed", "UnusedOnOneRank", "OwnDdp")
+UNSHARDED = (
+    "Lbfgs",
+    "LookingInBetween",
+    "AsManyCallsAsItLikes",
+    "SparseEmbedding",
+    "Checkpointed",
+    "UnusedOnOneRank",
+    "OwnDdp",
+)
 HALF_TRUE = ("Base", "Gan", "Accumulating", "ClippedByValue", "AdamClosure", "Scheduled", "WithEma", "Tied")
 
 

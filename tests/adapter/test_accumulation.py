@@ -1,0 +1,180 @@
+"""Gradients are averaged when somebody wants to see them, and no more often."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from genlight.adapter.accumulation import Accumulation
+from genlight.adapter.discovery import discover
+from genlight.adapter.precision import StepPrecision
+from genlight.adapter.replication import GradientSync
+from genlight.adapter.routing import StepHooks, StepRouter
+from torch import nn
+
+
+@pytest.fixture
+def averaged(tmp_path, monkeypatch):
+    """Sizes of what was averaged, in order, in a process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    sizes, real = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    yield sizes
+    dist.destroy_process_group()
+
+
+class Run:
+    def __init__(self, hooks: StepHooks | None = None) -> None:
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        discovered = discover({"model": self.model, "optimizer": self.optimizer})
+        self.router = StepRouter(
+            discovered,
+            torch.device("cpu"),
+            precision=StepPrecision("fp32"),
+            hooks=hooks,
+            gradients=GradientSync(discovered),
+        )
+
+    def backward(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+
+def test_several_backward_calls_and_one_update_average_once(averaged):
+    run = Run()
+
+    with run.router:
+        for _ in range(3):
+            run.backward()
+        assert averaged == []
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+
+
+def test_a_read_averages_before_it_answers_and_only_once(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        assert run.model.weight.grad.tolist() == [[1.0, 1.0]]
+        assert len(averaged) == 1
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+
+
+def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 1
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_a_step_that_fails_averages_nothing_and_leaves_plain_parameters(averaged):
+    run = Run()
+
+    def fail() -> None:
+        with run.router:
+            run.backward()
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+
+    assert averaged == []
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_a_callback_that_looks_after_each_backward_sees_averages_each_time(averaged):
+    run = Run(StepHooks(after_backward=lambda: None))
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 2
+
+
+def test_a_hook_that_runs_inside_of_backward_has_gradients_averaged_after_each(averaged):
+    run = Run()
+    run.model.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 2
+
+
+def test_copies_and_pickles_of_a_guarded_parameter_are_plain(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        copied = copy.deepcopy(run.model)
+        run.backward()
+        restored = pickle.loads(pickle.dumps(run.model))
+
+    assert type(copied.weight) is type(restored.weight) is nn.Parameter
+    assert torch.equal(copied.weight, run.model.weight)
+
+
+def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothing(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        run.optimizer.zero_grad()
+        run.backward()
+        run.backward()
+        run.optimizer.step()
+
+    assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_the_ordinal_counts_averagings_of_one_update():
+    ordinals = []
+    parameter = nn.Parameter(torch.ones(1))
+    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+
+    for reads in (True, False):
+        for _ in range(2):
+            accumulation.before_backward()
+            parameter.sum().backward()
+            accumulation.after_backward()
+            _ = parameter.grad if reads else None
+        accumulation.before_update()
+
+    assert ordinals == [0, 1, 0]
+
+
+class Own(nn.Parameter):
+    """A parameter class that may do anything with its gradient."""
+
+
+def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
+    ordinals = []
+    parameter = Own(torch.ones(1))
+    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+
+    for _ in range(2):
+        accumulation.before_backward()
+        parameter.sum().backward()
+        accumulation.after_backward()
+
+    assert ordinals == [0, 1]
+    assert type(parameter) is Own
