@@ -71,7 +71,7 @@ class MockBatches:
         Raises:
             InputError: The position is of another kind of source.
         """
-        self._next, self._fresh = _taken(state), True
+        self._next, self._fresh = _taken(state, len(self) * self._world_size), True
 
     def close(self) -> None:
         """Nothing is open."""
@@ -142,7 +142,8 @@ class IterableFeed:
         Raises:
             InputError: The source cannot be resumed, or the position is of another kind of source.
         """
-        self._taken, self._fresh = _taken(state), True
+        length = None if self._stateful or not hasattr(self._source, "__len__") else len(self._source)
+        self._taken, self._fresh = _taken(state, length), True
         if self._stateful:
             self._source.load_state_dict(state["source"])
         elif self._taken and not self._resumable:
@@ -160,7 +161,13 @@ class IterableFeed:
             self._source.close()
 
 
-def _taken(state: Mapping[str, Any]) -> int:
+def _taken(state: Mapping[str, Any], length: int | None) -> int:
+    """How much of a pass was taken; of one that was taken whole, nothing of the next.
+
+    A loader that knows its length is not asked for its end, so that the position of a whole pass is also the one from
+    which the next pass begins.
+    """
     if "taken" not in state:
         raise InputError(f"The position is of another kind of source; it has {', '.join(sorted(state))}.")
-    return int(state["taken"])
+    taken = int(state["taken"])
+    return 0 if length is not None and taken >= length else taken

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
+from genlight.adapter.feed import ArrowFeed, IterableFeed, MockBatches
 from genlight.adapter.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
 from torch.utils.data import DataLoader
@@ -63,7 +65,8 @@ class Counting:
         return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        self.seen.append(batch)
+        self.seen.append(batch["x"][0].as_py() if isinstance(batch, pa.RecordBatch) else batch)
+        batch = self.seen[-1]
         self.draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
         state["total"] += int(batch)
         return StepResult(metrics={"loss": 1.0}, control=self.control)
@@ -217,18 +220,31 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
     assert len(asked) == 3
 
 
+def a_table() -> ArrowFeed:
+    """Five numbers as an Arrow feed, one pass an iteration."""
+    return ArrowFeed(pa.table({"x": list(range(5))}), batch_size=1, shuffle=True, per_epoch=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [lambda: Resumable(5), lambda: MockBatches(range(5)), lambda: IterableFeed(SizedNumbers()), a_table],
+    ids=["unsized", "mock", "sized", "arrow"],
+)
 @pytest.mark.parametrize("saved_at", range(1, 12))
-def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(tmp_path: Path, saved_at: int) -> None:
-    """Batches, random numbers and the trainer's state continue exactly, within and at the ends of epochs."""
+@pytest.mark.filterwarnings("ignore:The source of batches has no position:UserWarning")
+def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
+    tmp_path: Path, saved_at: int, source: Callable[[], Any]
+) -> None:
+    """Batches and counters continue exactly, within and at the ends of epochs, whatever kind the loader is."""
     whole = Counting()
-    trainer_of(tmp_path / "whole", max_steps=12).fit(ContractModule(whole), Resumable(5))
+    trainer_of(tmp_path / "whole", max_steps=12).fit(ContractModule(whole), source())
 
     first = Checkpoint(tmp_path / "ck", every_n_steps=saved_at, keep_last=None, save_final=False, asynchronous=False)
-    trainer_of(tmp_path, first, max_steps=saved_at).fit(ContractModule(Counting()), Resumable(5))
+    trainer_of(tmp_path, first, max_steps=saved_at).fit(ContractModule(Counting()), source())
 
     second = Counting()
     trainer = trainer_of(tmp_path, Checkpoint(tmp_path / "ck", save_final=False), max_steps=12)
-    trainer.fit(ContractModule(second), Resumable(5), ckpt_path=str(tmp_path / "ck" / f"step-{saved_at:08d}.json"))
+    trainer.fit(ContractModule(second), source(), ckpt_path=str(tmp_path / "ck" / f"step-{saved_at:08d}.json"))
     assert second.seen == whole.seen[saved_at:]
     assert trainer.global_step == 12
 
@@ -259,6 +275,16 @@ def test_a_higher_step_limit_goes_on_from_the_end_in_the_middle_of_an_epoch(tmp_
     second = trainer_of(tmp_path, Checkpoint(tmp_path / "ck", save_final=False), max_steps=11)
     second.fit(ContractModule(more), Resumable(5), ckpt_path=str(tmp_path / "ck" / "final.json"))
     assert [int(batch) for batch in more.seen] == [2, 3, 4, 0]
+
+
+class SizedNumbers:
+    """A loader with a length and without a position."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
 
 
 class Resumable:
