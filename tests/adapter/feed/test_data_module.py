@@ -90,7 +90,7 @@ def test_lightning_resumes_after_the_last_trained_batch(rows_file, tmp_path, whe
     assert resumed == whole[done:]
 
 
-@pytest.mark.parametrize(("before", "after", "step"), [(2, 4, 6), (4, 2, 3), (4, 9, 5), (20, 1, 2), (1, 20, 19)])
+@pytest.mark.parametrize(("before", "after", "step"), [(2, 4, 6), (4, 2, 3), (4, 9, 5), (1, 3, 5), (20, 1, 2)])
 def test_a_batch_size_that_changes_within_an_epoch_neither_loses_nor_repeats_a_row(
     rows_file, tmp_path, before, after, step
 ):

@@ -120,6 +120,13 @@ def test_a_rank_change_from_one_to_two_and_back_neither_loses_nor_repeats_a_row(
     assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(101))
 
 
+def test_what_two_ranks_left_of_their_row_groups_is_trained_by_one(tmp_path, rows_file):
+    path = rows_file(10, 10)
+    trained, given_up = run_all([Attempt(2, 1, "row_groups", 2, 1)], path, tmp_path)
+    assert given_up == 0
+    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(20))
+
+
 def test_rows_too_few_for_more_ranks_are_trained_with_the_first_step_of_the_next_epoch(tmp_path, rows_file):
     path = rows_file(9)
     trained, given_up = run_all([Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
