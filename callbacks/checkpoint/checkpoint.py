@@ -180,7 +180,8 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._is_between_batches = False
+        # Also called where ``max_steps`` ends the run within an epoch, which a longer run goes on with.
+        self._is_between_batches = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         epoch = trainer.current_epoch
         if crossed(epoch, epoch + 1, self.every_n_epochs):
             self.save(trainer, pl_module)
@@ -400,7 +401,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self.save_gradients is not None:
             return self.save_gradients
         if not pl_module.automatic_optimization:
-            return self._is_between_batches
+            return True  # Only the module knows its windows; one that clears its gradients has none to store.
         progress = trainer.fit_loop.epoch_loop.batch_progress
         window = trainer.accumulate_grad_batches
         return self._is_between_batches and progress.current.ready % window != 0 and not progress.is_last_batch

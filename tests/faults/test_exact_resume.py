@@ -65,17 +65,17 @@ def table(tmp_path_factory):
     return path
 
 
-def run(table, directory, *, every_n_steps=0, workers=0, resume_from=None, seed=1):
+def run(table, directory, *, steps=STEPS, every_n_steps=0, workers=0, resume_from=None, seed=1):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=STEPS))
-    checkpoint = Checkpoint(directory, every_n_steps=every_n_steps, keep_last=None, save_final=False)
+    module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=steps))
+    checkpoint = Checkpoint(directory, every_n_steps=every_n_steps, keep_last=None, save_final=steps < STEPS)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         precision="bf16-mixed",
-        max_steps=STEPS,
+        max_steps=steps,
         max_epochs=-1,
         callbacks=[checkpoint],
         logger=False,
@@ -84,7 +84,7 @@ def run(table, directory, *, every_n_steps=0, workers=0, resume_from=None, seed=
     )
     data = ArrowDataModule(str(table), batch_size=8, shuffle=True, seed=3, workers=workers)
     trainer.fit(module, datamodule=data, ckpt_path=resume_from)
-    assert trainer.global_step == STEPS
+    assert trainer.global_step == steps
     state = module.contract_state
     optimizer = state["optimizer"].state_dict()["state"]
     moments = [tensor for index in sorted(optimizer) for tensor in optimizer[index].values()]
@@ -115,3 +115,12 @@ def test_decoding_workers_change_nothing(table, tmp_path):
     for step in (37, 74):
         saved = tmp_path / "c" / f"step-{step:08d}.json"
         assert_equal(run(table, tmp_path / "unused", resume_from=saved, seed=9, workers=2), expected)
+
+
+@pytest.mark.parametrize("end", [38, 50])
+def test_a_run_that_goes_on_from_its_end_ends_as_one_that_was_longer(table, tmp_path, end):
+    """From the end of an epoch, and from within one and within an accumulation window."""
+    expected = run(table, tmp_path / "whole")
+    run(table, tmp_path / "c", steps=end)
+    resumed = run(table, tmp_path / "unused", resume_from=tmp_path / "c" / "final.json", seed=9)
+    assert_equal(resumed, expected)
