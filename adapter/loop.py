@@ -39,6 +39,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
@@ -77,6 +78,7 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     old = trainer.fit_loop
     if isinstance(old, ContractFitLoop):
         old.module = old.epoch_loop.module = module
+        old.epoch_loop._results = _LoggedInSteps(module)
         return
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
@@ -181,6 +183,7 @@ class ContractFitLoop(_FitLoop):
     @override
     def on_run_end(self) -> None:
         self.module.training_ended()
+        self.module.feed_callback_metrics()
         super().on_run_end()
         fire(self.trainer, "on_training_end")
 
@@ -191,6 +194,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, module: ContractModule) -> None:
         super().__init__(trainer)
         self.module = module
+        self._results = _LoggedInSteps(module)
         self.completed_steps = 0
         self.exhausted = False
         """Whether the loader ended, rather than the step limit."""
@@ -244,27 +248,47 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.module.restore_rng()
         self.validates = self.trainer.enable_validation
         step = _Step(self, data_fetcher)
-        while not self.done:
+        run_state = run_state_of(self.trainer)
+        while not self._is_over(step.batches):
             if not step.run():
                 self.exhausted = self.batch_progress.is_last_batch = True
                 break
             self.on_advance_end(data_fetcher)
-            self.on_iteration_done()
-            self.raise_if_stopped()
-            self._pause()
+            if self._restarting or self._resuming_from_checkpoint:
+                self.on_iteration_done()
+            if run_state.stop_reason is not None:
+                raise TrainingCanceled(run_state.stop_reason)
+            control = getattr(self.module.step_result, "control", None)
+            if control is not None:
+                self._pause(control.backoff_seconds)
         else:
-            self.exhausted = self.batch_progress.current.ready >= self.trainer.num_training_batches
+            self.exhausted = self.batch_progress.current.ready >= step.batches
         self.on_iteration_done()
+
+    def _is_over(self, batches: float) -> bool:
+        """`done`, without the properties behind it where plain numbers say that there is more to do."""
+        progress = self.batch_progress
+        if (
+            (self.completed_steps < self.max_steps or self.max_steps == -1)
+            and progress.current.ready != batches
+            and not progress.is_last_batch
+            and not self.trainer.should_stop
+        ):
+            return False
+        return bool(self.done)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         if self.validates:
+            # Validation has a collection of its own in place of this loop's.
+            self.module.feed_callback_metrics()
             super().on_advance_end(data_fetcher)
             return
         self._batches_that_stepped += 1
         if self.trainer.should_stop:
             self._save_loggers_on_train_batch_end()
-        if self.trainer.received_sigterm and not self._is_training_done:
+        # What `trainer.received_sigterm` reads.
+        if self.trainer._signal_connector.received_sigterm and not self._is_training_done:
             raise SIGTERMException
 
     def raise_if_stopped(self) -> None:
@@ -277,9 +301,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
         if reason is not None:
             raise TrainingCanceled(reason)
 
-    def _pause(self) -> None:
-        control = getattr(self.module.step_result, "control", None)
-        seconds = control.backoff_seconds if control is not None else None
+    def _pause(self, seconds: float | None) -> None:
         if not seconds:
             return
         end = time.monotonic() + seconds
@@ -295,8 +317,13 @@ class _Step:
         self.loop = loop
         self.trainer = trainer
         self.module = module
+        self.names = module.__dict__
+        """Of the module, past ``nn.Module.__setattr__``, which looks for parameters and costs more than a hook."""
         self.progress = loop.batch_progress
+        self.current, self.total = _counts(loop.batch_progress)
+        self.batches = trainer.num_training_batches
         self.connector = trainer._logger_connector
+        self.logged = loop._results
         self.next_batch = _next_batch(trainer, data_fetcher)
         self.profiler = profiler_of(trainer)
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
@@ -313,32 +340,37 @@ class _Step:
         self.strategy_on_start = (
             strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
         )
-        # Code that is not ours may call `pl_module.log` or look at `callback_metrics` after any step.
+        self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
+        # Code that is not ours may call `pl_module.log` in any step.
         self.has_guests = _has_guests(trainer, module)
 
     def run(self) -> bool:
         """Train one batch; False if there is none left or the module ended the epoch."""
-        loop, progress = self.loop, self.progress
+        loop, current, total = self.loop, self.current, self.total
         loop.step_in_progress = loop.completed_steps + 1
         try:
             raw = self.next_batch()
         except StopIteration:
             loop.step_in_progress = None
             return False
-        index = progress.current.ready
-        progress.increment_ready()
-        progress.is_last_batch = progress.current.ready >= self.trainer.num_training_batches
+        index = current.ready
+        current.ready = index + 1
+        total.ready += 1
+        self.progress.is_last_batch = index + 1 >= self.batches
         if self.has_guests:
             self.connector.on_batch_start(raw)
-        if not self._batch_start(raw, index):
+        if self.starts and not self._batch_start(raw, index):
             loop.step_in_progress = None
             return False
-        progress.increment_started()
+        current.started += 1
+        total.started += 1
         outputs = self._train(raw)
-        progress.increment_processed()
+        current.processed += 1
+        total.processed += 1
         loop.completed_steps += 1
         self._batch_end(outputs, raw, index)
-        progress.increment_completed()
+        current.completed += 1
+        total.completed += 1
         loop.step_in_progress = None
         return True
 
@@ -349,8 +381,7 @@ class _Step:
             response = call._call_lightning_module_hook(trainer, "on_train_batch_start", raw, index)
             call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
             return bool(response != -1)
-        if self.on_start or self.module_on_start:
-            module.__dict__["_current_fx_name"] = "on_train_batch_start"
+        self.names["_current_fx_name"] = "on_train_batch_start"
         for hook in self.on_start:
             hook(trainer, module, raw, index)
         response = self.module_on_start(raw, index) if self.module_on_start else None
@@ -363,7 +394,7 @@ class _Step:
             if self.profiled:
                 with self.profiler.profile("run_training_batch"):
                     return self.module.train_raw_batch(raw)
-            self.module.__dict__["_current_fx_name"] = "training_step"
+            self.names["_current_fx_name"] = "training_step"
             return self.module.train_raw_batch(raw)
         except StopIteration as error:
             # Lightning would take it for the end of the data and end the run as if it were complete.
@@ -371,23 +402,47 @@ class _Step:
 
     def _batch_end(self, outputs: Any, raw: Any, index: int) -> None:
         trainer, module = self.trainer, self.module
-        if self.has_guests:
-            module.feed_callback_metrics()
         if self.profiled:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, raw, index)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, raw, index)
         else:
-            module.__dict__["_current_fx_name"] = "on_train_batch_end"
+            self.names["_current_fx_name"] = "on_train_batch_end"
             for hook in self.on_end:
                 hook(trainer, module, outputs, raw, index)
             if self.module_on_end:
                 self.module_on_end(outputs, raw, index)
-            module.__dict__["_current_fx_name"] = None
+            self.names["_current_fx_name"] = None
         for minibatch_hook in self.on_mb_end:
             minibatch_hook(trainer, module)
         if self.has_guests:
+            self._take_over_what_was_logged()
+
+    def _take_over_what_was_logged(self) -> None:
+        if len(self.logged):
             self.connector.on_batch_end()
             self.connector.update_train_step_metrics()
+        else:
+            self.logged.batch = self.logged.batch_size = None
+
+
+class _LoggedInSteps(_ResultCollection):
+    """What guests logged, and the metrics of the last step for whoever looks at ``trainer.callback_metrics``.
+
+    Lightning asks this object at each look, so that a step whose metrics nobody looks at makes no tensors of them.
+    """
+
+    def __init__(self, module: ContractModule) -> None:
+        super().__init__(training=True)
+        self._module = module
+
+    def __bool__(self) -> bool:
+        return bool(len(self)) or self._module.step_result is not None
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        metrics = super().metrics(on_step)
+        metrics["callback"] = {**self._module.metrics_on_device(), **metrics["callback"]}
+        return metrics
 
 
 def _counts(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:

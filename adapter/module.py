@@ -17,7 +17,7 @@ from ..callbacks.checkpoint.record import read_record
 from ..callbacks.checkpoint.saving import CONTRACT_KEY
 from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
-from .contract import StepContext, TrainerPlugin, TrainingJobSpec
+from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from .discovery import Discovered, discover
 from .exceptions import ContractError
 from .hosting import check_strategy, leave_unwrapped
@@ -133,7 +133,10 @@ class ContractModule(pl.LightningModule):
         else:
             with self._router:
                 result = self.plugin.train_step(batch, state, ctx)
-        self.step_result = validated_result(result)
+        if type(result) is not StepResult or type(result.metrics) is not dict:
+            validated_result(result)
+        # Past `nn.Module.__setattr__`, which looks for parameters and costs more than the rest of this method.
+        self.__dict__["step_result"] = result
         metrics: Mapping[str, Any] = result.metrics
         return metrics
 
@@ -151,11 +154,22 @@ class ContractModule(pl.LightningModule):
             metrics["trainer/overflow_steps"] = self._router.overflow_steps
         return read_scalars(metrics)
 
+    def metrics_on_device(self) -> dict[str, torch.Tensor]:
+        """Metrics of the last step under their reported names, as tensors; waits for no device.
+
+        What is no number is left out; `metrics`, at a cadence, refuses it.
+        """
+        if self.step_result is None:
+            return {}
+        return {
+            metric_name(name): value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            for name, value in self.step_result.metrics.items()
+            if isinstance(name, str) and hasattr(value, "__float__")
+        }
+
     def feed_callback_metrics(self) -> None:
-        """Let Lightning's monitors see the metrics of the last step, without waiting for the device."""
-        fed = self.trainer._logger_connector._callback_metrics
-        for name, value in self.step_result.metrics.items():
-            fed[metric_name(name)] = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+        """Leave the metrics of the last step where Lightning's monitors find them outside of training steps."""
+        self.trainer._logger_connector._callback_metrics.update(self.metrics_on_device())
 
     def is_canceled(self) -> bool:
         """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
