@@ -124,7 +124,7 @@ class ArrowDataModule(LightningDataModule):
         if self._train is not None and "train" in state_dict:
             self._train.load_state_dict(state_dict["train"])
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+    def teardown(self, stage: str) -> None:
         """Stop reading and close files."""
         for feed in (self._train, self._val):
             if feed is not None:

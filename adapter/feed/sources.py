@@ -107,11 +107,11 @@ class TableSource:
                 rows, numbers = rows.filter(keep), np.asarray(numbers)[keep.to_numpy(zero_copy_only=False)]
             yield rows, numbers
 
-    def together(self, first: int, last: int, max_bytes: int) -> bool:  # noqa: ARG002 - nothing is gained
+    def together(self, first: int, last: int, max_bytes: int) -> bool:
         """See `Source`."""
         return False
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:  # noqa: ARG002
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
         """See `Source`; a group is handed out whole, because that costs nothing."""
         yield from self._groups[first : last + 1]
 
