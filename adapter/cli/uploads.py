@@ -14,8 +14,9 @@ from typing import Any
 
 from ...reporters.http import split_origins
 from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig
+from ...reporters.uploads.journal import Entry, read_description, read_journal
 from ...reporters.uploads.parcel import Parcel, unpack
-from ...reporters.uploads.spool import Entry, Spool, read_description, read_journal
+from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.wire import encode, metrics_payload
 from ..exceptions import UploadError
 

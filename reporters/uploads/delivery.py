@@ -14,9 +14,10 @@ import msgspec
 from .client import Wire, facts_of
 from .config import UploadConfig
 from .holding import release
+from .journal import Entry
 from .parcel import Parcel, unpack
 from .retry import Contradicted, Refused
-from .spool import Entry, Spool
+from .spool import Spool
 from .targets import Shipment, Target
 from .wire import (
     FileFacts,

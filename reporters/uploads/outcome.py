@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...adapter.exceptions import UploadError
+from .journal import Entry
 from .wire import Kind
 
-__all__ = ["REQUIRED_KINDS", "SettleResult", "Undelivered"]
+__all__ = ["REQUIRED_KINDS", "SettleResult", "Undelivered", "undelivered"]
 
 REQUIRED_KINDS: tuple[Kind, ...] = ("checkpoint", "sample", "terminal")
 """Kinds without whose delivery a run is not complete; metrics are best effort."""
@@ -30,6 +32,13 @@ class Undelivered:
 
     def __str__(self) -> str:
         return f"{self.kind} of step {self.step} ({self.name}): {self.reason}"
+
+
+def undelivered(entry: Entry, reason: str) -> Undelivered:
+    """What became of an entry that still waits; `reason` is why it was not sent, where it was not refused."""
+    name = Path(str(entry.body.get("local_path", entry.kind))).name
+    why = entry.failure or reason or "not sent before the deadline"
+    return Undelivered(entry.kind, entry.step, name, why, entry.auth, entry.failure is not None)
 
 
 @dataclass(frozen=True)

@@ -15,143 +15,25 @@ import fcntl
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from ...adapter.exceptions import UploadError
 from ..durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
+from .journal import DESCRIPTION, JOURNAL, Content, Entry, Line, read_content
 from .wire import Kind
 
-__all__ = ["Entry", "Spool", "read_description", "read_journal"]
+__all__ = ["Spool"]
 
 log = logging.getLogger(__name__)
 
-JOURNAL = "journal.jsonl"
 LOCK = "lock"
-DESCRIPTION = "about.json"
 REWRITE_FROM_BYTES = 1 << 20
-MAX_RECEIPTS = 1024
 
 _spools_of_this_process: set[str] = set()
 _guard_spools = threading.Lock()
-
-
-class Entry(msgspec.Struct):
-    """One thing to deliver, and how far its delivery has come."""
-
-    seq: int
-    kind: Kind
-    step: int
-    body: dict[str, Any]
-    parts: dict[str, dict[str, Any]] = {}
-    """Receipts of the parts that were delivered, by the name of the part."""
-    failure: str | None = None
-    """Why it can't be delivered, in safe text; None while it can be tried."""
-    auth: bool = False
-    attempted: bool = True
-    """Whether a request for it may have been sent; an entry read back from disk counts as attempted."""
-
-
-class _Line(msgspec.Struct, omit_defaults=True):
-    op: str
-    seq: int = 0
-    entry: Entry | None = None
-    part: str = ""
-    receipt: dict[str, Any] | None = None
-    body: dict[str, Any] | None = None
-    failure: str | None = None
-    auth: bool = False
-    key: str = ""
-
-
-class _Content:
-    """What the lines of a journal amount to."""
-
-    def __init__(self) -> None:
-        self.entries: dict[Kind, dict[int, Entry]] = {kind: {} for kind in get_args(Kind)}
-        self.by_seq: dict[int, Entry] = {}
-        self.receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self.next_seq = 1
-
-    def apply(self, line: _Line) -> None:
-        if line.op == "add" and line.entry is not None:
-            self.by_seq[line.entry.seq] = self.entries[line.entry.kind][line.entry.seq] = line.entry
-            self.next_seq = max(self.next_seq, line.entry.seq + 1)
-        elif line.op == "next":
-            self.next_seq = max(self.next_seq, line.seq)
-        elif line.op == "receipt":
-            self.receipts[line.key] = line.receipt or {}
-            self.receipts.move_to_end(line.key)
-            while len(self.receipts) > MAX_RECEIPTS:
-                self.receipts.popitem(last=False)
-        elif line.seq in self.by_seq:
-            self._change(self.by_seq[line.seq], line)
-
-    def _change(self, entry: Entry, line: _Line) -> None:
-        if line.op == "part":
-            entry.parts[line.part] = line.receipt or {}
-        elif line.op == "body" and line.body is not None:
-            entry.body = line.body
-        elif line.op == "failed":
-            entry.failure, entry.auth = line.failure, line.auth
-        elif line.op == "gone":
-            del self.by_seq[line.seq], self.entries[entry.kind][line.seq]
-
-    def lines(self) -> Iterable[_Line]:
-        yield _Line("next", seq=self.next_seq)
-        for key, receipt in self.receipts.items():
-            yield _Line("receipt", key=key, receipt=receipt)
-        for entry in self.by_seq.values():
-            yield _Line("add", entry=entry)
-
-
-def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
-    """The entries that wait in the spool at `directory`, oldest first; takes no lock and changes nothing.
-
-    Raises:
-        UploadError: A line in the middle of the journal is damaged.
-    """
-    content, _ = _read(Path(directory) / JOURNAL)
-    return list(content.by_seq.values())
-
-
-def read_description(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Whose spool lies at `directory`: ``run_id``, ``owner``, ``targets``, ``stores_files``, ``starts``.
-
-    Raises:
-        UploadError: There is no spool, or the description is damaged.
-    """
-    path = Path(directory) / DESCRIPTION
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        raise UploadError(f"{directory} is no upload spool: {path.name} cannot be read ({error}).") from error
-
-
-def _read(path: Path) -> tuple[_Content, int]:
-    """The content of a journal and the length of its whole lines in bytes."""
-    content, length = _Content(), 0
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return content, 0
-    decoder = msgspec.json.Decoder(_Line)
-    for number, raw in enumerate(data.splitlines(keepends=True), start=1):
-        if not raw.endswith(b"\n"):
-            break
-        try:
-            content.apply(decoder.decode(raw))
-        except msgspec.DecodeError as error:
-            raise UploadError(
-                f"The upload journal {path} is damaged in line {number} ({error}). Move it aside to go on without "
-                "what it holds."
-            ) from error
-        length += len(raw)
-    return content, length
 
 
 class Spool:
@@ -171,7 +53,7 @@ class Spool:
         self._descriptor = -1
         try:
             self._sweep()
-            self._content, whole = _read(self._path)
+            self._content, whole = read_content(self._path)
             for entry in self._content.by_seq.values():
                 entry.failure, entry.auth = None, False  # a new start is a new chance
                 entry.attempted = True
@@ -208,28 +90,28 @@ class Spool:
         """
         with self._mutex:
             entry = Entry(self._content.next_seq, kind, step, body, parts={}, attempted=False)
-            self._append(_Line("add", entry=entry))
+            self._append(Line("add", entry=entry))
             return entry
 
     def replace_body(self, entry: Entry, body: dict[str, Any]) -> None:
         """Change an entry that was not attempted yet."""
-        self._append(_Line("body", seq=entry.seq, body=body))
+        self._append(Line("body", seq=entry.seq, body=body))
 
     def note_part(self, entry: Entry, part: str, receipt: dict[str, Any]) -> None:
         """A part of `entry` was delivered and must not be sent again."""
-        self._append(_Line("part", seq=entry.seq, part=part, receipt=receipt))
+        self._append(Line("part", seq=entry.seq, part=part, receipt=receipt))
 
     def fail(self, entry: Entry, reason: str, *, auth: bool) -> None:
         """`entry` can't be delivered in this attempt; it stays for the next one."""
-        self._append(_Line("failed", seq=entry.seq, failure=reason, auth=auth))
+        self._append(Line("failed", seq=entry.seq, failure=reason, auth=auth))
 
     def remove(self, entry: Entry) -> None:
         """`entry` was delivered, or is given up for good."""
-        self._append(_Line("gone", seq=entry.seq))
+        self._append(Line("gone", seq=entry.seq))
 
     def add_receipt(self, key: str, receipt: dict[str, Any]) -> None:
         """Remember a delivery beyond the life of its entry, durably; the newest 1024 are kept."""
-        self._append(_Line("receipt", key=key, receipt=receipt))
+        self._append(Line("receipt", key=key, receipt=receipt))
         self.sync()
 
     def receipt(self, key: str) -> dict[str, Any] | None:
@@ -282,7 +164,7 @@ class Spool:
     def forget_everything(self) -> None:
         """Drop entries and receipts; for a directory that belonged to another run."""
         with self._mutex:
-            self._content = _Content()
+            self._content = Content()
             self.rewrite()
 
     def close(self) -> None:
@@ -296,7 +178,7 @@ class Spool:
                     _spools_of_this_process.discard(os.path.realpath(self.directory))
             self._descriptor = self._lock_descriptor = -1
 
-    def _append(self, line: _Line) -> None:
+    def _append(self, line: Line) -> None:
         data = msgspec.json.encode(line) + b"\n"
         with self._mutex:
             if self._descriptor < 0:

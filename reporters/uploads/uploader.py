@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ from ..http import build_client
 from .client import Wire
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
-from .holding import Held, hold, release_others
-from .outcome import REQUIRED_KINDS, SettleResult, Undelivered
+from .holding import Held, hold
+from .journal import Entry
+from .leftovers import claim, look_through
+from .outcome import REQUIRED_KINDS, SettleResult, undelivered
 from .parcel import Parcel, files_in, pack, stored_path, unpack
 from .retry import Interrupted, Refused, TryAgain, backoff_s
-from .spool import Entry, Spool, read_description
+from .spool import Spool
 from .targets import open_target
-from .wire import Kind, TerminalPayload, UploadedFile, idempotency_key, terminal_payload
+from .terminal import SETTLING_BACKOFF_CAP_S, send_terminal, terminal_key, with_reference
+from .wire import Kind, TerminalPayload, UploadedFile, terminal_payload
 
 __all__ = ["Uploader"]
 
@@ -37,9 +40,7 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
-SETTLING_BACKOFF_CAP_S = 5.0
 PROGRESS_EVERY_S = 1.0
-SHORTEST_TRY_S = 0.05
 TIDY_AGAIN_S = 60.0
 
 
@@ -99,8 +100,8 @@ class Uploader:
         self._lost_metrics = 0
         self._tidy_at = 0.0
         try:
-            self._claim_spool()
-            self._look_through_leftovers(keep_terminal)
+            self.starts = claim(self._spool, config, sorted(self._targets))
+            look_through(self._spool, config, keep_terminal=keep_terminal)
         except BaseException:
             self.close()
             raise
@@ -232,9 +233,9 @@ class Uploader:
         """
         if not self.config.wants("terminal"):
             return SettleResult()
-        payload = self._with_reference(payload)
-        body = terminal_payload(self.config.run_id, payload)
-        key = self._terminal_key(payload)
+        uploaded = self.delivered(payload.final_checkpoint) if payload.final_checkpoint else None
+        payload = with_reference(payload, uploaded)
+        body, key = terminal_payload(self.config.run_id, payload), terminal_key(self.config.run_id, payload)
         if self._spool.receipt(key) is not None:
             return SettleResult()
         limit = self.config.deadline_s if deadline_s is None else deadline_s
@@ -260,24 +261,13 @@ class Uploader:
 
     def _send_terminal(self, entry: Entry, limit_s: float) -> SettleResult:
         """Sent by the calling thread, which has to wait anyway, so that a transfer that stalls does not hold it up."""
-        end, failures = time.monotonic() + limit_s, 0
-        while True:
-            left = max(SHORTEST_TRY_S, end - time.monotonic())
-            try:
-                self._delivery.send_terminal(entry, min(self.config.timeout_s, left))
-            except Refused as error:
-                self._refuse(entry, error)
-                return SettleResult((_undelivered(entry, error.reason),))
-            except TryAgain as error:
-                failures += 1
-                cap_s = min(self.config.backoff_cap_s, SETTLING_BACKOFF_CAP_S)
-                pause = max(backoff_s(failures, self.config.backoff_base_s, cap_s, self._rng), error.retry_after_s or 0)
-                if time.monotonic() + pause >= end:
-                    return SettleResult((_undelivered(entry, error.reason),))
-                self._closing.wait(pause)
-            else:
-                self._note_terminal(entry)
-                return SettleResult()
+        failure = send_terminal(entry, limit_s, self._delivery, self.config, self._closing)
+        if failure is not None:
+            if isinstance(failure, Refused):
+                self._refuse(entry, failure)
+            return SettleResult((undelivered(entry, failure.reason),))
+        self._note_terminal(entry)
+        return SettleResult()
 
     def _note_terminal(self, entry: Entry) -> None:
         try:
@@ -396,44 +386,9 @@ class Uploader:
         self._spool.fail(entry, error.reason, auth=error.auth)
         log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error.reason)
         if entry.kind in ("checkpoint", "sample") and self._failure is None:
-            self._failure = UploadError(str(_undelivered(entry, "")), auth=error.auth)
+            self._failure = UploadError(str(undelivered(entry, "")), auth=error.auth)
 
     # helpers
-
-    def _claim_spool(self) -> None:
-        """Write down whose spool it is; what waits for another run is not sent under this one's name."""
-        try:
-            before = read_description(self._spool.directory)
-        except UploadError:
-            before = {}
-        if before.get("run_id", self.config.run_id) != self.config.run_id:
-            if self._spool.entries():
-                raise UploadError(
-                    f"The upload spool {self._spool.directory} holds uploads of run {before['run_id']!r}, not of "
-                    f"{self.config.run_id!r}. Deliver them by `genlight uploads`, or use another directory."
-                )
-            self._spool.forget_everything()
-            before = {}
-        self.starts = int(before.get("starts", 0)) + 1
-        facts = {"run_id": self.config.run_id, "owner": self.config.owner, "targets": sorted(self._targets)}
-        self._spool.describe({**facts, "starts": self.starts, "stores_files": self.config.stores_files()})
-
-    def _look_through_leftovers(self, keep_terminal: bool) -> None:
-        """An earlier attempt's terminal message is out of date; what has vanished from disk is lost."""
-        for entry in self._spool.entries("terminal"):
-            if not keep_terminal:
-                self._spool.remove(entry)
-        for entry in (*self._spool.entries("sample"), *self._spool.entries("checkpoint")):
-            missing = [f.path for f in unpack(entry.body).files if not f.location(self._root).exists()]
-            if missing:
-                log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
-                self._spool.remove(entry)
-        for kind in REQUIRED_KINDS:
-            if self._spool.count(kind) and not self.config.wants(kind):
-                log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, self._spool.directory)
-        parcels = [unpack(e.body) for e in (*self._spool.entries("sample"), *self._spool.entries("checkpoint"))]
-        links = [parcel.files[-1].location(self._root) for parcel in parcels if parcel.held]
-        release_others(self._spool.directory, links)
 
     def _add_or_merge_metrics(self, values: dict[str, float], step: int) -> None:
         newest = self._spool.newest("metrics")
@@ -474,23 +429,6 @@ class Uploader:
                 f"The upload spool {self._spool.directory} cannot be written: {error.strerror}"
             ) from error
 
-    def _with_reference(self, payload: TerminalPayload) -> TerminalPayload:
-        uploaded = self.delivered(payload.final_checkpoint) if payload.final_checkpoint else None
-        if uploaded is None:
-            return payload
-        return replace(
-            payload,
-            final_checkpoint_ref=payload.final_checkpoint_ref or uploaded.ref,
-            final_checkpoint_sha256=payload.final_checkpoint_sha256 or uploaded.sha256 or None,
-        )
-
-    def _terminal_key(self, payload: TerminalPayload) -> str:
-        """A run completes once, whichever attempt says so; each attempt may fail once."""
-        digest = (
-            payload.final_checkpoint_sha256 or "" if payload.status == "completed" else f"attempt {payload.attempt}"
-        )
-        return idempotency_key(self.config.run_id, "terminal", payload.step, payload.status, digest)
-
     def _deliverable(self, *kinds: Kind) -> bool:
         return any(self.config.wants(kind) and self._spool.head(kind) is not None for kind in kinds)
 
@@ -518,11 +456,5 @@ class Uploader:
             reasons = {lane.kind: lane.last_reason for lane in self._lanes if lane.failures}
             wanted = [kind for kind in kinds if self.config.wants(kind)]
             waiting = [entry for entry in self._spool.entries() if entry.kind in wanted]
-            undelivered = tuple(_undelivered(entry, reasons.get(entry.kind, "")) for entry in waiting)
-            return SettleResult(undelivered, self._spool.count("metrics"), self._lost_metrics)
-
-
-def _undelivered(entry: Entry, lane_reason: str) -> Undelivered:
-    name = Path(str(entry.body.get("local_path", entry.kind))).name
-    reason = entry.failure or lane_reason or "not sent before the deadline"
-    return Undelivered(entry.kind, entry.step, name, reason, entry.auth, entry.failure is not None)
+            left = tuple(undelivered(entry, reasons.get(entry.kind, "")) for entry in waiting)
+            return SettleResult(left, self._spool.count("metrics"), self._lost_metrics)

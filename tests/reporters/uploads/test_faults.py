@@ -8,7 +8,7 @@ import time
 import pytest
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads import TerminalPayload
-from genlight.reporters.uploads.spool import read_journal
+from genlight.reporters.uploads.journal import read_journal
 
 PASSING = [
     "500",

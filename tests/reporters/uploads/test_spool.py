@@ -10,7 +10,8 @@ import threading
 import msgspec
 import pytest
 from genlight.adapter.exceptions import UploadError
-from genlight.reporters.uploads.spool import JOURNAL, Spool, read_description, read_journal
+from genlight.reporters.uploads.journal import JOURNAL, Line, read_description, read_journal
+from genlight.reporters.uploads.spool import Spool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,15 +227,9 @@ def test_the_description_tells_whose_spool_it_is(open_spool, tmp_path):
 def test_the_newest_receipts_are_kept(open_spool):
     spool = open_spool()
     for number in range(1100):
-        spool._content.apply(msgspec.convert({"op": "receipt", "key": str(number), "receipt": {}}, _line_type()))
+        spool._content.apply(msgspec.convert({"op": "receipt", "key": str(number), "receipt": {}}, Line))
     assert spool.receipt("0") is None
     assert spool.receipt("1099") == {}
-
-
-def _line_type():
-    from genlight.reporters.uploads import spool
-
-    return spool._Line
 
 
 def test_every_line_of_the_journal_is_json(open_spool):

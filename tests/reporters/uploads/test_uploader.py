@@ -3,7 +3,7 @@
 import hashlib
 
 from genlight.reporters.uploads import TerminalPayload
-from genlight.reporters.uploads.spool import read_journal
+from genlight.reporters.uploads.journal import read_journal
 
 
 def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):

@@ -1,0 +1,65 @@
+"""What an earlier process of a run left in the spool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...adapter.exceptions import UploadError
+from .config import UploadConfig
+from .holding import release_others
+from .journal import read_description
+from .outcome import REQUIRED_KINDS
+from .parcel import unpack
+from .spool import Spool
+
+__all__ = ["claim", "look_through"]
+
+log = logging.getLogger(__name__)
+
+
+def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
+    """Write down whose spool it is; how often an uploader was made for it, this time included.
+
+    Raises:
+        UploadError: Uploads of another run wait in it; they are not sent under this one's name.
+    """
+    try:
+        before = read_description(spool.directory)
+    except UploadError:
+        before = {}
+    if before.get("run_id", config.run_id) != config.run_id:
+        if spool.entries():
+            raise UploadError(
+                f"The upload spool {spool.directory} holds uploads of run {before['run_id']!r}, not of "
+                f"{config.run_id!r}. Deliver them by `genlight uploads`, or use another directory."
+            )
+        spool.forget_everything()
+        before = {}
+    starts = int(before.get("starts", 0)) + 1
+    facts = {"run_id": config.run_id, "owner": config.owner, "targets": list(targets)}
+    spool.describe({**facts, "starts": starts, "stores_files": config.stores_files()})
+    return starts
+
+
+def look_through(spool: Spool, config: UploadConfig, *, keep_terminal: bool) -> None:
+    """An earlier attempt's terminal message is out of date; what has vanished from disk is lost."""
+    if not keep_terminal:
+        for entry in spool.entries("terminal"):
+            spool.remove(entry)
+    _drop_vanished(spool)
+    for kind in REQUIRED_KINDS:
+        if spool.count(kind) and not config.wants(kind):
+            log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, spool.directory)
+    parcels = [unpack(entry.body) for entry in (*spool.entries("sample"), *spool.entries("checkpoint"))]
+    links = [parcel.files[-1].location(spool.directory.parent) for parcel in parcels if parcel.held]
+    release_others(spool.directory, links)
+
+
+def _drop_vanished(spool: Spool) -> None:
+    root = spool.directory.parent
+    for entry in (*spool.entries("sample"), *spool.entries("checkpoint")):
+        missing = [file.path for file in unpack(entry.body).files if not file.location(root).exists()]
+        if missing:
+            log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
+            spool.remove(entry)
