@@ -48,6 +48,7 @@ class JobProgress(Hook):
         self._start_step = trainer.global_step
         self._started_at = time.monotonic()
         self._next = self._started_at
+        self._every_s = self.line_every_s
         if not sys.stderr.isatty():
             return
         self._every_s = BAR_EVERY_S
