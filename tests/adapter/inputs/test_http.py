@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -150,6 +151,15 @@ def test_without_a_validator_or_digest_a_broken_transfer_starts_over(server, fet
     url = server.put("/a", CONTENT, etag=None, break_after=[4_000_000])
     assert fetch(url).read_bytes() == CONTENT
     assert [request.headers.get("range") for request in server.requests] == [None, None]
+
+
+@pytest.mark.parametrize("size", [10, 3 * len(CONTENT)])
+def test_a_partial_file_that_lost_or_gained_bytes_meanwhile_spoils_nothing(server, fetch, tmp_path, size):
+    url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
+    with pytest.raises(InputError):
+        fetch(url)
+    os.truncate(tmp_path / "cache" / "file.part", size)
+    assert fetch(url).read_bytes() == CONTENT
 
 
 def test_parts_are_not_joined_on_the_word_of_a_weak_validator(server, fetch):

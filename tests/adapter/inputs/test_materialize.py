@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -9,10 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
+from genlight.adapter.inputs.progress import TransferAbandoned
+from genlight.adapter.inputs.transfer import _raise_first
 
 
 @pytest.fixture
@@ -72,15 +77,32 @@ def test_every_local_input_that_is_missing_is_named_in_one_error_before_anything
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_refused_credentials_win_over_other_faults_and_end_the_other_transfers(config_of, materialize, server, status):
+def test_refused_credentials_end_the_other_transfers(config_of, tmp_path, server, status):
     config = config_of(
         inputs={
             "base_model_url": server.put("/m", fail_first=[status] * 3),
-            "dataset_parquet_urls": [server.put("/d", fail_first=[503] * 99)],
+            "dataset_parquet_urls": [server.put("/d", fail_first=[503] * 2000)],
         }
     )
+    patient = RetryPolicy(attempts=5000, first_delay_s=0.001, longest_delay_s=0.001)
     with pytest.raises(AuthError):
-        materialize(config)
+        materialize_inputs(config, cache_dir=tmp_path / "cache", retry=patient)
+    assert server.paths().count("/d") < 1000
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_stop_wins_over_a_refusal_a_refusal_over_other_faults_and_nothing_over_an_abandoned_transfer(order):
+    errors = [RuntimeError("stop"), AuthError("refused"), InputError("gone"), TransferAbandoned()]
+    for first in range(3):
+        futures = []
+        for index in order:
+            futures.append(Future())
+            if index >= first:
+                futures[-1].set_exception(errors[index])
+            else:
+                futures[-1].set_result(None)
+        with pytest.raises(type(errors[first]), match=str(errors[first])):
+            _raise_first(futures)
 
 
 def test_the_token_goes_to_configured_origins_alone(config_of, materialize, server, other_server):
