@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,9 @@ from .precision import StepPrecision, cast_inputs, step_precision
 from .replication import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
 
 __all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
+
+SEARCHED_CALLS = 4
+"""Backward calls whose graph is searched for leaves that no optimizer holds; only under 16-mixed."""
 
 # The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
 # It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
@@ -142,6 +145,11 @@ class StepRouter:
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
         self._unscaled: dict[int, Tensor] = {}
         self._inverse_scale: Tensor | None = None
+        # Inputs that a trainer differentiates by (an adversarial example) are leaves, too, new in every step. To walk
+        # the graph for them costs about a millisecond, so it is done on where the first calls found some.
+        self._searches_left = SEARCHED_CALLS
+        self._has_visitors = False
+        self._visiting: list[RemovableHandle] = []
         self._in_backward = False
         self._in_step = False
         self._context: AbstractContextManager[None] | None = None
@@ -197,12 +205,15 @@ class StepRouter:
             if hooks.before_backward is not None:
                 hooks.before_backward(outputs[0])
             if self._scaler is not None:
-                grads = self._scale(grads)
+                grads = self._scale(outputs, grads)
             with self._outside_autocast():
                 _run_backward(outputs, grads, *args, **kwargs)
         finally:
             self._in_backward = False
             self._inverse_scale = None
+            for handle in self._visiting:
+                handle.remove()
+            self._visiting.clear()
         if self._accumulation is not None:
             self._accumulation.after_backward()
         else:
@@ -244,12 +255,17 @@ class StepRouter:
                     "in the state or on the trainer."
                 )
 
-    def _scale(self, grads: Any) -> Any:
+    def _scale(self, outputs: Any, grads: Any) -> Any:
         assert self._scaler is not None
         for parameter in self._discovered.optimized():
             if id(parameter) not in self._unscaled and parameter.requires_grad:
                 self._unscaled[id(parameter)] = parameter
                 _register_first(parameter, self._unscale)
+        if self._searches_left or self._has_visitors:
+            self._searches_left = max(self._searches_left - 1, 0)
+            visitors = [leaf for leaf in _leaves(outputs) if id(leaf) not in self._unscaled]
+            self._has_visitors = self._has_visitors or bool(visitors)
+            self._visiting += [_register_first(leaf, self._unscale) for leaf in visitors]
         scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
         self._inverse_scale = self._scaler.inverse_scale()
         return scaled
@@ -382,9 +398,24 @@ def _wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
     setattr(optimizer, name, types.MethodType(routed, optimizer))
 
 
-def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+def _leaves(outputs: Any) -> Iterator[Tensor]:
+    """The tensors that a backward from `outputs` accumulates gradients in."""
+    stack = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        stack.extend(following for following, _ in node.next_functions)
+
+
+def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a gradient hook that runs before those of the trainer, which expect true units."""
-    handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks
     assert hooks is not None
     # The engine walks the underlying dict, which an OrderedDict's move_to_end leaves as it is.
@@ -392,6 +423,7 @@ def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) 
     hooks.clear()
     hooks[handle.id] = hook
     hooks.update(others)
+    return handle
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:

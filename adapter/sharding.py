@@ -7,7 +7,7 @@ ranks must call them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from .exceptions import ContractError
 from .hosting import save_whole
 from .replication import broadcast_from_zero
 
-__all__ = ["ShardPolicy", "shard", "shard_for"]
+__all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
 
 ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
@@ -84,6 +84,16 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     for optimizer in discovered.optimizers:
         optimizer.value.register_state_dict_post_hook(_whole_optimizer_state)
         optimizer.value.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`metrics` without sharded values, such as the norm that clipping returns; to be called by all ranks.
+
+    A rank that read such a value alone, for a log, would wait for the others for ever.
+    """
+    if not any(isinstance(value, DTensor) for value in metrics.values()):
+        return metrics
+    return {name: _whole(value) for name, value in metrics.items()}
 
 
 def _is_tied(name: str, parameters: dict[str, nn.Parameter]) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from genlight.adapter.discovery import discover
 from genlight.adapter.exceptions import ContractError
-from genlight.adapter.sharding import shard
+from genlight.adapter.sharding import shard, whole_metrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -192,3 +192,17 @@ def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
 
     with pytest.raises(ContractError, match=said):
         shard(discover(state), mesh)
+
+
+def test_metrics_of_sharded_values_are_whole_and_others_are_left_alone(mesh):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+    state["model"](torch.ones(2, 4)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+    plain = {"loss": torch.ones(())}
+
+    metrics = whole_metrics({**plain, "norm": norm, "n": 3})
+
+    assert type(metrics["norm"]) is torch.Tensor
+    assert metrics["n"] == 3
+    assert whole_metrics(plain) is plain
