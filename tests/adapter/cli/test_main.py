@@ -11,7 +11,13 @@ import sys
 from importlib import metadata
 
 import pytest
-from genlight.adapter.cli.main import COMMANDS, LIGHTNING_COMMANDS, build_parser
+from genlight.adapter import cli
+
+FUNCTION = cli.main
+COMMAND_LINE = importlib.import_module("genlight.adapter.cli.main")
+cli.main = FUNCTION  # the module of that name has taken its place, also for tests that are collected later
+COMMANDS, LIGHTNING_COMMANDS = COMMAND_LINE.COMMANDS, COMMAND_LINE.LIGHTNING_COMMANDS
+build_parser = COMMAND_LINE.build_parser
 
 COMPLETION_IS_BROKEN = pytest.mark.xfail(
     strict=True, reason="jsonargparse has --print_completion=shtab-bash instead of --print_shtab=bash"
