@@ -84,10 +84,7 @@ def run_training_loop(
 
 
 class BatchStream:
-    """Raw batches as a loader that Lightning takes for one, also where they come in a list.
-
-    Where the source has a position (``state_dict``, ``load_state_dict``) the stream has it.
-    """
+    """Raw batches as one loader; Lightning would take a list of batches for a list of loaders."""
 
     def __init__(self, source: Iterable[Any] | BatchSource) -> None:
         self.source = source
