@@ -70,6 +70,7 @@ FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason"})
 _ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
+_FIRST_RANK_ATTRIBUTE = "_genlight_is_first_rank"
 
 
 class Hook(pl.Callback):
@@ -171,14 +172,15 @@ class Hook(pl.Callback):
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` under the failure and rank policy of its hook."""
+    is_setup, is_last = name == "setup", name in ("teardown", "on_exception")
 
     @functools.wraps(method)
     def event(self: Hook, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         if self._inside_event:  # a call of super(): the outer event keeps the policy
             return method(self, trainer, *args, **kwargs)
-        if name == "setup":
+        if is_setup:
             order_callbacks(trainer)
-        if self.ranks == "zero" and not trainer.is_global_zero:
+        if self.ranks == "zero" and not _is_first_rank(trainer):
             return None
         self._inside_event = True
         try:
@@ -194,10 +196,16 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         finally:
             self._inside_event = False
-            if name in ("teardown", "on_exception"):
+            if is_last:
                 report_failures(self)
 
     return event
+
+
+def _is_first_rank(trainer: pl.Trainer) -> bool:
+    """``trainer.is_global_zero``, three properties deep, as it was noted in ``setup``, when ranks are known."""
+    noted: bool | None = getattr(trainer, _FIRST_RANK_ATTRIBUTE, None)
+    return trainer.is_global_zero if noted is None else noted
 
 
 def _note_failure(hook: Hook, event: str, error: Exception) -> None:
@@ -250,6 +258,7 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
     """
+    setattr(trainer, _FIRST_RANK_ATTRIBUTE, trainer.is_global_zero)
     registered = callbacks_of(trainer)
     if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
         return

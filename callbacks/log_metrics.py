@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from ..adapter.run_state import RunState
 from .cadence import crossed, suppressed
 from .hook import Hook, run_state_of
 
@@ -56,7 +57,9 @@ class LogMetrics(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._waited = (getattr(trainer.train_dataloader, "wait_seconds", 0.0), time.monotonic())
+        waited_s = getattr(trainer.train_dataloader, "wait_seconds", None)
+        if waited_s is not None:
+            self._waited = (waited_s, time.monotonic())
 
     @override
     def on_train_batch_end(
@@ -64,9 +67,15 @@ class LogMetrics(Hook):
     ) -> None:
         step = trainer.global_step
         run_state = run_state_of(trainer)
+        is_crossed = crossed(step - 1, step, self.every_n_steps)
+        if is_crossed or run_state.eval_scores is not self._reported_scores:
+            self._publish_due(trainer, pl_module, run_state, is_crossed=is_crossed)
+
+    def _publish_due(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, run_state: RunState, *, is_crossed: bool
+    ) -> None:
         metrics: dict[str, float] = {}
-        is_due = crossed(step - 1, step, self.every_n_steps) and _hosts_trainer(pl_module)
-        if is_due and not suppressed(pl_module):
+        if is_crossed and _hosts_trainer(pl_module) and not suppressed(pl_module):
             metrics |= pl_module.metrics()  # type: ignore[operator]
             run_state.loss_stats = dict(metrics)
             metrics |= self._data_metrics(trainer)
@@ -74,7 +83,7 @@ class LogMetrics(Hook):
             self._reported_scores = run_state.eval_scores
             metrics |= run_state.eval_scores or {}
         if metrics:
-            publish(trainer, metrics, step)
+            publish(trainer, metrics, trainer.global_step)
 
     def _data_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
         """The share of the time since the last cadence in which the step waited for data, where the loader tells."""
