@@ -21,54 +21,27 @@ is bit-equal to plain torch, and free.
 from __future__ import annotations
 
 import functools
-import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from . import interception
 from .accumulation import Accumulation
 from .discovery import Discovered, check_devices
 from .exceptions import ContractError
 from .precision import StepPrecision, cast_inputs, step_precision
 from .replication import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
+from .step_hooks import StepHooks, step_hooks
+from .unscaling import Unscaling
 
-__all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
-
-SEARCHED_CALLS = 4
-"""Backward calls whose graph is searched for leaves that no optimizer holds; only under 16-mixed."""
-
-# The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
-# It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
-_ENGINE = "_engine_run_backward"
-_run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
-_routers: dict[int, StepRouter] = {}
-_lock = threading.Lock()
-_unmanaged_check: RemovableHandle | None = None
-
-
-@dataclass(frozen=True)
-class StepHooks:
-    """Hooks of callbacks and modules that somebody overrides; None where nobody does."""
-
-    before_backward: Callable[[Tensor], None] | None = None
-    after_backward: Callable[[], None] | None = None
-    before_optimizer_step: Callable[[Optimizer], None] | None = None
-    before_zero_grad: Callable[[Optimizer], None] | None = None
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
+__all__ = ["StepRouter", "step_router"]
 
 
 def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Discovered) -> StepRouter | None:
@@ -98,16 +71,6 @@ def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Dis
         return None
     return StepRouter(
         discovered, trainer.strategy.root_device, precision=precision, hooks=hooks, gradients=gradients, buffers=buffers
-    )
-
-
-def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
-    """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
-    return StepHooks(
-        before_backward=_hook(trainer, module, "on_before_backward"),
-        after_backward=_hook(trainer, module, "on_after_backward"),
-        before_optimizer_step=_hook(trainer, module, "on_before_optimizer_step"),
-        before_zero_grad=_hook(trainer, module, "on_before_zero_grad"),
     )
 
 
@@ -143,21 +106,17 @@ class StepRouter:
         self._managed = {id(found.value) for found in discovered.optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
-        self._unscaled: dict[int, Tensor] = {}
-        self._inverse_scale: Tensor | None = None
-        # Inputs that a trainer differentiates by (an adversarial example) are leaves, too, new in every step. To walk
-        # the graph for them costs about a millisecond, so it is done on where the first calls found some.
-        self._searches_left = SEARCHED_CALLS
-        self._has_visitors = False
-        self._visiting: list[RemovableHandle] = []
-        self._in_backward = False
+        self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
+        self.in_backward = False
         self._in_step = False
         self._context: AbstractContextManager[None] | None = None
         self._accumulation: Accumulation | None = None
         if gradients is not None and self._hooks.after_backward is None:
             self._accumulation = Accumulation(gradients.parameters, self._settle)
         for found in discovered.optimizers:
-            self._route_optimizer(found.value)
+            interception.wrap(found.value, "step", self._step)
+            if self._hooks.before_zero_grad is not None:
+                interception.wrap(found.value, "zero_grad", self._zero_grad)
 
     @property
     def scales(self) -> bool:
@@ -173,11 +132,11 @@ class StepRouter:
         if self._precision.context is not None:
             self._context = self._precision.context()
             self._context.__enter__()
-        _activate(self)
+        interception.begin(self)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
-        _deactivate()
+        interception.end()
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
@@ -200,20 +159,18 @@ class StepRouter:
         hooks = self._hooks
         if self._accumulation is not None:
             self._accumulation.before_backward()
-        self._in_backward = True
+        self.in_backward = True
         try:
             if hooks.before_backward is not None:
                 hooks.before_backward(outputs[0])
-            if self._scaler is not None:
-                grads = self._scale(outputs, grads)
+            if self._unscaling is not None:
+                grads = self._unscaling.begin(outputs, grads)
             with self._outside_autocast():
-                _run_backward(outputs, grads, *args, **kwargs)
+                interception.run_backward(outputs, grads, *args, **kwargs)
         finally:
-            self._in_backward = False
-            self._inverse_scale = None
-            for handle in self._visiting:
-                handle.remove()
-            self._visiting.clear()
+            self.in_backward = False
+            if self._unscaling is not None:
+                self._unscaling.end()
         if self._accumulation is not None:
             self._accumulation.after_backward()
         else:
@@ -238,7 +195,7 @@ class StepRouter:
         for module in self._sharded if create_graph else ():
             module.set_reshard_after_backward(False)
         try:
-            return _run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+            return interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         finally:
             for module in self._sharded if create_graph else ():
                 module.set_reshard_after_backward(True)
@@ -255,40 +212,15 @@ class StepRouter:
                     "in the state or on the trainer."
                 )
 
-    def _scale(self, outputs: Any, grads: Any) -> Any:
-        assert self._scaler is not None
-        for parameter in self._discovered.optimized():
-            if id(parameter) not in self._unscaled and parameter.requires_grad:
-                self._unscaled[id(parameter)] = parameter
-                _register_first(parameter, self._unscale)
-        if self._searches_left or self._has_visitors:
-            self._searches_left = max(self._searches_left - 1, 0)
-            visitors = [leaf for leaf in _leaves(outputs) if id(leaf) not in self._unscaled]
-            self._has_visitors = self._has_visitors or bool(visitors)
-            self._visiting += [_register_first(leaf, self._unscale) for leaf in visitors]
-        scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
-        self._inverse_scale = self._scaler.inverse_scale()
-        return scaled
-
-    def _unscale(self, grad: Tensor) -> Tensor | None:
-        """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
-        inverse = self._inverse_scale
-        return None if inverse is None else grad * inverse.to(grad.device)
-
-    def _route_optimizer(self, optimizer: Optimizer) -> None:
-        _wrap(optimizer, "step", self._step)
-        if self._hooks.before_zero_grad is not None:
-            _wrap(optimizer, "zero_grad", self._zero_grad)
-
     def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _routers.get(threading.get_ident()) is self and self._hooks.before_zero_grad is not None:
+        if interception.is_active(self) and self._hooks.before_zero_grad is not None:
             self._hooks.before_zero_grad(optimizer)
         return inner(*args, **kwargs)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._in_step or _routers.get(threading.get_ident()) is not self:
+        if self._in_step or not interception.is_active(self):
             return inner(*args, **kwargs)
-        if self._in_backward and self._gradients is not None:
+        if self.in_backward and self._gradients is not None:
             raise ContractError(
                 f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
                 "averaged. Call it after backward, or use one device."
@@ -352,80 +284,6 @@ class StepRouter:
         return nullcontext() if device is None else torch.autocast(device, enabled=False)
 
 
-def _activate(router: StepRouter) -> None:
-    global _unmanaged_check
-    with _lock:
-        _routers[threading.get_ident()] = router
-        if _unmanaged_check is None:
-            setattr(torch.autograd, _ENGINE, _route_backward)
-            _unmanaged_check = register_optimizer_step_pre_hook(_check_managed)
-
-
-def _deactivate() -> None:
-    global _unmanaged_check
-    with _lock:
-        _routers.pop(threading.get_ident(), None)
-        if not _routers and _unmanaged_check is not None:
-            setattr(torch.autograd, _ENGINE, _run_backward)
-            _unmanaged_check.remove()
-            _unmanaged_check = None
-
-
-def _route_backward(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-    router = _routers.get(threading.get_ident())
-    # A backward inside of backward is activation checkpointing.
-    if router is None or router._in_backward:
-        return _run_backward(outputs, grads, *args, **kwargs)
-    if not kwargs.get("accumulate_grad"):
-        return router.grad(outputs, grads, *args, **kwargs)
-    return router.backward(outputs, grads, *args, **kwargs)
-
-
-def _check_managed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
-    router = _routers.get(threading.get_ident())
-    if router is not None:
-        router.check_managed(optimizer)
-
-
-def _wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
-    """Lead ``optimizer.<name>`` through `through`, as a bound method: LR schedulers take it apart to count calls."""
-    inner = getattr(optimizer, name)
-
-    @functools.wraps(inner)
-    def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return through(self, inner, *args, **kwargs)
-
-    setattr(optimizer, name, types.MethodType(routed, optimizer))
-
-
-def _leaves(outputs: Any) -> Iterator[Tensor]:
-    """The tensors that a backward from `outputs` accumulates gradients in."""
-    stack = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        stack.extend(following for following, _ in node.next_functions)
-
-
-def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a gradient hook that runs before those of the trainer, which expect true units."""
-    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks = parameter._backward_hooks
-    assert hooks is not None
-    # The engine walks the underlying dict, which an OrderedDict's move_to_end leaves as it is.
-    others = {key: other for key, other in hooks.items() if key != handle.id}
-    hooks.clear()
-    hooks[handle.id] = hook
-    hooks.update(others)
-    return handle
-
-
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
@@ -436,23 +294,3 @@ def _start_equal(discovered: Discovered, group: dist.ProcessGroup | None) -> Non
     modules = [found.value for found in discovered.modules]
     broadcast_from_zero([t for m in modules for t in (*m.parameters(), *m.buffers())], group)
     broadcast_from_zero([found.value for found in discovered.parameters], group)
-
-
-def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callable[..., None] | None:
-    plain = getattr(pl.Callback, name).__code__
-    callbacks = [
-        functools.partial(method, trainer, module)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if getattr(method := getattr(callback, name), "__code__", None) is not plain
-    ]
-    method = getattr(module, name)
-    if getattr(method, "__code__", None) is not getattr(pl.LightningModule, name).__code__:
-        callbacks.append(method)
-    if not callbacks:
-        return None
-
-    def call(*args: Any) -> None:
-        for callback in callbacks:
-            callback(*args)
-
-    return call

@@ -9,7 +9,8 @@ import torch
 
 from ..discovery import discover
 from ..precision import StepPrecision
-from ..routing import StepHooks, StepRouter
+from ..routing import StepRouter
+from ..step_hooks import StepHooks
 from .subject import Subject
 
 __all__ = ["step_times"]

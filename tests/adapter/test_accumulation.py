@@ -12,7 +12,8 @@ from genlight.adapter.accumulation import Accumulation
 from genlight.adapter.discovery import discover
 from genlight.adapter.precision import StepPrecision
 from genlight.adapter.replication import GradientSync
-from genlight.adapter.routing import StepHooks, StepRouter
+from genlight.adapter.routing import StepRouter
+from genlight.adapter.step_hooks import StepHooks
 from torch import nn
 
 

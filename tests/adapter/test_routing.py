@@ -11,7 +11,8 @@ import torch
 from genlight.adapter.discovery import discover
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.precision import step_precision
-from genlight.adapter.routing import StepHooks, StepRouter, step_hooks, step_router
+from genlight.adapter.routing import StepRouter, step_router
+from genlight.adapter.step_hooks import StepHooks, step_hooks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn

@@ -1,0 +1,104 @@
+"""Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
+
+The entry is replaced while a step runs in any thread, and put back when none does. Calls of other threads, and those of
+``torch.autograd.grad``'s kind inside of a backward, go straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Interceptor", "begin", "end", "is_active", "run_backward", "wrap"]
+
+# The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
+# It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
+_ENGINE = "_engine_run_backward"
+
+run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+"""Torch's own entry: outputs, their gradients, then what the engine takes."""
+
+
+class Interceptor(Protocol):
+    """What is called instead, in the thread that began it."""
+
+    in_backward: bool
+    """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""
+
+    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        """A backward call of the trainer."""
+
+    def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of ``torch.autograd.grad``."""
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Any optimizer is about to step."""
+
+
+_active: dict[int, Interceptor] = {}
+_lock = threading.Lock()
+_step_hook: RemovableHandle | None = None
+
+
+def begin(interceptor: Interceptor) -> None:
+    """Lead the calls of this thread to `interceptor`."""
+    global _step_hook
+    with _lock:
+        _active[threading.get_ident()] = interceptor
+        if _step_hook is None:
+            setattr(torch.autograd, _ENGINE, _intercepted)
+            _step_hook = register_optimizer_step_pre_hook(_before_any_step)
+
+
+def end() -> None:
+    """Leave the calls of this thread alone again."""
+    global _step_hook
+    with _lock:
+        _active.pop(threading.get_ident(), None)
+        if not _active and _step_hook is not None:
+            setattr(torch.autograd, _ENGINE, run_backward)
+            _step_hook.remove()
+            _step_hook = None
+
+
+def is_active(interceptor: Interceptor) -> bool:
+    """Whether the calls of this thread lead to `interceptor`."""
+    return _active.get(threading.get_ident()) is interceptor
+
+
+def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
+    """Lead ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
+
+    As a bound method that keeps its attributes: LR schedulers take it apart to count calls.
+    """
+    inner = getattr(optimizer, name)
+
+    @functools.wraps(inner)
+    def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return through(self, inner, *args, **kwargs)
+
+    setattr(optimizer, name, types.MethodType(routed, optimizer))
+
+
+def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    interceptor = _active.get(threading.get_ident())
+    if interceptor is None or interceptor.in_backward:
+        return run_backward(outputs, grads, *args, **kwargs)
+    # What torch.autograd.grad computes is not accumulated anywhere.
+    if not kwargs.get("accumulate_grad"):
+        return interceptor.grad(outputs, grads, *args, **kwargs)
+    return interceptor.backward(outputs, grads, *args, **kwargs)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
+    interceptor = _active.get(threading.get_ident())
+    if interceptor is not None:
+        interceptor.check_managed(optimizer)

@@ -1,0 +1,94 @@
+"""Scales a backward call and gives every gradient back in true units, before anybody accumulates or reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .discovery import Discovered
+from .precision import TrueUnitScaler
+
+__all__ = ["Unscaling"]
+
+SEARCHED_CALLS = 4
+"""Backward calls whose graph is searched for leaves that no optimizer holds."""
+
+
+class Unscaling:
+    """Scaled backward calls with unscaled gradients.
+
+    Inputs that a trainer differentiates by (an adversarial example) are leaves like parameters, new in every step. To
+    walk the graph for them costs about a millisecond, so it is done on only where the first calls found some.
+    Gradients that ``retain_grad`` keeps inside of the graph stay scaled.
+
+    Args:
+        scaler: Its scale is used; its growth and its skipping are not touched here.
+        discovered: The optimizers' parameters are unscaled in every call.
+    """
+
+    def __init__(self, scaler: TrueUnitScaler, discovered: Discovered) -> None:
+        self._scaler = scaler
+        self._discovered = discovered
+        self._hooked: dict[int, Tensor] = {}
+        self._inverse_scale: Tensor | None = None
+        self._searches_left = SEARCHED_CALLS
+        self._has_visitors = False
+        self._visiting: list[RemovableHandle] = []
+
+    def begin(self, outputs: Any, grads: Any) -> Any:
+        """The root gradients of a backward call, scaled; `end` must follow the call."""
+        for parameter in self._discovered.optimized():
+            if id(parameter) not in self._hooked and parameter.requires_grad:
+                self._hooked[id(parameter)] = parameter
+                _register_first(parameter, self._unscale)
+        if self._searches_left or self._has_visitors:
+            self._searches_left = max(self._searches_left - 1, 0)
+            visitors = [leaf for leaf in _leaves(outputs) if id(leaf) not in self._hooked]
+            self._has_visitors = self._has_visitors or bool(visitors)
+            self._visiting += [_register_first(leaf, self._unscale) for leaf in visitors]
+        scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
+        self._inverse_scale = self._scaler.inverse_scale()
+        return scaled
+
+    def end(self) -> None:
+        """The backward call has ended, or failed."""
+        self._inverse_scale = None
+        for handle in self._visiting:
+            handle.remove()
+        self._visiting.clear()
+
+    def _unscale(self, grad: Tensor) -> Tensor | None:
+        """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
+        inverse = self._inverse_scale
+        return None if inverse is None else grad * inverse.to(grad.device)
+
+
+def _leaves(outputs: Any) -> Iterator[Tensor]:
+    """The tensors that a backward from `outputs` accumulates gradients in."""
+    stack = [output.grad_fn for output in outputs if isinstance(output, Tensor)]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        stack.extend(following for following, _ in node.next_functions)
+
+
+def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register a gradient hook that runs before those of the trainer, which expect true units."""
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._backward_hooks
+    assert hooks is not None
+    # The engine walks the underlying dict, which an OrderedDict's move_to_end leaves as it is.
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()
+    hooks[handle.id] = hook
+    hooks.update(others)
+    return handle
