@@ -262,9 +262,13 @@ class UploadArtifacts(Hook):
 
     def _queue_new_checkpoint(self, path: str, step: int) -> None:
         self._seen_checkpoint = path
-        if os.path.exists(path):  # else it is an address, where somebody else has uploaded it
-            self._awaited = path
-            self.queue_checkpoint(path, step=step)
+        if "://" in path:  # an address: somebody else has uploaded it
+            return
+        if not os.path.exists(path):
+            log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", path)
+            return
+        self._awaited = path
+        self.queue_checkpoint(path, step=step)
 
     def _look_for_files(self, trainer: pl.Trainer) -> None:
         """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""

@@ -243,13 +243,25 @@ def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, t
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_every_checkpoint_that_our_own_callback_wrote_arrives_whatever_it_keeps(fit, chaos, tmp_path, asynchronous):
-    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, keep_last=1, asynchronous=asynchronous)
+    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, keep_last=2, asynchronous=asynchronous)
     fit(every=100, callbacks=[own])
     messages = chaos.messages("/checkpoint")
     assert [(m["step"], m["final"]) for m in messages] == [*((step, False) for step in range(1, 7)), (6, True)]
     assert chaos.messages("/terminal")[0]["final_checkpoint_ref"] == "ref-final-final.json"
     names = chaos.files()
     assert all(f"step-{step:08d}-model.safetensors" in names for step in range(1, 7))
+
+
+def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, chaos, tmp_path, caplog):
+    class Forgetful(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 2:
+                fire(trainer, "on_checkpoint_durable", tmp_path / "gone.json", 2)
+
+    fit(every=100, callbacks=[Forgetful()])
+    assert f"{tmp_path}/gone.json was deleted before it could be queued" in caplog.text
 
 
 def test_a_checkpoint_in_flight_when_training_fails_arrives_before_the_terminal_message(fit, chaos, tmp_path):
