@@ -267,7 +267,10 @@ def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write
     assert second["received"] == size - size // 2
 
 
-def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(chaos, uploader_for, write_checkpoint):
+def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
+    chaos, uploader_for, write_checkpoint, monkeypatch
+):
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.CLOSE_WAIT_S", 60.0)  # else closing cuts the connection
     chaos.control(script=["slow-read"])
     uploader = uploader_for(chaos)
     record, files = write_checkpoint(1)
