@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -123,6 +123,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
+        self.note_save_time: Callable[[float], None] = lambda _: None
+        """Told, on rank zero, how many seconds each save took until durable, its wait for the last one included."""
+        self._save_began_s = 0.0
         self._durable: deque[CheckpointRecord] = deque()
         self._io: DurableCheckpointIO | None = None
         self._previous_step = 0
@@ -133,8 +136,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._pending: dict[str, Any] = {}
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
-        self.best_model_path = ""
-        """The best checkpoint, or the newest without a monitor; what ``ckpt_path="best"`` asks for."""
 
     # Events
 
@@ -237,6 +238,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         return self.dirpath
 
     @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
+        records = [] if self.dirpath is None else [record for record in self._records() if not record.is_old]
+        chosen = best(records, self.retention) or records[-1:]
+        return str(chosen[0].path) if chosen else ""
+
+    @property
     def saves_anything(self) -> bool:
         """Whether a run with this callback saves checkpoints of its own accord."""
         return bool(self.every_n_steps or self.every_n_epochs or self.save_final)
@@ -260,6 +268,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             CheckpointError: The disk has no space for it.
             OSError: It, or the one before it, could not be written.
         """
+        self._save_began_s = time.monotonic()
         step = trainer.global_step
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
@@ -370,13 +379,14 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _on_durable(self, record: CheckpointRecord) -> None:
         """In the thread that wrote: only now may older ones go."""
+        self.note_save_time(time.monotonic() - self._save_began_s)
         self._durable.append(record)
-        records = [listed.record for listed in list_checkpoints(self.directory) if listed.record is not None]
-        best_records = best([r for r in records if not r.is_old], self.retention)
-        self.best_model_path = str((best_records or [record])[0].path)
-        for old in to_delete(records, self.retention):
+        for old in to_delete(self._records(), self.retention):
             if old.path != record.path:
                 _try_to_delete(old.path)
+
+    def _records(self) -> list[CheckpointRecord]:
+        return [listed.record for listed in list_checkpoints(self.directory) if listed.record is not None]
 
     def _report(self, trainer: pl.Trainer) -> None:
         while self._durable:

@@ -93,6 +93,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.timeout(7200)  # The long run has 10,000 trials.
 def test_damage_is_noticed_and_the_checkpoint_before_is_taken(pristine, tmp_path, is_long):
     work = tmp_path / "c"
     good = load(pristine / "step-00000001")

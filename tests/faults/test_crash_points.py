@@ -122,6 +122,9 @@ def base(request, scenario, memory, tmp_path, is_long):
     return (memory if request.param == "memory" else tmp_path) / "c"
 
 
+pytestmark = pytest.mark.timeout(7200)  # On a busy disk the long run syncs for minutes.
+
+
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch):
     """Many writes for few bytes, so that there are many points to crash at."""

@@ -67,6 +67,7 @@ def digest(artifacts):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # The long run kills 1,000 times.
 def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(job, tmp_path, fork_server, is_long):
     started = time.monotonic()
     assert run(fork_server, job, tmp_path / "reference") == 0

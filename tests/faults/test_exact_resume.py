@@ -99,6 +99,7 @@ def assert_equal(actual, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # The long run resumes after each of 100 steps.
 def test_a_run_resumed_after_any_step_ends_with_the_same_bits(table, tmp_path, is_long):
     """Every tenth step, and the whole window after the first of them; in the long run every step."""
     expected = run(table, tmp_path / "c", every_n_steps=1)

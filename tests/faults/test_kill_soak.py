@@ -38,6 +38,7 @@ def run(server, directory, kill_after_s=None):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # The long run kills 1,000 times.
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(tmp_path, fork_server, is_long):
     reference = tmp_path / "reference"
     reference.mkdir()

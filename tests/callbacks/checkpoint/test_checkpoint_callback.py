@@ -98,6 +98,14 @@ def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, m
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
+def test_ckpt_path_best_is_the_newest_where_nothing_is_monitored(tmp_path, make_trainer, make_net, make_loader):
+    trainer = make_trainer(Checkpoint(tmp_path / "c", every_n_steps=2, save_final=False), max_epochs=1)
+    trainer.fit(make_net(), make_loader(5))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(make_net(3), make_loader(5), ckpt_path="best")
+    assert trainer.ckpt_path == str(tmp_path / "c" / "step-00000004.json")
+
+
 class Listener(Hook):
     """Notes what it hears, and where."""
 
