@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
@@ -69,7 +70,7 @@ for _owner, _names in _USED_OF_LIGHTNING:
         )
 
 
-def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> None:
+def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> ContractFitLoop:
     """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
 
     Called from the module's ``setup("fit")``: Lightning has parsed its limits and attached the data by then, and has
@@ -79,13 +80,14 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     if isinstance(old, ContractFitLoop):
         old.module = old.epoch_loop.module = module
         old.epoch_loop._results = _LoggedInSteps(module)
-        return
+        return old
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
     loop.epoch_loop.completed_steps = loop.epoch_loop._batches_that_stepped = start_step
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
     loop._data_source = old._data_source
     trainer.fit_loop = loop
+    return loop
 
 
 class ContractFitLoop(_FitLoop):
@@ -167,6 +169,14 @@ class ContractFitLoop(_FitLoop):
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
         self.epoch_loop.raise_if_stopped()
+
+    @override
+    def on_advance_start(self) -> None:
+        super().on_advance_start()
+        # A feed that was resumed on another number of ranks within an epoch has another length in that epoch.
+        length = None if self._combined_loader is None else sized_len(self._combined_loader)
+        if length is not None:
+            self.max_batches = length
 
     @override
     def on_advance_end(self) -> None:
@@ -259,8 +269,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
             if run_state.stop_reason is not None:
                 raise TrainingCanceled(run_state.stop_reason)
             control = getattr(self.module.step_result, "control", None)
-            if control is not None:
-                self._pause(control.backoff_seconds)
+            if control is not None and not self._is_over(step.batches):
+                self._pause(getattr(control, "backoff_seconds", None))
         else:
             self.exhausted = self.batch_progress.current.ready >= step.batches
         self.on_iteration_done()

@@ -19,7 +19,7 @@ from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from .discovery import Discovered, discover
-from .exceptions import ContractError
+from .exceptions import ContractError, StartupContractError
 from .hosting import check_strategy, leave_unwrapped
 from .loading import load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
@@ -82,7 +82,8 @@ class ContractModule(pl.LightningModule):
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
         if callable(getattr(self.plugin, "save_checkpoint", None)):
             self.save_trainer_files = self._save_trainer_files
-        self._cancel_checks: list[Callable[[], bool]] = []
+        callers_check = self.ctx.is_canceled
+        self._cancel_checks: list[Callable[[], bool]] = [] if callers_check is None else [callers_check]
 
     def resume_from(
         self, *, step: int, payload: dict[str, object] | None = None, checkpoint_dir: Path | None = None
@@ -213,17 +214,19 @@ class ContractModule(pl.LightningModule):
                 "torch.nn.utils.clip_grad_norm_ in train_step"
             )
         if faults:
-            raise MisconfigurationException("; ".join(faults))
+            raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))
 
     @override
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        install_loop(self.trainer, self, start_step=self._start_step)
+        loop = install_loop(self.trainer, self, start_step=self._start_step)
+        if self.job is not None and self.trainer.max_steps == -1 and self.job.max_steps:
+            loop.epoch_loop.max_steps = self.job.max_steps
         leave_unwrapped(self.trainer.strategy)
         self.ended = False
+        self.ctx = self._context()
         if not self.configured:
-            self.ctx = self._context()
             self.plugin.setup(self.ctx)
             self.contract_state = self.plugin.configure(self.ctx)
             self._register(discover(self.contract_state, self.plugin, reserved=dir(self)))
@@ -244,16 +247,11 @@ class ContractModule(pl.LightningModule):
             job=job,
             device=str(trainer.strategy.root_device),
             dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=self._with_callers_check(self.ctx.is_canceled),
+            is_canceled=self.is_canceled,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
         )
-
-    def _with_callers_check(self, check: Callable[[], bool] | None) -> Callable[[], bool]:
-        if check is not None:
-            self.add_cancel_check(check)
-        return self.is_canceled
 
     def _register(self, discovered: Discovered) -> None:
         self.discovered = discovered

@@ -161,4 +161,6 @@ def _fill(queue: _Queue, make: Callable[[], Iterator[Chunk]]) -> None:
 
 def _stop(queue: _Queue, thread: threading.Thread) -> None:
     queue.stop()
-    thread.join()
+    # Garbage may be collected in any thread, in the decoding one too.
+    if thread is not threading.current_thread():
+        thread.join()

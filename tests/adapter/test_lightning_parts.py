@@ -10,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -205,7 +204,7 @@ def test_overfit_batches_repeats_the_first_ones(tmp_path: Path) -> None:
 )
 def test_what_the_trainer_owns_is_refused(tmp_path: Path, setting: dict[str, Any], word: str) -> None:
     """Settings that the trainer class decides are refused with the reason."""
-    with pytest.raises(MisconfigurationException, match=f"the trainer class owns .*{word}"):
+    with pytest.raises(StartupContractError, match=f"the trainer class owns .*{word}"):
         fit(tmp_path, **setting)
 
 

@@ -137,6 +137,26 @@ def test_hooks_are_the_same_under_a_profiler(tmp_path: Path) -> None:
     assert lean.calls == profiled.calls
 
 
+def test_the_jobs_step_limit_holds_where_the_trainer_has_none(tmp_path: Path) -> None:
+    """A Trainer that limits epochs alone stops at the job's steps, and the trainer class is told of them."""
+    module = ContractModule(Counting(), TrainingJobSpec("limit", 7))
+    trainer = trainer_of(tmp_path, max_epochs=9)
+    trainer.fit(module, numbers())
+    assert (trainer.global_step, module.ctx.job.max_steps) == (7, 7)
+
+
+def test_a_second_fit_has_a_context_of_its_own(tmp_path: Path) -> None:
+    """Limits and run state are those of the trainer at hand; the trainer class is set up once."""
+    module = ContractModule(Counting())
+    trainer_of(tmp_path, max_steps=3).fit(module, numbers())
+    first = module.ctx
+    trainer_of(tmp_path, max_steps=6).fit(module, numbers())
+    assert (first.job.max_steps, module.ctx.job.max_steps) == (3, 6)
+    assert module.ctx.run_state is not first.run_state
+    assert len(module.plugin.seen) == 9  # type: ignore[attr-defined]
+    assert not module.is_canceled()
+
+
 def test_global_step_counts_train_steps_whatever_optimizers_do(tmp_path: Path) -> None:
     """A trainer that steps no optimizer still reaches its limit."""
     trainer = trainer_of(tmp_path, max_steps=7)
@@ -214,10 +234,10 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
         return len(asked) > 2
 
     module.add_cancel_check(canceled)
-    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer = trainer_of(tmp_path, max_steps=2)
     trainer.fit(module, numbers())
-    assert trainer.global_step == 1
-    assert len(asked) == 3
+    assert trainer.global_step == 2
+    assert len(asked) == 3, "no pause comes after the last step"
 
 
 def a_table() -> ArrowFeed:
