@@ -87,7 +87,7 @@ def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(built, tmp
     script = (
         "import sys\n"
         "import genlight.adapter, genlight.callbacks, genlight.reporters\n"
-        "from genlight.adapter.cli.main import main\n"
+        "from genlight.adapter.cli.command_line import main\n"
         "from genlight.reporters.event_validation import __file__ as place\n"
         f"for module in (genlight.adapter, genlight.callbacks, genlight.reporters):\n"
         f"    assert module.__file__.startswith({str(site)!r}), module.__file__\n"

@@ -40,7 +40,7 @@ def test_every_snippet_runs(tmp_path: Path) -> None:
             for line in text.splitlines():
                 words = line.split("#")[0].split()
                 if words and words[0] == "genlight":
-                    run(tmp_path, [sys.executable, "-m", "genlight.adapter.cli.main", *words[1:]])
+                    run(tmp_path, [sys.executable, "-m", "genlight.adapter.cli", *words[1:]])
                     ran += 1
     assert ran >= 9
 

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; see `genlight.adapter.cli.main`."""
-    from .main import main as run_main
+    """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`."""
+    from .command_line import main as run_main
 
     return run_main(arguments)

@@ -38,7 +38,7 @@ PUBLIC = {
 LIGHT = (
     "genlight.adapter",
     "genlight.adapter.cli",
-    "genlight.adapter.cli.main",
+    "genlight.adapter.cli.command_line",
     "genlight.adapter.cli.events",
     "genlight.adapter.cli.run",
     "genlight.adapter.cli.uploads",
@@ -151,6 +151,6 @@ def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
 
 
 def test_the_version_is_that_of_the_distribution():
-    from genlight.adapter.cli.main import version_text
+    from genlight.adapter.cli.command_line import version_text
 
     assert f"genlight {importlib.metadata.version('genlight')} " in version_text()

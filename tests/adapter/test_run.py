@@ -379,7 +379,7 @@ def start(job: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "genlight.adapter.cli.main",
+        "genlight.adapter.cli",
         "run",
         str(job),
         "--set",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -11,17 +10,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from genlight.adapter import cli
-
-FUNCTION = cli.main
-COMMAND_LINE = importlib.import_module("genlight.adapter.cli.main")
-cli.main = FUNCTION  # the module of that name has taken its place, also for tests that are collected later
-COMMANDS, LIGHTNING_COMMANDS = COMMAND_LINE.COMMANDS, COMMAND_LINE.LIGHTNING_COMMANDS
-build_parser = COMMAND_LINE.build_parser
-
-COMPLETION_IS_BROKEN = pytest.mark.xfail(
-    strict=True, reason="jsonargparse has --print_completion=shtab-bash instead of --print_shtab=bash"
-)
+from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser
 
 
 @pytest.fixture
@@ -161,7 +150,6 @@ def test_only_the_command_that_is_asked_for_declares_its_arguments():
         build_parser(["events"]).parse_args(["run", "job.json"])
 
 
-@COMPLETION_IS_BROKEN
 def test_a_completion_script_knows_commands_and_their_options(genlight):
     done = genlight("--print_completion=shtab-bash")
 

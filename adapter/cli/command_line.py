@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 __all__ = ["main"]
 
@@ -44,8 +44,8 @@ _NOT_FOR_USERS = (
 )
 """Warnings of Lightning and torch about each other, or about what a trainer class decides."""
 
-COMPLETION = "print_shtab"
-"""jsonargparse's own argument, there when shtab is installed."""
+COMPLETION = "print_completion"
+"""jsonargparse's own argument; of its shells those that begin with ``shtab-`` need shtab."""
 
 LIGHTNING_COMMANDS = {
     "fit": "train from a LightningCLI configuration",
@@ -86,6 +86,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
         words: What is to be parsed. Only the command that it names declares its arguments, since that loads what the
             command stands on; for a completion script all do.
     """
+    set_parsing_settings(add_print_completion_argument=True)
     parser = ArgumentParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
@@ -120,7 +121,3 @@ def _configure_messages() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message=text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
