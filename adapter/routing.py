@@ -107,6 +107,10 @@ class StepRouter:
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
+        self._may_be_written = False
+        """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
+        self._averaged: set[int] = set()
+        """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
         self.in_backward = False
         self._in_step = False
         self._context: AbstractContextManager[None] | None = None
@@ -182,6 +186,7 @@ class StepRouter:
         """Make the gradients those of all ranks, and look at them."""
         if self._gradients is not None:
             self._gradients(ordinal)
+            self._averaged = set(self._managed)
         if self._scaler is not None:
             for found in self._discovered.optimizers:
                 self._scaler.check(found.value)
@@ -192,6 +197,8 @@ class StepRouter:
         Where its result is differentiated again (a gradient penalty), sharded weights must stay whole until then:
         the second backward reads them through no hook that could gather them.
         """
+        if self._gradients is not None and args and any(id(tensor) in self._parameters for tensor in args[0]):
+            self._may_be_written = True
         for module in self._sharded if create_graph else ():
             module.set_reshard_after_backward(False)
         try:
@@ -228,8 +235,8 @@ class StepRouter:
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if self._accumulation is not None:
-            self._accumulation.before_update()
+        if closure is None:
+            self._before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if closure is not None:
@@ -237,6 +244,17 @@ class StepRouter:
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         return self._inside(inner, **kwargs)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        if self._gradients is None:
+            return
+        if self._accumulation is not None:
+            self._accumulation.before_update()
+        if self._may_be_written or id(optimizer) not in self._averaged:
+            self._settle()
+        self._may_be_written = False
+        self._averaged.discard(id(optimizer))
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
@@ -263,8 +281,7 @@ class StepRouter:
                 loss = closure()
         finally:
             self._in_step = was
-        if self._accumulation is not None:
-            self._accumulation.before_update()
+        self._before_update(optimizer)
         if self._gradients is not None:
             loss = average_scalar(loss, self._device, self._gradients.group)
         if self._hooks.before_optimizer_step is not None:

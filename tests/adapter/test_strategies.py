@@ -78,7 +78,7 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 # Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
 UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
-UNSHARDED += ("UnusedOnOneRank", "OwnDdp")
+UNSHARDED += ("UnusedOnOneRank", "OwnDdp", "WritesGradients", "FunctionalGradients", "GradientsOfBothKinds")
 SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
     "Base",

@@ -220,6 +220,47 @@ class Penalty(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class WritesGradients(Base):
+    """No backward at all: torch.autograd.grad, and gradients written by hand."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = grad
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class FunctionalGradients(Base):
+    """The same by torch.func."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+
+        def loss(parameters):
+            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class GradientsOfBothKinds(Base):
+    """A backward call, and something added to its gradients by hand."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["optimizer"].zero_grad()
+        mse_loss(model(batch["x"]), batch["y"]).backward()
+        extra = torch.autograd.grad(0.1 * model(batch["x"]).abs().mean(), model[2].weight)[0]
+        model[2].weight.grad = model[2].weight.grad + extra
+        state["optimizer"].step()
+        return StepResult({})
+
+
 class Lbfgs(Base):
     """Five iterations, for twenty make a rounding error of two half batches 1e-5 in plain torch, too."""
 
@@ -586,6 +627,9 @@ ZOO = {
         EverySecondStep,
         RetainedGraph,
         Penalty,
+        WritesGradients,
+        FunctionalGradients,
+        GradientsOfBothKinds,
         Lbfgs,
         AdamClosure,
         ClippedByNorm,
