@@ -28,14 +28,15 @@ class Failure:
     text: str
     """``category:safe text``, or the reason of a stop."""
     resumable: bool
+    """Whether the same start again goes on from a checkpoint."""
     exit_code: int
 
 
 def describe_failure(
     error: BaseException,
     *,
-    loading: bool,
     has_checkpoint: bool,
+    stage: FailureCategory = "train-step",
     secrets: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Failure:
@@ -43,8 +44,8 @@ def describe_failure(
 
     Args:
         error: What ended the run.
-        loading: Whether training had not begun, so that what tells nothing by its type is ``model-load``.
         has_checkpoint: Whether a restart finds a checkpoint.
+        stage: What was going on: the category of an exception whose type tells nothing.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -52,8 +53,8 @@ def describe_failure(
     if reason is not None:
         return Failure(reason, reason, resumable=True, exit_code=EXIT_STOPPED)
     category = failure_category(error)
-    if category == "train-step" and loading:
-        category = "model-load"
+    if category == "train-step":
+        category = stage
     text = safe_text(error, secrets=secrets, environ=os.environ if environ is None else environ)
     exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
-    return Failure(category, f"{category}:{text}", resumable=has_checkpoint, exit_code=exit_code)
+    return Failure(category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code)

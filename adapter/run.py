@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,40 +19,33 @@ from typing import TYPE_CHECKING
 from ..callbacks.checkpoint.layout import FINAL_NAME
 from ..callbacks.checkpoint.record import RecordMeta
 from ..callbacks.stop_signals import StopSignals
+from ..callbacks.stop_sources import Deadline, cancel_file_is_set
 from ..reporters.event_log import EventLog
-from ..reporters.uploads import TerminalPayload
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
-from .exceptions import (
-    ContractError,
-    EventLogError,
-    InputError,
-    StartupContractError,
-    TrainingCanceled,
-    UploadError,
-)
+from .contract import JobLifecycleClient
+from .exceptions import ContractError, EventLogError, FailureCategory, StartupContractError, TrainingCanceled
 from .failure_sinks import resolve_failure_sinks
-from .failures import EXIT_COMPLETED, EXIT_STARTUP, Failure, describe_failure
-from .faults import redact
+from .failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure
 from .inputs import MaterializedInputs, materialize_inputs
+from .lifecycle import LifecycleSession
 from .loading import find_trainer, make_trainer, on_sys_path
+from .rank_failures import RankFailures, watch_ranks
+from .rank_processes import RankProcesses
 from .resume import Start, decide_start, move_old_artifacts_aside
 from .run_config import RunConfig, resolve_run_config
-from .run_uploads import open_uploader, queue_record, report_startup_failure, settle
+from .run_ending import Completion, Ending, log_failure
+from .run_uploads import open_uploader, queue_record, report_startup_failure
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from ..reporters.uploads import Uploader
     from .contract import TrainerPlugin
     from .module import ContractModule
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
 
 log = logging.getLogger(__name__)
-
-_USERS_MISTAKES = (StartupContractError, InputError, ContractError, UploadError, TrainingCanceled)
-"""Failures whose message says all; a traceback would bury it."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +59,8 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """How a run that completed ended."""
-
-    step: int
-    final_checkpoint: Path | None
-    stopped: str | None = None
+    lifecycle: JobLifecycleClient | None = None
+    """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
 
 
 def run_training_runtime_from_env() -> int:
@@ -94,48 +80,54 @@ def run_job(options: RunOptions) -> int:
             if not _is_first_rank():
                 return _follow(config, options, signals)
             prepare_artifact_dirs(config)
-            with lock_artifacts(config), EventLog(config.events_path, run_id=config.run_id) as event_log:
+            with lock_artifacts(config), _open_event_log(config) as event_log:
                 return _attempt(config, options, signals, event_log)
-        except (StartupContractError, EventLogError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
             return _report_startup_failure(options, error)
 
 
-def _is_first_rank() -> bool:
-    """Whether this process is rank 0, as far as a launcher's environment tells before there is a process group."""
+def _open_event_log(config: RunConfig) -> EventLog:
+    try:
+        return EventLog(config.events_path, run_id=config.run_id)
+    except EventLogError as error:
+        raise StartupContractError("startup.artifacts_in_use", str(error)) from error
+
+
+def _rank() -> int:
+    """The rank of this process, as far as a launcher's environment tells before there is a process group."""
     for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         if os.environ.get(name, "").isdigit():
-            return int(os.environ[name]) == 0
-    return True
+            return int(os.environ[name])
+    return 0
+
+
+def _is_first_rank() -> bool:
+    return _rank() == 0
 
 
 def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> int:
-    """Everything after the event log is open; leaves exactly one terminal event.
-
-    It comes last: required uploads settle, the terminal message is acknowledged, then the event says how it ended.
-    """
-    training = _Training(config, signals, event_log)
+    """Everything after the event log is open; leaves exactly one terminal event."""
+    ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
+    ranks.clear()
+    ending = Ending(config, event_log, signals, ranks, options.environ)
+    training = _Training(config, signals, ending)
+    ending.failed_step, ending.stage = lambda: training.failed_step, lambda: training.stage
     with contextlib.ExitStack() as stack:
-        completion: Completion | None = None
         try:
+            if options.lifecycle is not None:
+                ending.lifecycle = stack.enter_context(LifecycleSession(options.lifecycle, config.run_id))
+                training.checks.append(ending.lifecycle.reason)
             if options.fresh:
                 _start_afresh(config)
-            training.uploader = open_uploader(config)
-            if training.uploader is not None:
-                stack.callback(training.uploader.close)
+            ending.uploader = open_uploader(config)
+            if ending.uploader is not None:
+                stack.callback(ending.uploader.close)
             completion = training.run(allow_changed=options.allow_changed)
-            settle(training.uploader)
-            _tell_completed(training.uploader, completion, event_log.attempt)
+            code = ending.complete(completion)
         except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
-            failure = _describe(config, options, event_log, error)
-            _log_failure(error, failure, secrets=(config.token,))
-            _tell_failed(training, failure, event_log.attempt)
-            event_log.failed(
-                step=training.failed_step, error=failure.text, category=failure.category, resumable=failure.resumable
-            )
-            return failure.exit_code
-    event_log.completed(step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped)
+            return ending.fail(error)
     _show_results(config, completion)
-    return EXIT_COMPLETED
+    return code
 
 
 def _start_afresh(config: RunConfig) -> None:
@@ -144,94 +136,94 @@ def _start_afresh(config: RunConfig) -> None:
         log.info("moved earlier artifacts to %s", moved)
 
 
-def _describe(config: RunConfig, options: RunOptions, event_log: EventLog, error: BaseException) -> Failure:
-    return describe_failure(
-        error,
-        loading=event_log.phase == "new",
-        has_checkpoint=any(config.checkpoints_dir.glob("*.json")),
-        secrets=(config.token or "",),
-        environ=options.environ,
-    )
-
-
-def _tell_completed(uploader: Uploader | None, completion: Completion, attempt: int) -> None:
-    """Have the end acknowledged.
-
-    Raises:
-        UploadError: It was refused, or not acknowledged by the deadline.
-    """
-    if uploader is None:
-        return
-    final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
-    error = uploader.deliver_terminal(TerminalPayload("completed", completion.step, final, attempt=attempt)).error()
-    if error is not None:
-        raise error
-
-
-def _tell_failed(training: _Training, failure: Failure, attempt: int) -> None:
-    """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the spool."""
-    uploader = training.uploader
-    if uploader is None:
-        return
-    if failure.category not in ("upload", "auth"):  # those have waited for the deadline already
-        result = uploader.settle(progress=log.info)
-        if not result.ok:
-            log.error("uploads of the failed run: %s", result.error())
-    payload = TerminalPayload("failed", training.failed_step, error=failure.text, attempt=attempt)
-    error = uploader.deliver_terminal(payload).error()
-    if error is not None:
-        log.error("the failure could not be reported: %s", error)
-
-
 def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
     """A rank other than the first: trains along, and leaves every report to rank 0."""
+    training = _Training(config, signals, None)
     try:
-        _Training(config, signals, None).run(allow_changed=options.allow_changed)
+        training.run(allow_changed=options.allow_changed)
     except TrainingCanceled:
         # A launcher ends the other processes when one leaves with an error, rank 0 while it still reports.
         return EXIT_COMPLETED
+    except BaseException as error:  # noqa: BLE001 - rank 0 reports it
+        return _tell_first_rank(config, options, training.stage, error)
     return EXIT_COMPLETED
+
+
+def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
+    """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves."""
+    secrets = (config.token or "",)
+    failure = describe_failure(error, stage=stage, has_checkpoint=False, secrets=secrets, environ=options.environ)
+    log_failure(error, failure, secrets=secrets)
+    ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
+    ranks.note(_rank(), failure)
+    ranks.wait_until_reported()
+    return failure.exit_code
 
 
 class _Training:
     """One attempt to train; remembers how far it came, for the report of a failure."""
 
-    def __init__(self, config: RunConfig, signals: StopSignals, event_log: EventLog | None) -> None:
+    def __init__(self, config: RunConfig, signals: StopSignals, ending: Ending | None) -> None:
         self.config = config
         self.signals = signals
-        self.event_log = event_log
-        self.uploader: Uploader | None = None
+        self.ending = ending
         self.module: ContractModule | None = None
+        self.checks: list[Callable[[], str | None]] = []
+        """Further sources of a stop; each returns a reason, or None."""
+        self._stage: FailureCategory = "model-load"
+        self._deadline = Deadline(config.max_runtime_s)
 
     @property
     def failed_step(self) -> int:
         return self.module.failed_step if self.module is not None else 0
 
+    @property
+    def stage(self) -> FailureCategory:
+        """What is going on, for a failure that tells nothing by its type."""
+        has_started = self.failed_step > 0 if self.ending is None else self.ending.event_log.phase != "new"
+        return "train-step" if has_started else self._stage
+
     def run(self, *, allow_changed: bool) -> Completion:
         config = self.config
-        self._raise_if_stopped()
+        self._raise_if_signalled()
         from_ref = config.inputs.resume_checkpoint_ref is not None
+        self._stage = "input"
         start = Start() if from_ref else decide_start(config, allow_changed=allow_changed)
         for warning in start.warnings:
             log.warning(warning)
         if start.is_finished:
             return self._already_finished(start)
+        self._raise_if_stopped()
         inputs = materialize_inputs(config, raise_if_stopped=self._raise_if_stopped)
         if from_ref:
             start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
+        self._stage = "model-load"
         with on_sys_path([config.spec_dir, Path.cwd()]):
             return self._train(_load_trainer(config), inputs, start)
 
-    def _raise_if_stopped(self) -> None:
+    def _raise_if_signalled(self) -> None:
         if self.signals.reason is not None:
             raise TrainingCanceled(self.signals.reason)
 
+    def _raise_if_stopped(self) -> None:
+        """Before there are callbacks that watch, as while inputs are fetched."""
+        self._raise_if_signalled()
+        config = self.config
+        if config.canceled or (config.cancel_file is not None and cancel_file_is_set(config.cancel_file)):
+            raise TrainingCanceled("canceled")
+        if self._deadline.is_over(time.monotonic()):
+            raise TrainingCanceled("timeout")
+        for check in self.checks:
+            reason = check()
+            if reason is not None:
+                raise TrainingCanceled(reason)
+
     def _already_finished(self, start: Start) -> Completion:
         assert start.record is not None
-        if self.event_log is not None:
-            self.event_log.started()
-        if self.uploader is not None:
-            queue_record(self.uploader, start.record)
+        if self.ending is not None:
+            self.ending.event_log.started()
+            if self.ending.uploader is not None:
+                queue_record(self.ending.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
         return Completion(start.record.step, start.record.path)
 
@@ -254,9 +246,38 @@ class _Training:
                 step=record.step, payload=record.state, checkpoint_dir=trainer_directory(record.path)
             )
         resumes = record is not None and not record.is_old
-        trainer.fit(self.module, datamodule=data, ckpt_path=str(record.path) if record and resumes else None)
+        with self._watching_ranks(trainer):
+            self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
         final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
         return Completion(self.module.completed_steps, final if final.exists() else None, self.module.stopped)
+
+    @staticmethod
+    def _fit(
+        trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
+    ) -> None:
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
+                raise TrainingCanceled("canceled") from error.__context__
+            raise
+
+    @contextlib.contextmanager
+    def _watching_ranks(self, trainer: pl.Trainer) -> Iterator[None]:
+        """End the run when another rank fails, also while this one hangs in a collective."""
+        if self.ending is None or trainer.world_size == 1:
+            yield
+            return
+        ranks = self.ending.rank_failures
+        ranks.expects_ranks = True
+        children = RankProcesses(trainer)
+        ranks.children = children
+        self.ending.end_ranks = children.kill
+        stop = watch_ranks(ranks, self.ending.fail_and_exit)
+        try:
+            yield
+        finally:
+            stop()
 
     def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
@@ -268,20 +289,23 @@ class _Training:
         from ..reporters.event_logger import EventLogger
 
         callbacks = callbacks_of(trainer)
-        attempt = self.event_log.attempt if self.event_log is not None else 1
+        attempt = self.ending.event_log.attempt if self.ending is not None else 1
         state = run_state_of(trainer)
         state.run_id, state.attempt = self.config.run_id, attempt
         for callback in callbacks:
             if isinstance(callback, StopRequests):
                 callback.signals = self.signals
+                for check in self.checks:
+                    callback.add_check(check)
             if isinstance(callback, Checkpoint):
                 callback.run = self._record_meta(attempt)
-        if self.event_log is not None:
-            attached = EventLogger.attached(self.event_log)
-            trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
-            callbacks.insert(0, RecordEvents(self.event_log))
-        if self.uploader is not None:
-            callbacks.append(UploadArtifacts(self.uploader))
+        if self.ending is None:
+            return
+        attached = EventLogger.attached(self.ending.event_log)
+        trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
+        callbacks.insert(0, RecordEvents(self.ending.event_log))
+        if self.ending.uploader is not None:
+            callbacks.append(UploadArtifacts(self.ending.uploader))
 
     def _record_meta(self, attempt: int) -> RecordMeta:
         """What every checkpoint of this run says of it."""
@@ -303,7 +327,7 @@ def _load_trainer(config: RunConfig) -> TrainerPlugin:
     """
     try:
         target = find_trainer(config.trainer)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         context = "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {_kind(error)}: "
         raise StartupContractError("startup.invalid_trainer", f"{context}{error}") from error
     return make_trainer(target)
@@ -313,33 +337,22 @@ def _kind(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _report_startup_failure(options: RunOptions, error: StartupContractError | EventLogError) -> int:
+def _report_startup_failure(options: RunOptions, error: Exception) -> int:
     """Say why a run could not start, and leave a ``failed`` event where there is a place for it."""
     sinks = resolve_failure_sinks(spec_path=options.spec_path, overrides=options.overrides, environ=options.environ)
-    if isinstance(error, EventLogError):
-        error = StartupContractError("startup.artifacts_in_use", str(error))
     failure = describe_failure(
-        error, loading=True, has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
+        error, stage="startup", has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
     )
-    _log_failure(error, failure, secrets=(sinks.token,))
+    log_failure(error, failure, secrets=(sinks.token,))
     report_startup_failure(sinks, failure)
-    if sinks.events_path is not None and error.code != "startup.artifacts_in_use":
+    in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
+    if sinks.events_path is not None and not in_use:
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
                 event_log.failed(step=0, error=failure.text, category=failure.category)
         except (OSError, EventLogError) as problem:
             log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP
-
-
-def _log_failure(error: BaseException, failure: Failure, *, secrets: Sequence[str | None]) -> None:
-    """Say what went wrong, with a traceback where the message alone does not tell."""
-    if isinstance(error, TrainingCanceled):
-        log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
-        return
-    mistake = isinstance(error, _USERS_MISTAKES)
-    text = str(error) if mistake else "".join(traceback.format_exception(error)).rstrip()
-    log.error("%s failure: %s", failure.category, redact(text, secrets))
 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ..callbacks.checkpoint.record import CheckpointRecord
@@ -46,15 +47,21 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     return uploader
 
 
-def settle(uploader: Uploader | None) -> None:
-    """Wait for the required uploads.
+def settle(uploader: Uploader | None, *, raise_if_stopped: Callable[[], None]) -> None:
+    """Wait for the required uploads, as long as no stop is asked for.
 
     Raises:
         UploadError: One was refused, or did not arrive by the deadline.
+        TrainingCanceled: What `raise_if_stopped` raised, which is called about once a second.
     """
     if uploader is None:
         return
-    error = uploader.settle(progress=log.info).error()
+
+    def show(line: str) -> None:
+        raise_if_stopped()
+        log.info("%s", line)
+
+    error = uploader.settle(progress=show).error()
     if error is not None:
         raise error
 

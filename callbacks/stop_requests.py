@@ -14,18 +14,18 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
-from .hook import Hook, run_state_of
+from .checkpoint.checkpoint import Checkpoint
+from .hook import Hook, callbacks_of, run_state_of
 from .stop_signals import StopSignals
+from .stop_sources import Deadline, cancel_file_is_set
 
-__all__ = ["StopRequests", "cancel_file_is_set", "process_age_s"]
+__all__ = ["StopRequests"]
 
 POLL_S = 0.05
 """How often files are looked at; a look costs more than the rest of a step's checks."""
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
-
-_TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
 
 
 class StopRequests(Hook):
@@ -40,7 +40,8 @@ class StopRequests(Hook):
     Args:
         cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
             cannot be read counts as asking.
-        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        max_runtime_s: Limit in seconds since the process started; None means no limit. Slurm's end time is a limit too.
+            The run stops so much earlier that a save of the duration measured so far still fits in.
         canceled: Whether the run is cancelled before it starts.
         signals: Signals already handled by the caller; None handles them while training.
 
@@ -63,7 +64,7 @@ class StopRequests(Hook):
         if max_runtime_s is not None and max_runtime_s < 0:
             raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
         self.cancel_file = Path(cancel_file) if cancel_file is not None else None
-        self.deadline = time.monotonic() - process_age_s() + max_runtime_s if max_runtime_s else None
+        self.deadline = Deadline(max_runtime_s)
         self.signals = signals or StopSignals()
         self._checks: list[Callable[[], str | None]] = []
         self._requested: StopReason | None = "canceled" if canceled else None
@@ -86,13 +87,16 @@ class StopRequests(Hook):
         return self._requested
 
     def _look(self, now: float) -> StopReason | None:
-        if self.deadline is not None and now >= self.deadline:
+        if self.deadline.is_over(now):
             return "timeout"
         if self.cancel_file is not None and cancel_file_is_set(self.cancel_file):
             return "canceled"
         reasons = (check() for check in self._checks)
         reason = next((reason for reason in reasons if reason is not None), None)
         return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
+
+    def _note_save_time(self, seconds: float) -> None:
+        self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,6 +108,10 @@ class StopRequests(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning's handlers, registered just before, talk to other ranks from inside the signal, which can hang.
         self.signals.install()
+        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        self.deadline.saves = bool(savers)
+        for saver in savers:
+            saver.note_save_time = self._note_save_time
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         code = _REASONS.index(cast("StopReason | None", self.requested()))
@@ -164,24 +172,3 @@ class _Agreement:
         self._work.wait()
         self._work = None
         return int(self._number)
-
-
-def cancel_file_is_set(path: Path) -> bool:
-    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(64)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return text.decode(errors="replace").strip().lower() in _TRUE
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started, imports included."""
-    with open("/proc/self/stat") as stat:
-        # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
-        started_ticks = int(stat.read().rpartition(")")[2].split()[19])
-    # Not /proc/uptime: in some containers that counts from the container's start, starttime from the machine's.
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

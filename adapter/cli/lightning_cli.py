@@ -95,8 +95,8 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
         GenlightCLI(arguments)
     except TrainingCanceled as error:
         log.warning("stopped: %s; start again with --resume auto to go on", error.reason)
-        return describe_failure(error, loading=False, has_checkpoint=True).exit_code
+        return describe_failure(error, has_checkpoint=True).exit_code
     except GenlightError as error:
         log.error("%s", error)  # noqa: TRY400 - its message says all
-        return describe_failure(error, loading=False, has_checkpoint=False).exit_code
+        return describe_failure(error, has_checkpoint=False).exit_code
     return 0

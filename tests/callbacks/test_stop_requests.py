@@ -15,8 +15,8 @@ import pytest
 from genlight.adapter.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook import run_state_of
-from genlight.callbacks.stop_requests import cancel_file_is_set, process_age_s
 from genlight.callbacks.stop_signals import REASON_OF_SIGNAL, StopSignals
+from genlight.callbacks.stop_sources import cancel_file_is_set, process_age_s
 
 
 class Doing(Hook):
@@ -116,7 +116,7 @@ def test_the_limit_counts_from_the_start_of_the_process(train):
 
 def test_a_limit_that_passes_while_training_stops_it_after_the_step(train):
     stop = Agreeable(max_runtime_s=1e6)
-    seen = Doing(4, lambda: setattr(stop, "deadline", time.monotonic()))
+    seen = Doing(4, lambda: setattr(stop.deadline, "at", time.monotonic()))
 
     with pytest.raises(TrainingCanceled, match="timeout"):
         train([seen, stop])

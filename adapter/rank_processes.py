@@ -1,0 +1,52 @@
+"""The processes of other ranks that Lightning started from this one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+__all__ = ["RankProcesses"]
+
+
+class RankProcesses(Sequence[subprocess.Popen[bytes]]):
+    """Those that run now: none before they are started, or where another launcher did.
+
+    Lightning's own observer kills all processes, this one too, up to five seconds after one has died, which may be
+    before the run has reported it. It is put to rest here: what has died is seen by `watch_ranks` sooner.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        processes: list[subprocess.Popen[bytes]] = getattr(self._trainer.strategy.launcher, "procs", [])
+        if processes:
+            for thread in threading.enumerate():
+                if thread.name == "child-process-observer":
+                    thread._child_processes = []  # type: ignore[attr-defined]  # one without children ends
+        return processes
+
+    @overload
+    def __getitem__(self, index: int) -> subprocess.Popen[bytes]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[subprocess.Popen[bytes]]: ...
+    def __getitem__(self, index: int | slice) -> subprocess.Popen[bytes] | list[subprocess.Popen[bytes]]:
+        return self._processes()[index]
+
+    def __iter__(self) -> Iterator[subprocess.Popen[bytes]]:
+        return iter(self._processes())
+
+    def __len__(self) -> int:
+        return len(self._processes())
+
+    def kill(self) -> None:
+        """End them at once: one that hangs in a collective heeds nothing else."""
+        for process in self._processes():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)

@@ -1,0 +1,208 @@
+"""How an attempt is reported to have ended: exactly once, whichever thread comes first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ..callbacks.stop_signals import StopSignals
+from ..reporters.event_log import EventLog
+from ..reporters.uploads import TerminalPayload
+from .exceptions import (
+    ContractError,
+    EventLogError,
+    FailureCategory,
+    InputError,
+    StartupContractError,
+    TrainingCanceled,
+    UploadError,
+)
+from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure
+from .faults import redact
+from .rank_failures import RankFailures
+from .run_config import RunConfig
+from .run_uploads import settle
+
+if TYPE_CHECKING:
+    from ..reporters.uploads import Uploader
+    from .lifecycle import LifecycleSession
+
+__all__ = ["Completion", "Ending", "log_failure"]
+
+log = logging.getLogger(__name__)
+
+_USERS_MISTAKES = (StartupContractError, InputError, ContractError, UploadError, TrainingCanceled)
+"""Failures whose message says all; a traceback would bury it."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """How a run that completed ended."""
+
+    step: int
+    final_checkpoint: Path | None
+    stopped: str | None = None
+
+
+class Ending:
+    """Leaves the one terminal event of an attempt, its last line.
+
+    Required uploads settle, the terminal message is acknowledged, then the event says how it ended. The training
+    thread ends an attempt by `complete` or `fail`; a thread that watches over it by `fail_and_exit`, where the
+    training thread may hang for ever.
+
+    Args:
+        config: The run.
+        event_log: Its log, open.
+        signals: A stop signal that comes while uploads settle ends the wait.
+        rank_failures: What other ranks say went wrong first.
+        environ: Environment whose values must not be shown; None takes the process's own.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        event_log: EventLog,
+        signals: StopSignals,
+        rank_failures: RankFailures,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config = config
+        self.event_log = event_log
+        self.signals = signals
+        self.rank_failures = rank_failures
+        self.environ = environ
+        self.uploader: Uploader | None = None
+        self.lifecycle: LifecycleSession | None = None
+        self.stage: Callable[[], FailureCategory] = lambda: "model-load"
+        """What is going on, for a failure that tells nothing by its type."""
+        self.failed_step: Callable[[], int] = lambda: 0
+        self.end_ranks: Callable[[], None] = lambda: None
+        """Ends the processes of other ranks that this one started."""
+        self._claim = threading.Lock()
+        self._owner = 0
+        self._settled = False
+
+    def complete(self, completion: Completion) -> int:
+        """Report that the run ended as planned; returns the exit code.
+
+        Raises:
+            UploadError: Something required did not arrive by the deadline, and nothing was reported.
+            TrainingCanceled: A stop signal came first, and nothing was reported.
+        """
+        self._claim_in_training_thread()
+        self._settled = True
+        settle(self.uploader, raise_if_stopped=self._raise_if_stopped)
+        self._tell_completed(completion)
+        if self.lifecycle is not None:
+            self.lifecycle.completed(completion.step, completion.final_checkpoint)
+        try:
+            self.event_log.completed(
+                step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped
+            )
+        except EventLogError as error:
+            log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
+            return EXIT_FAILED
+        return EXIT_COMPLETED
+
+    def fail(self, error: BaseException) -> int:
+        """Report what ended the run, in the training thread; returns the exit code."""
+        self._claim_in_training_thread()
+        own = self._describe(error)
+        first = own if isinstance(error, TrainingCanceled) else self.rank_failures.first_cause(own, time.time())
+        return self._report(error, first)
+
+    def fail_and_exit(self, error: BaseException, failure: Failure | None = None) -> None:
+        """Report what ended the run and end this process, whatever the training thread does.
+
+        Returns only where the training thread is reporting already.
+        """
+        if not self._claim.acquire(blocking=False):
+            return
+        code = EXIT_FAILED
+        try:
+            code = self._report(error, failure or self._describe(error))
+            self.end_ranks()
+        except BaseException:
+            log.exception("the end of the run could not be reported")
+        finally:
+            logging.shutdown()
+            os._exit(code)
+
+    def _claim_in_training_thread(self) -> None:
+        if self._claim.locked() and self._owner == threading.get_ident():
+            return  # `complete` failed, and `fail` says so
+        if not self._claim.acquire(blocking=False):
+            _wait_for_the_end()
+        self._owner = threading.get_ident()
+
+    def _describe(self, error: BaseException) -> Failure:
+        return describe_failure(
+            error,
+            stage=self.stage(),
+            has_checkpoint=any(self.config.checkpoints_dir.glob("*.json")),
+            secrets=(self.config.token or "",),
+            environ=self.environ,
+        )
+
+    def _report(self, error: BaseException, failure: Failure) -> int:
+        step = self.failed_step()
+        log_failure(error, failure, secrets=(self.config.token,))
+        self._tell_failed(failure, step)
+        if self.lifecycle is not None:
+            self.lifecycle.failed(step, failure.text)
+        try:
+            self.event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
+        except EventLogError as problem:
+            log.error("the failure could not be recorded: %s", problem)  # noqa: TRY400
+        self.rank_failures.clear()
+        return failure.exit_code
+
+    def _raise_if_stopped(self) -> None:
+        if self.signals.reason is not None:
+            raise TrainingCanceled(self.signals.reason)
+
+    def _tell_completed(self, completion: Completion) -> None:
+        if self.uploader is None:
+            return
+        final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
+        payload = TerminalPayload("completed", completion.step, final, attempt=self.event_log.attempt)
+        error = self.uploader.deliver_terminal(payload).error()
+        if error is not None:
+            raise error
+
+    def _tell_failed(self, failure: Failure, step: int) -> None:
+        """Deliver what the run has left to deliver, and how it ended; what cannot be delivered stays in the spool."""
+        if self.uploader is None:
+            return
+        if not self._settled:  # else that was waited for already
+            result = self.uploader.settle(progress=log.info)
+            if not result.ok:
+                log.error("uploads of the failed run: %s", result.error())
+        payload = TerminalPayload("failed", step, error=failure.text, attempt=self.event_log.attempt)
+        error = self.uploader.deliver_terminal(payload).error()
+        if error is not None:
+            log.error("the failure could not be reported: %s", error)
+
+
+def _wait_for_the_end() -> NoReturn:
+    """Another thread is reporting, and ends the process then."""
+    while True:
+        time.sleep(3600)
+
+
+def log_failure(error: BaseException, failure: Failure, *, secrets: Sequence[str | None]) -> None:
+    """Say what went wrong, with a traceback where the message alone does not tell."""
+    if isinstance(error, TrainingCanceled):
+        log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
+        return
+    mistake = isinstance(error, _USERS_MISTAKES)
+    text = str(error) if mistake else "".join(traceback.format_exception(error)).rstrip()
+    log.error("%s failure: %s", failure.category, redact(text, secrets))

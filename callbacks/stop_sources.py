@@ -1,0 +1,94 @@
+"""Where a request to stop can come from, without torch: a flag, a file, a limit, signals."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["Deadline", "cancel_file_is_set", "process_age_s"]
+
+_TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
+
+SAVE_MARGIN = 1.5
+"""How much longer than the longest one so far the last save may take."""
+UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
+"""What the first save is taken to need: a share of the whole time, and a bound on it."""
+
+
+class Deadline:
+    """When a run must have ended, and how long before that it has to stop for its last checkpoint.
+
+    Args:
+        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        ends_at_s: When the machine is taken away, in seconds since 1970; None takes ``SLURM_JOB_END_TIME`` from
+            `environ`.
+        environ: None takes the process's own environment.
+    """
+
+    def __init__(
+        self,
+        max_runtime_s: float | None = None,
+        *,
+        ends_at_s: float | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        now = time.monotonic()
+        ends_at_s = slurm_end_time_s(environ) if ends_at_s is None else ends_at_s
+        ends = [now - process_age_s() + max_runtime_s] if max_runtime_s else []
+        ends += [now + ends_at_s - time.time()] if ends_at_s is not None else []
+        self.at = min(ends, default=None)
+        """On the clock of ``time.monotonic``; None means no limit."""
+        self.saves = False
+        """Whether a stop saves a checkpoint, for which time must be left."""
+        self.save_s: float | None = None
+        """The longest save so far; None while there was none."""
+        self._unmeasured_s = 0.0 if self.at is None else min(UNMEASURED_SHARE * (self.at - now), UNMEASURED_MOST_S)
+        self._looked_at: float | None = None
+        self._gap_s = 0.0
+
+    @property
+    def margin_s(self) -> float:
+        """How long before the end to stop: a save, and the time until the next look, which a long step delays."""
+        if not self.saves:
+            return 0.0
+        save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
+        return max(save_s, 0.0) + self._gap_s
+
+    def is_over(self, now: float) -> bool:
+        """Whether to stop, looked at at `now` on the clock of ``time.monotonic``; call it about once a step."""
+        if self.at is None:
+            return False
+        if self._looked_at is not None:
+            # The longest gap, slowly forgotten: one slow step at the start shall not cost hours at the end.
+            self._gap_s = max(now - self._looked_at, 0.99 * self._gap_s)
+        self._looked_at = now
+        return now + self.margin_s >= self.at
+
+
+def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:
+    """When Slurm ends this job, in seconds since 1970; None outside of one, or where it does not say."""
+    text = (os.environ if environ is None else environ).get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+
+def cancel_file_is_set(path: Path) -> bool:
+    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(64)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return text.decode(errors="replace").strip().lower() in _TRUE
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included."""
+    with open("/proc/self/stat") as stat:
+        # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
+        started_ticks = int(stat.read().rpartition(")")[2].split()[19])
+    # Not /proc/uptime: in some containers that counts from the container's start, starttime from the machine's.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,168 @@
+"""A job of a few steps in a folder of its own, and a loopback server that answers as a test wants it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from genlight.adapter.run import RunOptions, run_job
+from genlight.reporters import read_events
+from genlight.reporters.event_validation import validate_events
+
+HERE = Path(__file__).parent
+
+
+class Server:
+    """Serves the files of a folder below ``/files``, takes every POST; `status` and `delay_s` go by path."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.status, self.delay_s, self.answers, self.posts, self.headers = {}, {}, {}, [], []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                path = self.path.partition("?")[0]
+                time.sleep(server.delay_s.get(path, 0))
+                server.headers.append((path, dict(self.headers)))
+                file = server.folder / path.removeprefix("/files/")
+                found = path.startswith("/files/") and file.is_file()
+                self._answer(server.status.get(path, 200 if found else 404), file.read_bytes() if found else b"")
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
+                server.headers.append((self.path, dict(self.headers)))
+                time.sleep(server.delay_s.get(self.path, 0))
+                code = server.status.get(self.path, 200)
+                if code == 200:
+                    server.posts.append((self.path, body))
+                self._answer(code, json.dumps(server.answers.get(self.path, {"ok": True})).encode())
+
+            def _answer(self, code, body):
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def log_message(self, *_): ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self.thread.start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.http.server_port}"
+
+    def posted(self, path):
+        return [body for posted_to, body in self.posts if posted_to == path]
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+
+class Job:
+    """A job in a folder; runs in this process by `run`, in one of its own by `start`."""
+
+    def __init__(self, folder, server):
+        self.folder, self.server = folder, server
+        self.out = folder / "out"
+        self.spec = folder / "job.json"
+        self.environ = {}
+
+    @property
+    def events_path(self):
+        return self.out / "metrics" / "events.jsonl"
+
+    def write(self, *, plan=None, **fields):
+        job = {
+            "run_id": "faulty",
+            "trainer": "fault_trainer:Faulty",
+            "max_steps": 5,
+            "metric_every": 2,
+            "checkpoint_every": 2,
+            "mock_batches": [1, 2, 3, 4, 5],
+            "lightning": {"accelerator": "cpu"},
+            "hyperparams": plan or {},
+            "uploads": {"terminal_url": f"{self.server.url}/terminal"},
+            **fields,
+        }
+        job = {key: value for key, value in job.items() if value is not ...}
+        self.spec.write_text(json.dumps(job).replace("SERVER", self.server.url))
+
+    def run(self, *overrides, **options):
+        environ = {**os.environ, **self.environ}
+        overrides = (f"artifacts_dir={self.out}", *overrides)
+        return run_job(RunOptions(spec_path=self.spec, overrides=overrides, environ=environ, **options))
+
+    def start(self, *arguments):
+        command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(self.spec), *arguments]
+        environ = {**os.environ, **self.environ, "PYTHONPATH": str(HERE), "TRAINER_ARTIFACTS_DIR": str(self.out)}
+        self.log = (self.folder / "stderr").open("wb")
+        return subprocess.Popen(command, cwd=self.folder, env=environ, stderr=self.log, stdout=self.log)
+
+    def wait_until(self, condition, process=None, limit_s=90):
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert process is None or process.poll() is None, (self.folder / "stderr").read_text()
+            assert time.monotonic() < end, (self.folder / "stderr").read_text()
+            time.sleep(0.02)
+
+    def events(self):
+        """The event log, after proving it sound."""
+        assert validate_events(self.events_path) == []
+        return list(read_events(self.events_path))
+
+    def terminal_event(self):
+        """The last line of the attempt, the only terminal one of it."""
+        events = self.events()
+        ends = [i for i, event in enumerate(events[:-1]) if event["event"] in ("completed", "failed")]
+        attempt = events[max(ends, default=-1) + 1 :]
+        assert [event["event"] in ("completed", "failed") for event in attempt] == [False] * (len(attempt) - 1) + [True]
+        return attempt[-1]
+
+
+@pytest.fixture
+def server(tmp_path):
+    served = Server(tmp_path)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch, server):
+    """The folder holds a sound Parquet file and two that are not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(HERE)
+    pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
+    data = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "truncated.parquet").write_bytes(data[: len(data) // 2])
+    (tmp_path / "corrupt.parquet").write_bytes(data[:4] + bytes(len(data) - 12) + data[-8:])
+    made = Job(tmp_path, server)
+    made.write()
+    return made
+
+
+@pytest.fixture
+def kill_after():
+    """Processes that must not outlive the test."""
+    started = []
+    yield started.append
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()

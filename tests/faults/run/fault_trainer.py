@@ -1,0 +1,102 @@
+"""A trainer that does what its hyperparameters tell it, at the place they name.
+
+``at`` is a hook (or ``train_step:3``), ``raises`` an exception by name, ``text`` its text. ``holds`` seconds are spent
+at that place after the file ``reached`` was made in the working directory, so that a test can send a signal meanwhile.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from gen_worker.trainer import StepResult
+
+
+class OutOfMemoryError(RuntimeError):
+    """Has the name and the text of the one that torch raises on a device."""
+
+
+def make_error(plan):
+    kinds = {"OutOfMemoryError": OutOfMemoryError, **vars(__import__("builtins"))}
+    return kinds[plan["raises"]](plan.get("text", "injected"))
+
+
+class Faulty:
+    def setup(self, ctx):
+        self.plan = dict(ctx.job.hyperparams)
+        self.rank = ctx.rank
+        self.act("setup")
+
+    def act(self, place):
+        if self.plan.get("at") != place or self.plan.get("rank", self.rank) != self.rank:
+            return
+        if "holds" in self.plan:
+            Path("reached").touch()
+            time.sleep(self.plan["holds"])
+        if self.plan.get("dies"):
+            os._exit(9)
+        if "raises" in self.plan:
+            raise make_error(self.plan)
+
+    def configure(self, ctx):
+        self.act("configure")
+        state = {"steps": 0, "total": 0}
+        if self.plan.get("samples"):
+            state["generate_sample"] = self.generate_sample
+        return state
+
+    def prepare_batch(self, raw, state, ctx):
+        self.act(f"prepare_batch:{state['steps'] + 1}")
+        return sum(raw["x"].to_pylist()) if hasattr(raw, "schema") else raw
+
+    def train_step(self, batch, state, ctx):
+        self.act(f"train_step:{state['steps'] + 1}")
+        if self.plan.get("returns") == "dict":
+            return {"loss": 1.0}
+        if self.plan.get("returns") == "none":
+            return None
+        if self.plan.get("returns") == "text":
+            return StepResult(metrics={"loss": "low"})
+        state["steps"] += 1
+        state["total"] += batch
+        time.sleep(self.plan.get("step_s", 0))
+        return StepResult(metrics={"loss": 1.0 / state["steps"]})
+
+    def state_dict(self, state):
+        self.act(f"state_dict:{state['steps']}")
+        saved = {"steps": state["steps"], "total": state["total"]}
+        saved |= {"generator": {"cache": [iter(())]}} if self.plan.get("saves") == "generator" else {}
+        return ["a", "list"] if self.plan.get("saves") == "list" else saved
+
+    def load_state_dict(self, state, payload, ctx):
+        self.act("load_state_dict")
+        state.update(payload)
+
+    def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+        self.act("save_final" if final else f"save_checkpoint:{step}")
+        return ["no", "mapping"] if self.plan.get("hook_returns") == "list" else None
+
+    def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
+        self.act("load_checkpoint")
+
+    def generate_sample(self, *, step):
+        self.act(f"generate_sample:{step}")
+        return ["a", "list"] if self.plan.get("samples") == "list" else {"step": step}
+
+
+class BreaksInConstructor(Faulty):
+    def __init__(self):
+        raise TypeError("missing 1 required positional argument: 'path'")
+
+
+class ExitsInConstructor(Faulty):
+    def __init__(self):
+        sys.exit(3)
+
+
+class LacksHooks:
+    def setup(self, ctx): ...
+
+
+def function():
+    """No trainer."""

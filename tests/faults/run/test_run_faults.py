@@ -1,0 +1,350 @@
+"""Whatever goes wrong with a run: its category, whether a restart helps, its exit code, and one terminal event.
+
+The event log ends with the one terminal event of the attempt, and the terminal message holds the same text.
+"""
+
+import errno
+import json
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the job, and what must be told."""
+
+    category: str
+    words: str
+    code: int = 1
+    resumable: bool = False
+    step: int | None = None
+    fields: dict = field(default_factory=dict)
+    plan: dict = field(default_factory=dict)
+    environ: dict = field(default_factory=dict)
+    after: dict | None = None
+    """Fields of a run that goes before, in the same directory."""
+    allow_changed: bool = False
+
+
+def data(*paths, **options):
+    return {"mock_batches": ..., "dataset": {"parquet_paths": list(paths), "batch_size": 4, **options}}
+
+
+def fetched(path, **options):
+    urls = {"dataset_parquet_urls": [f"SERVER{path}"]}
+    return {"mock_batches": ..., "dataset": {"batch_size": 4}, "inputs": urls, **options}
+
+
+def raises(name, at, text="injected", **more):
+    return {"at": at, "raises": name, "text": text, **more}
+
+
+FAULTS = {
+    # settings
+    "no max_steps": Fault("startup", "startup.invalid_job_spec", 2, fields={"max_steps": ...}),
+    "max_steps of a wrong type": Fault("startup", "`max_steps`", 2, fields={"max_steps": "many"}),
+    "several faults": Fault("startup", "2 faults", 2, fields={"max_steps": 0, "metric_every": -1}),
+    "another version": Fault("startup", "trainer_api_version", 2, fields={"trainer_api_version": "v2"}),
+    "no trainer": Fault("startup", "startup.missing_trainer_import", 2, fields={"trainer": ...}),
+    "no token": Fault("startup", "startup.missing_capability_token", 2, environ={"TRAINER_ORCHESTRATED": "1"}),
+    "bad timeout": Fault("startup", "startup.invalid_timeout", 2, environ={"TRAINER_MAX_RUNTIME_SECONDS": "soon"}),
+    "no data": Fault("startup", "names no data", 2, fields={"mock_batches": ...}),
+    "unknown Lightning argument": Fault("startup", "no_such", 2, fields={"lightning": {"no_such": 1}}),
+    "an accelerator that is not there": Fault(
+        "startup", "startup.invalid_job_spec", 2, fields={"lightning": {"accelerator": "tpu"}}
+    ),
+    "another run's artifacts": Fault(
+        "startup", "startup.artifacts_in_use", 2, after={}, fields={"run_id": "other", "resume_from_latest": True}
+    ),
+    "artifacts and no wish to resume": Fault("startup", "startup.artifacts_in_use", 2, after={}),
+    # trainer classes
+    "trainer module missing": Fault("startup", "no_such_module", 2, fields={"trainer": "no_such_module:T"}),
+    "trainer attribute missing": Fault("startup", "Missing", 2, fields={"trainer": "fault_trainer:Missing"}),
+    "trainer import fails": Fault("startup", "ZeroDivisionError", 2, fields={"trainer": "breaks_on_import:T"}),
+    "trainer import exits": Fault("startup", "SystemExit", 2, fields={"trainer": "exits_on_import:T"}),
+    "trainer is a function": Fault("startup", "function", 2, fields={"trainer": "fault_trainer:function"}),
+    "trainer lacks hooks": Fault("startup", "configure", 2, fields={"trainer": "fault_trainer:LacksHooks"}),
+    "constructor raises": Fault("model-load", "'path'", fields={"trainer": "fault_trainer:BreaksInConstructor"}),
+    "constructor exits": Fault("model-load", "SystemExit: 3", fields={"trainer": "fault_trainer:ExitsInConstructor"}),
+    # inputs
+    "file missing": Fault("input", "missing.parquet", fields=data("missing.parquet")),
+    "file truncated": Fault("input", "truncated.parquet", fields=data("truncated.parquet")),
+    "file corrupt": Fault("input", "corrupt.parquet", fields=data("corrupt.parquet")),
+    "column missing": Fault("input", "y", fields=data("x.parquet", columns=["y"])),
+    "no batches": Fault("input", "0 mock batches", fields={"mock_batches": []}),
+    "401 of an input": Fault("auth", "401", fields=fetched("/refused/401")),
+    "403 of an input": Fault("auth", "403", fields=fetched("/refused/403")),
+    "404 of an input": Fault("input", "404", fields=fetched("/refused/404")),
+    "wrong digest of an input": Fault("input", "sha256", fields=fetched("/files/x.parquet#sha256=" + "0" * 64)),
+    "nobody serves the input": Fault(
+        "input",
+        "could not be fetched",
+        fields={**fetched(""), "inputs": {"dataset_parquet_urls": ["http://127.0.0.1:9/x"]}},
+    ),
+    "named checkpoint missing": Fault("input", "old.json", fields={"resume_checkpoint_path": "old.json"}),
+    "named checkpoint broken": Fault("input", "broken", fields={"resume_checkpoint_path": "broken.json"}),
+    # model-load
+    "setup raises": Fault("model-load", "RuntimeError: no weights", plan=raises("RuntimeError", "setup", "no weights")),
+    "setup runs out of memory": Fault("model-load", "MemoryError", plan=raises("MemoryError", "setup", "")),
+    "setup exits": Fault("model-load", "SystemExit: 4", plan=raises("SystemExit", "setup", "4")),
+    "configure raises": Fault("model-load", "KeyError", plan=raises("KeyError", "configure", "rank")),
+    "load_state_dict raises": Fault(
+        "model-load",
+        "size mismatch",
+        resumable=True,
+        after={"max_steps": 3},
+        fields={"resume_from_latest": True},
+        allow_changed=True,
+        plan=raises("RuntimeError", "load_state_dict", "size mismatch"),
+    ),
+    "load_checkpoint raises": Fault(
+        "model-load",
+        "no adapter",
+        resumable=True,
+        after={"max_steps": 3},
+        fields={"resume_from_latest": True},
+        allow_changed=True,
+        plan=raises("FileNotFoundError", "load_checkpoint", "no adapter"),
+    ),
+    # train-step
+    "prepare_batch raises": Fault(
+        "train-step", "bad row", step=1, plan=raises("ValueError", "prepare_batch:1", "bad row")
+    ),
+    "train_step raises": Fault(
+        "train-step", "nan", resumable=True, step=4, plan=raises("ValueError", "train_step:4", "nan")
+    ),
+    "out of device memory": Fault(
+        "train-step",
+        "OutOfMemoryError: CUDA out of memory",
+        resumable=True,
+        step=3,
+        plan=raises("OutOfMemoryError", "train_step:3", "CUDA out of memory. Tried to allocate 2 GiB"),
+    ),
+    "out of host memory": Fault("train-step", "MemoryError", step=1, plan=raises("MemoryError", "train_step:1", "")),
+    "step exits": Fault("train-step", "SystemExit: 0", step=2, plan=raises("SystemExit", "train_step:2", "0")),
+    "step raises StopIteration": Fault(
+        "train-step", "StopIteration", step=2, plan=raises("StopIteration", "train_step:2")
+    ),
+    "prepare_batch raises StopIteration": Fault(
+        "train-step", "StopIteration", step=1, plan=raises("StopIteration", "prepare_batch:1")
+    ),
+    "step raises GeneratorExit": Fault(
+        "train-step", "GeneratorExit", step=2, plan=raises("GeneratorExit", "train_step:2")
+    ),
+    "step recurses for ever": Fault(
+        "train-step", "RecursionError", step=1, plan=raises("RecursionError", "train_step:1")
+    ),
+    "step fails with words of another category": Fault(
+        "train-step",
+        "401",
+        step=1,
+        plan=raises("RuntimeError", "train_step:1", "upload auth 401 startup.invalid_job_spec"),
+    ),
+    "step returns a dict": Fault("train-step", "return StepResult", step=1, plan={"returns": "dict"}),
+    "step returns nothing": Fault("train-step", "StepResult", step=1, plan={"returns": "none"}),
+    "metric is a text": Fault("train-step", "loss", plan={"returns": "text"}),
+    "interrupted in a step": Fault(
+        "canceled", "canceled", 75, resumable=True, step=4, plan=raises("KeyboardInterrupt", "train_step:4", "")
+    ),
+    "state_dict raises": Fault("train-step", "gone", plan=raises("OSError", "state_dict:2", "gone")),
+    "state_dict of a list": Fault("train-step", "state_dict returned a list", plan={"saves": "list"}),
+    "state that cannot be stored": Fault("train-step", 'state["generator"]["cache"][0]', plan={"saves": "generator"}),
+    "save_checkpoint raises": Fault("train-step", "quota", plan=raises("OSError", "save_checkpoint:2", "quota")),
+    "second save_checkpoint raises": Fault(
+        "train-step", "quota", resumable=True, plan=raises("OSError", "save_checkpoint:4", "quota")
+    ),
+    "save_checkpoint of a list": Fault("train-step", "save_checkpoint returned a list", plan={"hook_returns": "list"}),
+    "final artifact fails": Fault("train-step", "quota", resumable=True, plan=raises("OSError", "save_final", "quota")),
+    "sample raises": Fault(
+        "train-step",
+        "no decoder",
+        resumable=True,
+        fields={"sample_every": 3, "sample_prompts": ["a cat"]},
+        plan=raises("RuntimeError", "generate_sample:3", "no decoder", samples=True),
+    ),
+    "sample of a list": Fault(
+        "train-step",
+        "generate_sample returned a list",
+        fields={"sample_every": 1, "sample_prompts": ["a cat"]},
+        plan={"samples": "list"},
+    ),
+    # uploads
+    "uploads refused with 403": Fault(
+        "auth", "403", resumable=True, fields={"uploads": {"checkpoint_url": "SERVER/refused/403"}}
+    ),
+    "uploads refused with 401": Fault(
+        "auth", "401", resumable=True, fields={"uploads": {"checkpoint_url": "SERVER/refused/401"}}
+    ),
+    "uploads refused with 400": Fault(
+        "upload", "400", resumable=True, fields={"uploads": {"checkpoint_url": "SERVER/refused/400"}}
+    ),
+    "sample upload refused": Fault(
+        "upload",
+        "sample of step 3",
+        resumable=True,
+        fields={"uploads": {"sample_url": "SERVER/refused/422"}, "sample_every": 3},
+    ),
+    "upload endpoint down": Fault(
+        "upload",
+        "not delivered",
+        resumable=True,
+        fields={"uploads": {"checkpoint_url": "SERVER/down"}},
+        environ={"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.3"},
+    ),
+    # stops before anything
+    "cancelled before it started": Fault("canceled", "canceled", 75, True, 0, environ={"TRAINER_CANCELLED": "yes"}),
+    "time is over before it started": Fault(
+        "timeout", "timeout", 75, True, 0, environ={"TRAINER_MAX_RUNTIME_SECONDS": "0.001"}
+    ),
+}
+
+
+def prepare(job):
+    """What the faults refer to."""
+    (job.folder / "breaks_on_import.py").write_text("1 / 0\n")
+    (job.folder / "exits_on_import.py").write_text("raise SystemExit(5)\n")
+    (job.folder / "broken.json").write_text('{"step": 3')
+    for code in (400, 401, 403, 404, 422):
+        job.server.status[f"/refused/{code}"] = code
+    job.server.status["/down"] = 503
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Retries of a download follow each other at once."""
+    monkeypatch.setattr("genlight.adapter.inputs.http.backoff_s", lambda *_: 0.0)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.usefixtures("impatient")
+def test_a_fault_is_told_by_its_category_and_ends_the_log(job, name):
+    fault = FAULTS[name]
+    prepare(job)
+    if fault.after is not None:
+        job.write(**fault.after)
+        assert job.run() == 0
+    job.environ = {"TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal", **fault.environ}
+    job.write(plan=fault.plan, **fault.fields)
+
+    code = job.run(allow_changed=fault.allow_changed)
+
+    failed = job.terminal_event()
+    assert (failed["event"], failed["category"], code) == ("failed", fault.category, fault.code), failed["error"]
+    assert fault.words in failed["error"]
+    assert failed["resumable"] is fault.resumable
+    assert fault.step in (None, failed["step"])
+    if fault.category not in ("canceled", "timeout"):
+        assert failed["error"].startswith(f"{fault.category}:")
+    told = job.server.posted("/terminal")[-1]
+    assert (told["status"], told["error"], told["step"]) == ("failed", failed["error"], failed["step"])
+
+
+def test_the_table_is_long():
+    assert len(FAULTS) >= 40
+
+
+# what needs a hand in the system
+
+
+def test_a_full_disk_while_a_checkpoint_is_written(job, monkeypatch):
+    """The run ends as a failed step; the event log is written all the same."""
+    real = {name: getattr(os, name) for name in ("write", "writev")}
+
+    def full(name):
+        def write(descriptor, *args):
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            if "/checkpoints/" in target and "probe" not in target:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real[name](descriptor, *args)
+
+        return write
+
+    for name in real:
+        monkeypatch.setattr(os, name, full(name))
+
+    assert job.run() == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("train-step", False)
+    assert "No space left" in failed["error"]
+    assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
+    assert not list((job.out / "checkpoints").glob("*.json"))
+
+
+def test_an_events_path_that_is_a_directory(job):
+    job.environ = {"TRAINER_EVENTS_PATH": str(job.folder)}
+
+    assert job.run() == 2
+    assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]
+
+
+def test_an_artifacts_directory_that_cannot_be_made(job):
+    (job.folder / "out").write_text("a file stands there")
+
+    assert job.run() == 2
+    assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]
+
+
+def test_a_log_that_is_no_event_log(job):
+    job.events_path.parent.mkdir(parents=True)
+    job.events_path.write_text("what is this\n")
+
+    assert job.run() == 2
+    assert "startup.artifacts_in_use" in job.server.posted("/terminal")[-1]["error"]
+    assert job.events_path.read_text() == "what is this\n"
+
+
+def test_a_spec_that_is_no_json(job):
+    job.spec.write_text('{"max_steps": ')
+    job.environ = {"TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
+
+    assert job.run() == 2
+    told = job.server.posted("/terminal")[-1]["error"]
+    assert told == job.terminal_event()["error"]
+    assert told.startswith("startup:StartupContractError: startup.invalid_job_spec")
+
+
+def test_no_spec_at_all(job, monkeypatch):
+    from genlight.adapter.run import RunOptions, run_job
+
+    environ = {"TRAINER_ARTIFACTS_DIR": str(job.out), "TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
+
+    assert run_job(RunOptions(environ=environ)) == 2
+    told = job.server.posted("/terminal")[-1]["error"]
+    assert told == job.terminal_event()["error"]
+    assert "startup.missing_job_spec_path" in told
+
+
+def test_a_terminal_endpoint_that_is_down_makes_a_good_run_a_failed_one(job):
+    job.server.status["/terminal"] = 503
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.3"}
+
+    assert job.run() == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("upload", True)
+    job.server.status.clear()
+    job.write(resume_from_latest=True)
+    assert job.run() == 0
+    assert job.terminal_event()["event"] == "completed"
+    assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
+
+
+def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
+    job.server.status["/terminal"] = 503
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.2"}
+    job.write(plan=raises("ValueError", "train_step:3", "bad row"))
+
+    assert job.run() == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["step"]) == ("train-step", 3)
+    assert "bad row" in failed["error"]
+
+
+@pytest.mark.parametrize("spec", ["[1]", "null", '{"max_steps": 1e400}', "{}"])
+def test_every_spec_leaves_one_failed_event(job, spec):
+    job.spec.write_text(spec)
+
+    assert job.run() == 2
+    assert job.terminal_event()["category"] == "startup"
+    assert json.loads(job.events_path.read_text().splitlines()[-1])["event"] == "failed"
