@@ -63,11 +63,21 @@ def fit(tmp_path, chaos, monkeypatch):
         monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
     monkeypatch.setenv("TENSORHUB_URL", chaos.url)
 
-    def run(module=None, steps=6, every=2, callbacks=(), ckpt_path=None, plugins=(), without_upload=False, **settings):
+    def run(
+        module=None,
+        steps=6,
+        every=2,
+        keep=1,
+        callbacks=(),
+        ckpt_path=None,
+        plugins=(),
+        without_upload=False,
+        **settings,
+    ):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 5.0} | settings
         upload = UploadArtifacts(**settings)
         checkpoint = ModelCheckpoint(
-            dirpath=tmp_path / "run" / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=1
+            dirpath=tmp_path / "run" / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=keep
         )
         trainer = pl.Trainer(
             max_steps=steps,
@@ -331,9 +341,10 @@ def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
 def test_an_earlier_attempts_checkpoints_are_not_queued_again_by_a_resumed_fit(fit, chaos, tmp_path):
-    fit(steps=4)
-    fit(steps=8, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
-    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2, 4, 6, 8]
+    fit(steps=4, keep=-1)
+    fit(steps=8, keep=-1, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
+    sent = [(Path(m["local_path"]).name, m["step"]) for m in chaos.messages("/checkpoint")]
+    assert sent == [(f"step={step}.ckpt", step) for step in (2, 4, 6, 8)]
 
 
 def test_the_last_file_is_sent_each_time_it_is_written_anew(fit, chaos, tmp_path):

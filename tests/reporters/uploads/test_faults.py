@@ -272,7 +272,7 @@ def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
 ):
     monkeypatch.setattr("genlight.reporters.uploads.uploader.CLOSE_WAIT_S", 60.0)  # else closing cuts the connection
     chaos.control(script=["slow-read"])
-    uploader = uploader_for(chaos)
+    uploader = uploader_for(chaos, timeout_s=30.0)
     record, files = write_checkpoint(1)
     os.truncate(files[0], 40 << 20)
     uploader.enqueue_checkpoint(record, files, step=1)
