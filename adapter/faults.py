@@ -112,7 +112,9 @@ class FaultList:
         message = (
             lines[0] if len(lines) == 1 else "\n".join([f"{len(self.faults)} faults", *(f"  - {x}" for x in lines)])
         )
-        return StartupContractError(code, redact(message, known))
+        # A misspelled key is often why another one is missing.
+        notes = [f"note: {warning}" for warning in self.warnings]
+        return StartupContractError(code, redact("\n  ".join([message, *notes]), known))
 
 
 def _line(fault: Fault, code: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from ..adapter.exceptions import (
     AuthError,
     FailureCategory,
+    GenlightError,
     InputError,
     StartupContractError,
     StopReason,
@@ -20,17 +21,21 @@ __all__ = ["failure_category", "safe_text", "stop_reason"]
 
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s'\"<>]+)", re.IGNORECASE)
 _SHORTEST_VALUE = 6
-_LONGEST_TEXT = 500
+_LONGEST_TEXT = 2000
 
 
 def safe_text(error: BaseException, *, secrets: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> str:
-    """Type and first line of an exception, without what must not leave the machine.
+    """What an exception says, without what must not leave the machine.
 
+    Of genlight's own exceptions all lines, as one; of others the type and the first line.
     Values of environment variables appear as ``$NAME``, `secrets` as ``<hidden>``, and URLs without user info, query
     and fragment. Environment values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts.
     """
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if lines and isinstance(error, GenlightError):
+        text = "; ".join(line.removeprefix("- ") for line in lines)
+    else:
+        text = ": ".join([type(error).__name__, *lines[:1]])
     hidden = dict.fromkeys(filter(None, secrets), "<hidden>")
     for name, value in (os.environ if environ is None else environ).items():
         if len(value) >= _SHORTEST_VALUE:

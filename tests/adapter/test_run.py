@@ -220,6 +220,19 @@ def test_bad_input_is_one_failed_event_and_a_documented_exit_code(
     assert names(job)[-1] == "failed"
 
 
+def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelled(
+    write_job: Callable[..., Path],
+) -> None:
+    """One start shows all that is wrong."""
+    job = write_job(max_steps=..., max_stepss=5, metric_every="often")
+    assert run(job) == 2
+    error = events(job)[-1]["error"]
+    assert error.startswith("startup:startup.invalid_job_spec: 2 faults; ")
+    assert "Invalid `metric_every`" in error
+    assert "`max_steps` is missing" in error
+    assert "Unknown key `max_stepss` is ignored. Did you mean `max_steps`?" in error
+
+
 def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(
     write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -172,10 +172,10 @@ def test_a_prediction_that_logs_nothing_writes_nothing(tmp_path, path):
     [
         (ValueError("bad shape\nof something"), "train-step", "train-step:ValueError: bad shape"),
         (RuntimeError(), "train-step", "train-step:RuntimeError"),
-        (InputError("no column `x`"), "input", "input:InputError: no column `x`"),
-        (AuthError("refused"), "auth", "auth:AuthError: refused"),
-        (UploadError("gone"), "upload", "upload:UploadError: gone"),
-        (UploadError("gone", auth=True), "auth", "auth:UploadError: gone"),
+        (InputError("no column `x`"), "input", "input:no column `x`"),
+        (AuthError("refused"), "auth", "auth:refused"),
+        (UploadError("gone"), "upload", "upload:gone"),
+        (UploadError("gone", auth=True), "auth", "auth:gone"),
     ],
     ids=repr,
 )
