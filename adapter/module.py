@@ -72,6 +72,8 @@ class ContractModule(pl.LightningModule):
         self.discovered: Discovered | None = None
         self.step_result: Any = None
         """What the last ``train_step`` returned."""
+        self.published: dict[str, float] = {}
+        """What was last sent to loggers, by name."""
         self.configured = False
         self.ended = False
         self._router: StepRouter | None = None
@@ -156,16 +158,16 @@ class ContractModule(pl.LightningModule):
         return read_scalars(metrics)
 
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
-        """Metrics of the last step under their reported names, as tensors; waits for no device.
+        """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.
 
         What is no number is left out; `metrics`, at a cadence, refuses it.
         """
-        if self.step_result is None:
-            return {}
+        last_step = {} if self.step_result is None else self.step_result.metrics
+        named = {metric_name(name): value for name, value in last_step.items() if isinstance(name, str)}
         return {
-            metric_name(name): value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            for name, value in self.step_result.metrics.items()
-            if isinstance(name, str) and hasattr(value, "__float__")
+            name: value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            for name, value in {**self.published, **named}.items()
+            if hasattr(value, "__float__")
         }
 
     def feed_callback_metrics(self) -> None:

@@ -103,6 +103,15 @@ def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
 def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """Give the metrics of `step` to whoever asked for them: loggers, monitors, the progress bar."""
     connector = trainer._logger_connector
-    connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+    published = getattr(trainer.lightning_module, "published", None)
+    if published is not None:
+        published.update(metrics)  # becomes tensors once a monitor looks
+    else:
+        connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     connector._progress_bar_metrics.update(metrics)
-    connector.log_metrics(dict[str, Any](metrics), step=step)
+    if trainer.loggers:
+        # `log_metrics` of the connector, less its search for tensors among what are numbers.
+        connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics=metrics, step=step)
+            logger.save()

@@ -161,7 +161,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._is_between_batches = False
-        self.restore_pending_rng(trainer)
+        if "rng" in self._pending:
+            self.restore_pending_rng(trainer)
 
     @override
     def on_train_batch_end(
@@ -169,13 +170,15 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         self.poll(trainer)
         self._is_between_batches = True
-        previous, self._previous_step = self._previous_step, trainer.global_step
+        step = trainer.global_step
+        previous, self._previous_step = self._previous_step, step
         if run_state_of(trainer).stop_reason is not None:
             self._save_before_stop(trainer, pl_module)
             return
-        is_crossed = crossed(previous, trainer.global_step, self.every_n_steps) and not suppressed(pl_module)
+        is_crossed = crossed(previous, step, self.every_n_steps) and not suppressed(pl_module)
         if not is_crossed and not self._is_overdue:
-            self._warm_up(trainer, pl_module)
+            if not self._is_warm:
+                self._warm_up(trainer, pl_module)
         elif not self._must_skip(trainer):
             self.save(trainer, pl_module)
 
@@ -302,7 +305,8 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
-        self._report(trainer)
+        if self._durable:
+            self._report(trainer)
         if self._io is not None:
             self._io.writer.raise_failure()
 
@@ -326,8 +330,6 @@ class Checkpoint(Hook, LightningCheckpoint):
 
         Once, after a first step, when the optimizers have their state; in the background, where it disturbs nobody.
         """
-        if self._is_warm:
-            return
         self._is_warm = True
         io = self._io
         if io is None or not (self.asynchronous and self.every_n_steps and trainer.is_global_zero) or io.writer.is_busy:
