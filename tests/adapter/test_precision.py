@@ -266,3 +266,23 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
     assert torch.equal(a.weight, before[0])
     assert not torch.equal(b.weight, before[1])
     assert router.overflow_steps == 1
+
+
+def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
+    import lightning.pytorch as pl
+
+    expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
+    module, _ = zoo.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
+
+    trainer = pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        plugins=fp16(init_scale=1024.0),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, zoo.Shares(0, 1, 4, first=2))
+
+    assert_equal(zoo.weights(module.contract_state, None), expected)
