@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,17 @@ class ContractModule(pl.LightningModule):
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
         """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.
 
-        What is no number is left out; `metrics`, at a cadence, refuses it.
+        Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
         """
         last_step = {} if self.step_result is None else self.step_result.metrics
-        named = {metric_name(name): value for name, value in last_step.items() if isinstance(name, str)}
+        known = {
+            metric_name(name): value
+            for name, value in last_step.items()
+            if isinstance(name, str) and isinstance(value, torch.Tensor | numbers.Real)
+        }
         return {
             name: value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            for name, value in {**self.published, **named}.items()
-            if hasattr(value, "__float__")
+            for name, value in {**self.published, **known}.items()
         }
 
     def feed_callback_metrics(self) -> None:

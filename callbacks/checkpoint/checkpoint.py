@@ -157,14 +157,6 @@ class Checkpoint(Hook, LightningCheckpoint):
             require_space(self.directory, _estimate(pl_module))
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._is_between_batches = False
-        if "rng" in self._pending:
-            self.restore_pending_rng(trainer)
-
-    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -209,7 +201,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
-        parts["is_between_batches"] = self._is_between_batches
+        parts["is_between_batches"] = self._stands_between_batches(trainer)
         parts["elapsed_s"] = self.elapsed_s
         if "rng" not in parts:
             parts["rng"] = capture_rng_of_ranks()
@@ -231,6 +223,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
             if parts.get("is_between_batches"):
                 self._pending["rng"] = parts["rng"]
+                # Of the instance, and until then: a hook that is there is called in every step.
+                self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 
     # What the runtime calls as well
 
@@ -312,11 +306,20 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def restore_pending_rng(self, trainer: pl.Trainer) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
+        vars(self).pop("on_train_batch_start", None)
         states = self._pending.pop("rng", None)
         if states is not None:
             restore_rng_of_rank(states, trainer.global_rank, trainer.world_size)
 
     # How
+
+    def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.restore_pending_rng(trainer)
+
+    def _stands_between_batches(self, trainer: pl.Trainer) -> bool:
+        """Whether a batch was trained to its end and the next one not begun."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        return self._is_between_batches and progress.ready == getattr(progress, "processed", progress.ready)
 
     def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
@@ -416,7 +419,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             return True  # Only the module knows its windows; one that clears its gradients has none to store.
         progress = trainer.fit_loop.epoch_loop.batch_progress
         window = trainer.accumulate_grad_batches
-        return self._is_between_batches and progress.current.ready % window != 0 and not progress.is_last_batch
+        is_open = progress.current.ready % window != 0 and not progress.is_last_batch
+        return is_open and self._stands_between_batches(trainer)
 
 
 def _try_to_delete(path: Path) -> None:

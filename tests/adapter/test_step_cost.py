@@ -1,0 +1,205 @@
+"""What a step costs, in counts that no machine changes: calls, memory, looks at files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
+from genlight.reporters import EventLogger
+
+FAR = 10**9
+
+
+class Idle:
+    """A trainer whose steps do nothing, beside what a test wants to happen in one of them."""
+
+    def __init__(self, at_step: Callable[[int], None] | None = None) -> None:
+        self.at_step = at_step
+        self.step = 0
+        self.result = StepResult(metrics={"loss": 1.0})
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        return {}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.step += 1
+        if self.at_step is not None:
+            self.at_step(self.step)
+        return self.result
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class Numbers:
+    """As many raw batches as a test has steps."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def standard_set(folder: Path, *, metric_every: int = 10) -> list[pl.Callback]:
+    """What a job gets, with stops, metrics and two cadences that are far away."""
+    return [
+        StopRequests(cancel_file=folder / "cancel", max_runtime_s=100_000),
+        LogMetrics(metric_every),
+        WriteSamples(folder / "samples", FAR),
+        Checkpoint(folder / "checkpoints", every_n_steps=FAR, save_final=False),
+    ]
+
+
+def fit(folder: Path, plugin: Idle, steps: int, callbacks: list[pl.Callback], *, events: bool = False) -> None:
+    """Train on one CPU with nothing beside `callbacks`."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=callbacks,
+        logger=EventLogger(run_id="cost", save_dir=str(folder)) if events else False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", steps)), Numbers(steps))
+
+
+def counted(
+    folder: Path, callbacks: list[pl.Callback], what: Callable[[str, Any], bool], *, steps: int = 100, **settings: Any
+) -> int:
+    """How many profiler events of the training thread are `what`, in `steps` steps after the first 100."""
+    first, last = 101, 101 + steps
+    seen = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += what(event, argument)
+
+    at_step = settings.pop("at_step", None)
+
+    def switch(step: int) -> None:
+        if at_step is not None:
+            at_step(step)
+        if step == first:
+            sys.setprofile(count)
+        elif step == last:
+            sys.setprofile(None)
+
+    before = sys.getprofile()
+    try:
+        fit(folder, Idle(switch), last, callbacks, **settings)
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+def calls_per_step(folder: Path, callbacks: list[pl.Callback], **settings: Any) -> float:
+    """Python functions that are called in a step; two of them are the trainer's."""
+    return counted(folder, callbacks, lambda event, _: event == "call", **settings) / 100
+
+
+def test_a_step_without_callbacks_makes_few_calls(tmp_path: Path) -> None:
+    """Hosting a trainer class takes about 15 calls; Lightning's own loop takes some 300."""
+    assert calls_per_step(tmp_path, [LogMetrics(0)]) <= 19
+
+
+def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) -> None:
+    """Stop checks, metrics and events every 10 steps, checkpoints and samples take about 37 calls."""
+    assert calls_per_step(tmp_path, standard_set(tmp_path), events=True) <= 44
+
+
+def test_a_line_of_progress_takes_few_calls(tmp_path: Path) -> None:
+    """Between two lines there is one look at the clock."""
+    without = calls_per_step(tmp_path / "without", standard_set(tmp_path))
+    with_progress = calls_per_step(tmp_path / "with", [*standard_set(tmp_path), JobProgress(line_every_s=1000.0)])
+    assert with_progress - without <= 4
+
+
+def test_hooks_that_nobody_overrides_cost_no_call(tmp_path: Path) -> None:
+    """A hundred callbacks without hooks of a step take as many calls as none."""
+    idle: list[pl.Callback] = [Hook() for _ in range(100)]
+    few = calls_per_step(tmp_path / "few", [LogMetrics(0)])
+    assert calls_per_step(tmp_path / "many", [LogMetrics(0), *idle]) == few
+
+
+def test_a_hook_that_does_nothing_costs_a_few_calls(tmp_path: Path) -> None:
+    """The policy of a hook, and its own body."""
+
+    class NoOp(Hook):
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    one = calls_per_step(tmp_path / "one", [LogMetrics(0), NoOp()])
+    eleven = calls_per_step(tmp_path / "eleven", [LogMetrics(0), *[NoOp() for _ in range(11)]])
+    assert (eleven - one) / 10 <= 3
+
+
+@pytest.mark.parametrize("metric_every", [0, 10])
+def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> None:
+    """Nothing is kept of a step, also where metrics and events are written."""
+    sizes: dict[int, int] = {}
+
+    def measure(step: int) -> None:
+        if step == 900:
+            tracemalloc.start()
+        if step in (1000, 3000):
+            sizes[step] = tracemalloc.get_traced_memory()[0]
+
+    try:
+        fit(tmp_path, Idle(measure), 3000, standard_set(tmp_path, metric_every=metric_every), events=True)
+    finally:
+        tracemalloc.stop()
+    assert sizes[3000] - sizes[1000] < 16_000, "a step keeps 8 bytes or more"
+
+
+def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cancel file is looked for by the clock, not by the step: 1,000 steps that take a second look 20 times."""
+    now = 1000.0
+
+    def pass_a_millisecond(_: int) -> None:
+        nonlocal now
+        now += 0.001
+
+    monkeypatch.setattr("genlight.callbacks.stop_requests.time.monotonic", lambda: now)
+    touching = (open, os.open, os.stat, os.lstat, os.access, os.listdir, os.scandir)
+    looks = counted(
+        tmp_path,
+        standard_set(tmp_path, metric_every=0),
+        lambda event, function: event == "c_call" and function in touching,
+        steps=1000,
+        at_step=pass_a_millisecond,
+    )
+    assert 18 <= looks <= 21
+
+
+def test_metrics_are_read_at_the_cadence_alone(tmp_path: Path) -> None:
+    """A tensor of the trainer becomes a number, which waits for its device, in every tenth step."""
+    reads = 0
+
+    class Loss:
+        def __float__(self) -> float:
+            nonlocal reads
+            reads += 1
+            return 0.5
+
+    plugin = Idle()
+    plugin.result = StepResult(metrics={"loss": Loss()})
+    fit(tmp_path, plugin, 100, standard_set(tmp_path))
+    assert reads == 10
