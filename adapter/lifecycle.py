@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from ..reporters.http import build_client, failure_text, trusted_origins
+from ..reporters.http import build_client, failure_text, origin_of
 from ..reporters.uploads.retry import backoff_s, is_transient
 from .contract import JobLifecycleClient, LifecycleLease
 from .exceptions import AuthError, GenlightError, InputError, StartupContractError
@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 
 _GONE: Final = (404, 409, 410)
 """Answers that say that the lease is another's, or that the run is no longer known."""
+
+
+INTERVAL_S = 5.0
+"""Seconds between heartbeats."""
 
 
 class HttpLifecycleClient:
@@ -60,9 +64,7 @@ class HttpLifecycleClient:
     def __init__(self, base_url: str, *, token: str | None = None, attempts: int = 5, timeout_s: float = 10.0) -> None:
         self._base_url = base_url.rstrip("/")
         self._attempts = attempts
-        self._client = build_client(
-            token, trusted_origins([base_url]), connect_timeout_s=timeout_s, timeout_s=timeout_s
-        )
+        self._client = build_client(token, {origin_of(base_url)}, connect_timeout_s=timeout_s, timeout_s=timeout_s)
 
     def claim(self, *, run_id: str) -> LifecycleLease:
         """Take the run.
@@ -152,7 +154,7 @@ class LifecycleSession:
     Args:
         client: The control plane.
         run_id: The run to claim.
-        interval_s: Seconds between heartbeats.
+        interval_s: Seconds between heartbeats; None means 5.
         patience_s: How long the control plane may be away.
 
     Raises:
@@ -160,11 +162,11 @@ class LifecycleSession:
     """
 
     def __init__(
-        self, client: JobLifecycleClient, run_id: str, *, interval_s: float = 5.0, patience_s: float = 60.0
+        self, client: JobLifecycleClient, run_id: str, *, interval_s: float | None = None, patience_s: float = 60.0
     ) -> None:
         self._client = client
         self._run_id = run_id
-        self._interval_s = interval_s
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._patience_s = patience_s
         self._lease: LifecycleLease | None = None
         self._reason: str | None = None

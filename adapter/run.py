@@ -110,7 +110,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
     ranks.clear()
     ending = Ending(config, event_log, signals, ranks, options.environ)
-    training = _Training(config, signals, ending)
+    training = _Training(config, signals, ending, ending.fail_and_exit)
     ending.failed_step, ending.stage = lambda: training.failed_step, lambda: training.stage
     with contextlib.ExitStack() as stack:
         try:
@@ -138,7 +138,11 @@ def _start_afresh(config: RunConfig) -> None:
 
 def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
     """A rank other than the first: trains along, and leaves every report to rank 0."""
-    training = _Training(config, signals, None)
+
+    def end_now(error: Exception) -> None:
+        os._exit(_tell_first_rank(config, options, training.stage, error))
+
+    training = _Training(config, signals, None, end_now)
     try:
         training.run(allow_changed=options.allow_changed)
     except TrainingCanceled:
@@ -163,8 +167,16 @@ def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCateg
 class _Training:
     """One attempt to train; remembers how far it came, for the report of a failure."""
 
-    def __init__(self, config: RunConfig, signals: StopSignals, ending: Ending | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        signals: StopSignals,
+        ending: Ending | None,
+        end_now: Callable[[Exception], None],
+    ) -> None:
         self.config = config
+        self.end_now = end_now
+        """Reports a failure from a thread that watches the training, and ends the process."""
         self.signals = signals
         self.ending = ending
         self.module: ContractModule | None = None
@@ -286,6 +298,7 @@ class _Training:
         from ..callbacks.record_events import RecordEvents
         from ..callbacks.stop_requests import StopRequests
         from ..callbacks.upload_artifacts import UploadArtifacts
+        from ..callbacks.watch_hangs import WatchHangs
         from ..reporters.event_logger import EventLogger
 
         callbacks = callbacks_of(trainer)
@@ -299,6 +312,8 @@ class _Training:
                     callback.add_check(check)
             if isinstance(callback, Checkpoint):
                 callback.run = self._record_meta(attempt)
+            if isinstance(callback, WatchHangs):
+                callback.on_hang = self.end_now
         if self.ending is None:
             return
         attached = EventLogger.attached(self.ending.event_log)

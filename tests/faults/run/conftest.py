@@ -112,8 +112,8 @@ class Job:
     def start(self, *arguments):
         command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(self.spec), *arguments]
         environ = {**os.environ, **self.environ, "PYTHONPATH": str(HERE), "TRAINER_ARTIFACTS_DIR": str(self.out)}
-        self.log = (self.folder / "stderr").open("wb")
-        return subprocess.Popen(command, cwd=self.folder, env=environ, stderr=self.log, stdout=self.log)
+        with (self.folder / "stderr").open("wb") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=environ, stderr=log, stdout=log)
 
     def wait_until(self, condition, process=None, limit_s=90):
         end = time.monotonic() + limit_s

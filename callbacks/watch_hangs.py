@@ -1,0 +1,165 @@
+"""Notices training that makes no progress, and writes down where every thread is."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ..adapter.exceptions import GenlightError
+from .hook import Hook
+
+__all__ = ["TrainingHung", "WatchHangs"]
+
+log = logging.getLogger(__name__)
+
+EXIT_HUNG = 1
+LOOKS_PER_LIMIT = 10
+LONGEST_PAUSE_S = 5.0
+MEMORY = 0.9
+"""Share of what was learned before in what is learned from one more step."""
+
+
+class TrainingHung(GenlightError):
+    """No step was finished for far longer than steps take.
+
+    Args:
+        rank: Where.
+        seconds: For how long.
+        stacks: The file with the stacks of all threads of that rank.
+    """
+
+    def __init__(self, rank: int, seconds: float, stacks: Path) -> None:
+        super().__init__(rank, seconds, stacks)
+        self.rank = rank
+        self.seconds = seconds
+        self.stacks = stacks
+
+    def __str__(self) -> str:
+        return (
+            f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {self.stacks}"
+        )
+
+
+class WatchHangs(Hook):
+    """Dumps the stacks of all threads when no step is finished for a multiple of the time that steps take.
+
+    Every rank watches itself, in a thread, and a step costs it one note of the time. Each hang gives one file,
+    ``rank-<rank>-<number>.txt``; a step that ends after all begins a new count. Batches of a validation count as
+    progress. What comes before the first step (compilation, say) has only `floor_s`.
+
+    With `end_run` the process ends too. Nothing can be raised in a thread that waits inside a collective or a driver,
+    so the watching thread reports the failure itself where a run has set `on_hang`, and leaves by ``os._exit``; the
+    last durable checkpoint is what a restart goes on from.
+
+    Args:
+        directory: Where the files go; None means ``<default_root_dir>/hangs``.
+        factor: How many times the usual duration of a step count as a hang.
+        floor_s: What counts as a hang at least, in seconds.
+        end_run: Whether a hang ends the run.
+
+    Raises:
+        ValueError: `factor` or `floor_s` is not above 0.
+    """
+
+    ranks: Literal["zero", "all"] = "all"
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        factor: float = 20.0,
+        floor_s: float = 300.0,
+        end_run: bool = False,
+    ) -> None:
+        for name, value in (("factor", factor), ("floor_s", floor_s)):
+            if not value > 0:
+                raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {value}.")
+        self.directory = None if directory is None else Path(directory)
+        self.factor = factor
+        self.floor_s = floor_s
+        self.end_run = end_run
+        self.on_hang: Callable[[TrainingHung], None] | None = None
+        """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
+        self._progress_at_s = 0.0
+        self._stopped: threading.Event | None = None
+        self._count = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+        directory = self.directory or Path(trainer.default_root_dir) / "hangs"
+        self._progress_at_s = time.monotonic()
+        self._stopped = threading.Event()
+        threading.Thread(
+            target=self._watch,
+            args=(directory.absolute(), trainer.global_rank, self._stopped),
+            name="genlight-hangs",
+            daemon=True,
+        ).start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._progress_at_s = time.monotonic()
+
+    @override
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        self._progress_at_s = time.monotonic()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _stop(self) -> None:
+        if self._stopped is not None:
+            self._stopped.set()
+
+    def _watch(self, directory: Path, rank: int, stopped: threading.Event) -> None:
+        usual_s, reported, seen = 0.0, False, self._progress_at_s
+        while True:
+            limit_s = max(self.floor_s, self.factor * usual_s)
+            if stopped.wait(min(limit_s / LOOKS_PER_LIMIT, LONGEST_PAUSE_S)):
+                return
+            now, newest = time.monotonic(), self._progress_at_s
+            if newest != seen:
+                # Of steps shorter than a look several lie between; then the floor is what counts anyway.
+                usual_s = newest - seen if not usual_s else MEMORY * usual_s + (1 - MEMORY) * (newest - seen)
+                seen, reported = newest, False
+            elif now - seen >= limit_s and not reported:
+                reported = True
+                self._report(directory, rank, now - seen)
+
+    def _report(self, directory: Path, rank: int, seconds: float) -> None:
+        self._count += 1
+        path = directory / f"rank-{rank}-{self._count}.txt"
+        hung = TrainingHung(rank, seconds, path)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".part")
+            with temporary.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            temporary.rename(path)
+        except OSError as error:
+            log.error("the stacks could not be written to %s: %s", path, error.strerror)  # noqa: TRY400
+        log.warning("%s", hung)
+        if self.end_run:
+            try:
+                if self.on_hang is not None:
+                    self.on_hang(hung)
+            finally:
+                os._exit(EXIT_HUNG)

@@ -1,0 +1,195 @@
+"""A signal in any phase of a run, processes that die, and ranks that do: no hang, one terminal event, the exit code."""
+
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def told(job):
+    return job.server.posted("/terminal")[-1]["error"]
+
+
+def reached(job):
+    return (job.folder / "reached").exists
+
+
+PHASES = {
+    "setup": ({"at": "setup"}, {}, 0),
+    "first step": ({"at": "train_step:1"}, {}, 1),
+    "sample": ({"at": "generate_sample:3", "samples": True}, {"sample_every": 3, "sample_prompts": ["a cat"]}, 4),
+    "save": ({"at": "save_checkpoint:2"}, {}, 3),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_while_training(job, kill_after, phase):
+    """The step at which the ranks agreed, a checkpoint of it, exit 75."""
+    plan, fields, most_steps = PHASES[phase]
+    job.write(plan={**plan, "holds": 1.0, "step_s": 0.05}, resume_from_latest=True, **fields)
+    process = job.start()
+    kill_after(process)
+    job.wait_until(reached(job), process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 75
+    failed = job.terminal_event()
+    assert (failed["event"], failed["category"], failed["error"], failed["resumable"]) == (
+        "failed",
+        "preempted",
+        "preempted",
+        True,
+    )
+    assert failed["step"] <= most_steps
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists() == (failed["step"] > 0)
+    assert told(job) == "preempted"
+
+
+def test_sigterm_while_inputs_are_fetched(job, kill_after):
+    job.server.delay_s["/files/x.parquet"] = 3.0
+    urls = {"dataset_parquet_urls": ["SERVER/files/x.parquet"]}
+    job.write(mock_batches=..., dataset={"batch_size": 4}, inputs=urls)
+    process = job.start()
+    kill_after(process)
+    job.wait_until(lambda: job.events_path.exists(), process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 75
+    assert job.terminal_event()["error"] == told(job) == "preempted"
+
+
+def test_sigterm_while_uploads_settle(job, kill_after):
+    """What is trained stays; the wait for an endpoint that is away ends, and the next start delivers."""
+    job.server.status["/checkpoint"] = 503
+    urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}
+    job.write(uploads=urls, resume_from_latest=True)
+    process = job.start()
+    kill_after(process)
+    job.wait_until((job.out / "checkpoints" / "final.json").exists, process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 75
+    assert job.terminal_event()["error"] == told(job) == "preempted"
+    job.server.status.clear()
+    assert job.run() == 0
+    assert job.terminal_event()["event"] == "completed"
+    assert {"step": 5, "final": True}.items() <= job.server.posted("/checkpoint")[-1].items()
+
+
+def test_sigterm_while_the_last_artifact_is_written(job, kill_after):
+    """All steps are done, so there is nothing left to stop."""
+    job.write(plan={"at": "save_final", "holds": 1.0})
+    process = job.start()
+    kill_after(process)
+    job.wait_until(reached(job), process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 0
+    assert job.terminal_event()["event"] == "completed"
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_next_start_goes_on(job, kill_after):
+    job.write(plan={"at": "train_step:4", "holds": 60.0}, resume_from_latest=True)
+    process = job.start()
+    kill_after(process)
+    job.wait_until(reached(job), process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+
+    assert process.wait(20) < 0
+    assert [event["event"] for event in job.events()][-1] not in ("completed", "failed")
+    job.write(resume_from_latest=True)
+    assert job.run(allow_changed=True) == 0
+    assert job.terminal_event()["event"] == "completed"
+
+
+def test_a_limit_ends_the_fetching_of_inputs(job, kill_after):
+    job.server.delay_s["/files/x.parquet"] = 6.0
+    urls = {"dataset_parquet_urls": ["SERVER/files/x.parquet"]}
+    job.write(mock_batches=..., dataset={"batch_size": 4}, inputs=urls, max_runtime_seconds=4)
+    process = job.start()
+    kill_after(process)
+
+    assert process.wait(60) == 75
+    assert job.terminal_event()["error"] == told(job) == "timeout"
+
+
+ONE = {"accelerator": "cpu"}
+TWO = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "strategy": "ddp",
+}
+
+
+def many(job, plan):
+    job.write(plan=plan, lightning=TWO, max_steps=200, mock_batches=list(range(400)), checkpoint_every=5)
+
+
+def test_a_rank_that_dies_ends_the_run_in_seconds(job, kill_after):
+    """No word from it but its exit code."""
+    many(job, {"at": "train_step:12", "rank": 1, "dies": True, "step_s": 0.02})
+    process = job.start()
+    kill_after(process)
+
+    assert process.wait(90) == 1
+    failed = job.terminal_event()
+    assert failed["category"] == "train-step"
+    assert "rank 1 ended with exit code 9" in failed["error"]
+    assert failed["error"] == told(job)
+
+
+def test_a_rank_that_fails_is_the_one_that_is_reported(job, kill_after):
+    many(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row", "step_s": 0.02})
+    process = job.start()
+    kill_after(process)
+
+    assert process.wait(90) == 1
+    failed = job.terminal_event()
+    assert failed["category"] == "train-step"
+    assert "ValueError: bad row (rank 1)" in failed["error"]
+    assert failed["error"] == told(job)
+
+
+def test_rank_zero_that_fails_is_reported_itself(job, kill_after):
+    many(job, {"at": "train_step:12", "rank": 0, "raises": "ValueError", "text": "bad row", "step_s": 0.02})
+    process = job.start()
+    kill_after(process)
+
+    assert process.wait(90) == 1
+    assert job.terminal_event()["error"] == told(job) == "train-step:ValueError: bad row"
+
+
+def test_a_signal_to_one_rank_stops_all(job, kill_after):
+    many(job, {"at": "train_step:12", "rank": 0, "holds": 0.5, "step_s": 0.02})
+    process = job.start()
+    kill_after(process)
+    job.wait_until(reached(job), process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(90) == 75
+    failed = job.terminal_event()
+    assert failed["error"] == told(job) == "preempted"
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+
+
+HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 1.0, "end_run": True}}]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_hang_ends_the_run_if_asked_to(job, kill_after, devices):
+    """The event names the file with the stacks."""
+    lightning = {**TWO, "devices": devices, "callbacks": HANGS} if devices > 1 else {**ONE, "callbacks": HANGS}
+    plan = {"at": "train_step:4", "rank": devices - 1, "holds": 600.0}
+    job.write(plan=plan, lightning=lightning, max_steps=20, mock_batches=list(range(40)))
+    process = job.start()
+    kill_after(process)
+
+    assert process.wait(90) == 1
+    failed = job.terminal_event()
+    assert failed["category"] == "train-step"
+    assert "no step was finished on rank" in failed["error"]
+    assert failed["error"] == told(job)
+    assert "in train_step" in (job.out / "hangs" / f"rank-{devices - 1}-1.txt").read_text()
+    assert "/hangs/rank-" in failed["error"]
