@@ -406,7 +406,13 @@ def show(lines: list[dict[str, Any]]) -> None:
         )
 
 
-FINISHED = {"trainer": "finished:Counts", "run_id": "finished", "max_steps": 1, "mock_batches": [1]}
+FINISHED = {
+    "trainer": "counts:Counts",
+    "run_id": "finished",
+    "max_steps": 1,
+    "mock_batches": [1],
+    "resume_from_latest": True,
+}
 COUNTS = """
 class Counts:
     def setup(self, ctx): ...
@@ -429,16 +435,16 @@ def start_up(rounds: int) -> dict[str, dict[str, float]]:
     """Seconds of CPU of whole processes, interleaved."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        (root / "finished.py").write_text(COUNTS)
-        run = [sys.executable, "-m", "genlight.adapter.cli", "run"]
+        (root / "counts.py").write_text(COUNTS)
+        genlight = str(Path(sys.executable).with_name("genlight"))
         commands = {
-            "genlight --help": [sys.executable, "-m", "genlight.adapter.cli", "--help"],
-            "genlight run, finished before": [*run, _job(root, "finished")],
-            "genlight run, one step": [*run, "FRESH"],
+            "genlight --help": [genlight, "--help"],
+            "genlight run, finished before": [genlight, "run", _job(root, "finished")],
+            "genlight run, one step": [genlight, "run", "FRESH"],
             "import torch, make an optimizer": [sys.executable, "-c", OPTIMIZER],
             "LightningCLI --help": [sys.executable, "-c", LIGHTNING_HELP],
         }
-        _cpu_seconds([*run, str(root / "finished.json")], root)
+        _cpu_seconds([genlight, "run", _job(root, "finished")], root)
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for number in range(rounds + 1):
             for name, command in commands.items():
@@ -449,7 +455,7 @@ def start_up(rounds: int) -> dict[str, dict[str, float]]:
 
 def _job(root: Path, run_id: str) -> str:
     path = root / f"{run_id}.json"
-    path.write_text(json.dumps({**FINISHED, "run_id": run_id, "artifacts_dir": str(root / run_id)}))
+    path.write_text(json.dumps({**FINISHED, "run_id": run_id}))
     return str(path)
 
 
