@@ -171,6 +171,10 @@ class ContractFitLoop(_FitLoop):
         self.epoch_loop.raise_if_stopped()
 
     @override
+    def _warn_if_modules_in_eval_mode(self) -> None:
+        """Nothing: frozen teachers and EMA copies are in eval mode on purpose."""
+
+    @override
     def on_advance_start(self) -> None:
         super().on_advance_start()
         # A feed that was resumed on another number of ranks within an epoch has another length in that epoch.
@@ -259,10 +263,14 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.validates = self.trainer.enable_validation
         step = _Step(self, data_fetcher)
         run_state = run_state_of(self.trainer)
+        is_first = True
         while not self._is_over(step.batches):
             if not step.run():
                 self.exhausted = self.batch_progress.is_last_batch = True
                 break
+            if is_first:
+                is_first = False
+                self.module.check_nothing_new()
             self.on_advance_end(data_fetcher)
             if self._restarting or self._resuming_from_checkpoint:
                 self.on_iteration_done()

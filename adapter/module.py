@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from ..callbacks.checkpoint.saving import CONTRACT_KEY
 from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
-from .discovery import Discovered, discover
+from .discovery import Discovered, Found, check_devices, check_nothing_new, discover
 from .exceptions import ContractError, StartupContractError
 from .hosting import check_strategy, leave_unwrapped
 from .loading import load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
+from .loose_tensors import LooseTensors
 from .precision import contract_dtype
 from .rollout import RolloutBatches
 from .routing import StepRouter, step_router
+from .sharding import ShardPolicy, shard_for, whole_metrics
 from .step_metrics import metric_name, named_metrics, read_scalars, validated_result
 
 __all__ = ["ContractModule"]
@@ -46,6 +48,8 @@ class ContractModule(pl.LightningModule):
         job: Identity, cadences and hyperparameters. None takes the step limit of the Lightning trainer and the
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
+        shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
+            of named classes (``Block``), or those that a callable picks; see `genlight.adapter.sharding`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
@@ -58,6 +62,7 @@ class ContractModule(pl.LightningModule):
         job: TrainingJobSpec | None = None,
         *,
         model_handles: Mapping[str, Any] | None = None,
+        shard_policy: ShardPolicy = "whole",
         context: StepContext | None = None,
     ) -> None:
         super().__init__()
@@ -68,6 +73,7 @@ class ContractModule(pl.LightningModule):
             job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
         )
         self._keeps_context_dtype = context is not None
+        self.shard_policy = shard_policy
         self.contract_state: Any = None
         """What ``configure`` returned."""
         self.discovered: Discovered | None = None
@@ -78,6 +84,7 @@ class ContractModule(pl.LightningModule):
         self.configured = False
         self.ended = False
         self._router: StepRouter | None = None
+        self._is_sharded = False
         self._start_step = 0
         self._to_restore: dict[str, Any] | None = None
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
@@ -139,6 +146,9 @@ class ContractModule(pl.LightningModule):
                 result = self.plugin.train_step(batch, state, ctx)
         if type(result) is not StepResult or type(result.metrics) is not dict:
             validated_result(result)
+        if self._is_sharded:
+            debug, control = getattr(result, "debug", None) or {}, getattr(result, "control", None)
+            result = StepResult(whole_metrics(result.metrics), whole_metrics(debug), control)
         # Past `nn.Module.__setattr__`, which looks for parameters and costs more than the rest of this method.
         self.__dict__["step_result"] = result
         metrics: Mapping[str, Any] = result.metrics
@@ -239,6 +249,20 @@ class ContractModule(pl.LightningModule):
             self.configured = True
 
     @override
+    def configure_model(self) -> None:
+        if self.discovered is not None:
+            self._is_sharded = shard_for(self.trainer.strategy, self.discovered, self.shard_policy)
+
+    def check_nothing_new(self) -> None:
+        """Refuse modules and optimizers that a step built.
+
+        Raises:
+            ContractError: Names the path of each.
+        """
+        assert self.discovered is not None
+        check_nothing_new(self.discovered, self.contract_state, self.plugin)
+
+    @override
     def on_fit_start(self) -> None:
         assert self.discovered is not None
         self._router = step_router(self.trainer, self, self.discovered)
@@ -260,14 +284,12 @@ class ContractModule(pl.LightningModule):
         )
 
     def _register(self, discovered: Discovered) -> None:
+        check_devices(discovered, self.trainer.strategy.root_device, world_size=self.trainer.world_size)
         self.discovered = discovered
         for module in discovered.modules:
             self.add_module(module.name, module.value)
-        for parameter in discovered.parameters:
-            if isinstance(parameter.value, torch.nn.Parameter):
-                self.register_parameter(parameter.name, parameter.value)
-            else:
-                self.register_buffer(parameter.name, parameter.value)
+        if discovered.parameters:
+            self.loose = LooseTensors({found.name: found.value for found in discovered.parameters})
 
     @override
     def configure_optimizers(self) -> Any:
@@ -284,13 +306,17 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint.setdefault(CONTRACT_KEY, {})["state"] = self.state_payload()
+        self.check_nothing_new()
+        parts = checkpoint.setdefault(CONTRACT_KEY, {})
+        parts["state"] = self.state_payload()
+        parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if CONTRACT_KEY in checkpoint:
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),
+                "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
                 "trainer_directory": trainer_directory(self.trainer.ckpt_path),
             }
 
@@ -310,6 +336,9 @@ class ContractModule(pl.LightningModule):
         restored, self._to_restore = self._to_restore, None
         if restored is None:
             return
+        for name, kept in self._unmanaged():
+            if name in restored.get("unmanaged", {}):
+                kept.load_state_dict(restored["unmanaged"][name])
         payload = restored["state"]
         if payload is not None:
             self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
@@ -317,6 +346,15 @@ class ContractModule(pl.LightningModule):
         load_checkpoint = getattr(self.plugin, "load_checkpoint", None)
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.contract_state, checkpoint_dir=Path(directory), payload=payload, ctx=self.ctx)
+
+    def _unmanaged(self) -> Iterator[tuple[str, Any]]:
+        """What Lightning does not save: the trainer's gradient scalers, further schedulers of an optimizer."""
+        assert self.discovered is not None
+        managed = {id(config.scheduler) for config in self.trainer.lr_scheduler_configs}
+        kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
+        for found in kept:
+            if id(found.value) not in managed:
+                yield found.path, found.value
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""

@@ -738,9 +738,11 @@ def hosted_run(
         callbacks=list(callbacks),
         **trainer_args,
     )
-    base = ContractModule if policy is None else hosted(ContractModule)
-    module = base({**ZOO, **ZOO_OF_FAULTS}[name](), TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0))
-    module.policy = policy
+    module = ContractModule(
+        {**ZOO, **ZOO_OF_FAULTS}[name](),
+        TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
+        shard_policy=policy or "whole",
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
         warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
@@ -749,19 +751,6 @@ def hosted_run(
         if save:
             trainer.save_checkpoint(save)
     return module, trainer
-
-
-def hosted(base: type) -> type:
-    """`ContractModule` that shards by a policy of its class."""
-    from genlight.adapter.sharding import shard_for
-
-    class Hosted(base):
-        policy: Any = "whole"
-
-        def configure_model(self):
-            shard_for(self.trainer.strategy, self.discovered, self.policy)
-
-    return Hosted
 
 
 def ranks_environment(rank: int, world_size: int) -> Any:

@@ -1,0 +1,105 @@
+"""ContractModule: what it registers, saves and restores beyond Lightning's own, and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint
+
+
+class TwoSchedulers:
+    """One optimizer with two schedulers, a scaler of the trainer's own, a loose parameter and a frozen teacher."""
+
+    late = False
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(2, 1)
+        alpha = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([*self.net.parameters(), alpha], lr=1.0)
+        teacher = torch.nn.Linear(2, 1).eval().requires_grad_(False)
+        return {
+            "alpha": alpha,
+            "teacher": teacher,
+            "optimizer": optimizer,
+            "warmup": torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10),
+            "decay": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
+        }
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = (self.net(batch) - state["teacher"](batch) + state["alpha"]).pow(2).mean()
+        state["optimizer"].zero_grad()
+        state["scaler"].scale(loss).backward()
+        state["scaler"].step(state["optimizer"])
+        state["scaler"].update()
+        state["warmup"].step()
+        state["decay"].step()
+        if self.late:
+            state["late"] = torch.nn.Linear(1, 1)
+        return StepResult(metrics={"loss": loss})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+def fit(tmp_path: Path, plugin: Any, steps: int, **options: Any) -> ContractModule:
+    """Train on the same batches every time."""
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[Checkpoint(tmp_path / "c", every_n_steps=3, keep_last=None, save_final=False, asynchronous=False)],
+    )
+    module = ContractModule(plugin, TrainingJobSpec("module", steps))
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 2, generator=generator) for _ in range(8)]
+    trainer.fit(module, DataLoader(batches, batch_size=None), **options)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> None:
+    """Both schedulers, the scaler and the loose parameter go on where they were."""
+    whole = fit(tmp_path / "whole", TwoSchedulers(), 3).contract_state
+    resumed = fit(
+        tmp_path / "again", TwoSchedulers(), 3, ckpt_path=str(tmp_path / "whole" / "c" / "step-00000003.json")
+    )
+    state = resumed.contract_state
+    assert state["decay"].state_dict() == whole["decay"].state_dict()
+    assert state["warmup"].state_dict() == whole["warmup"].state_dict()
+    assert state["scaler"].state_dict() == whole["scaler"].state_dict()
+    assert torch.equal(state["alpha"], whole["alpha"])
+    assert bool(state["alpha"].detach() != 0)
+
+
+def test_modules_of_state_and_trainer_are_registered_by_where_they_are(tmp_path: Path) -> None:
+    """State dicts, summaries and device moves see them; a frozen teacher makes no noise."""
+    module = fit(tmp_path, TwoSchedulers(), 1)
+    assert {name.split(".")[0] for name in module.state_dict()} == {"net", "teacher", "loose"}
+
+
+def test_a_module_that_a_step_builds_is_refused_by_its_path(tmp_path: Path) -> None:
+    """It would be in no checkpoint and unknown to the strategy."""
+    plugin = TwoSchedulers()
+    plugin.late = True
+    with pytest.raises(ContractError, match=r'state\["late"\] appeared after `configure`'):
+        fit(tmp_path, plugin, 2)
