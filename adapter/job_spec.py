@@ -64,6 +64,12 @@ class UploadUrls:
     checkpoint_url: str | None = field(default=None, repr=False)
     sample_url: str | None = field(default=None, repr=False)
     terminal_url: str | None = field(default=None, repr=False)
+    targets: tuple[str, ...] = field(default=(), repr=False)
+    """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
+
+
+UPLOAD_URLS = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url")
+"""Fields of `UploadUrls` that are endpoints, which get the token."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
     if "inputs" in values:
         values["inputs"] = _inputs(values["inputs"], faults)
     if "uploads" in values:
-        values["uploads"] = UploadUrls(**{name: url.strip() for name, url in values["uploads"].items()})
+        values["uploads"] = _uploads(values["uploads"], faults)
     if "mock_batches" in values:
         values["mock_batches"] = tuple(values["mock_batches"])
     if "sample_prompts" in values:
@@ -253,6 +259,14 @@ def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
 def _texts(name: str, values: list[Any], faults: FaultList) -> tuple[str, ...]:
     converted = [_convert(f"{name}[{index}]", value, NON_BLANK, faults) for index, value in enumerate(values)]
     return tuple(text for text in converted if text is not None)
+
+
+def _uploads(values: dict[str, Any], faults: FaultList) -> UploadUrls:
+    targets = _texts("uploads.targets", values.pop("targets", []), faults)
+    for target in targets:
+        if "://" not in target:
+            faults.invalid("uploads.targets", "URLs such as hf://owner/name or s3://bucket/folder", target)
+    return UploadUrls(**{name: url.strip() for name, url in values.items()}, targets=targets)
 
 
 def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:

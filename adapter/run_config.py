@@ -17,7 +17,7 @@ from typing import Any
 from .contract import TrainingJobSpec
 from .faults import FaultList
 from .inputs.refs import looks_like_path
-from .job_spec import DatasetSpec, InputsSpec, SampleRequest, UploadUrls
+from .job_spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls
 from .settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from .spec_digest import digest_of_fields, spec_fields
 from .urls import origin_of
@@ -130,7 +130,9 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         inputs=inputs,
         spec_dir=reading.spec_dir,
     )
-    uploads = UploadUrls(**{f.name: reading.pick(f"uploads.{f.name}") for f in dataclasses.fields(UploadUrls)})
+    uploads = UploadUrls(
+        **{name: reading.pick(f"uploads.{name}") for name in UPLOAD_URLS}, targets=reading.pick("uploads.targets", ())
+    )
     return RunConfig(
         run_id=job.run_id,
         trainer=trainer,
@@ -223,6 +225,6 @@ def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
 
 def token_origins_of(reading: Settings) -> frozenset[str]:
     """Origins that may be sent the token: those of the upload URLs, of the file store, and those that were listed."""
-    names = [*(f"uploads.{f.name}" for f in dataclasses.fields(UploadUrls)), "file_store_url"]
+    names = [*(f"uploads.{name}" for name in UPLOAD_URLS), "file_store_url"]
     urls = [reading.pick(name) for name in names]
     return frozenset([*(origin_of(url) for url in urls if url), *reading.pick("token_origins", ())])

@@ -38,6 +38,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         terminal_url=config.uploads.terminal_url,
         file_store_url=config.file_store_url,
         token_origins=sorted(config.token_origins),
+        targets=config.uploads.targets,
         deadline_s=config.upload_deadline_s,
     )
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
@@ -67,10 +68,9 @@ def settle(uploader: Uploader | None, *, raise_if_stopped: Callable[[], None]) -
 
 
 def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
-    """Queue a checkpoint unless it has arrived before, as after a kill between its commit and its queueing."""
-    if uploader.delivered(record.path) is None:
-        files = [record.path.parent / file.path for file in record.files]
-        uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
+    """Queue a checkpoint that a kill may have kept from its queue; one that has arrived is known by its content."""
+    files = [record.path.parent / file.path for file in record.files]
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
 
 
 def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:

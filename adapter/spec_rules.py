@@ -124,6 +124,7 @@ UPLOAD_FIELDS: Mapping[str, Rule] = {
     "checkpoint_url": URL,
     "sample_url": URL,
     "terminal_url": URL,
+    "targets": LIST,
 }
 
 PROMPT_FIELDS: Mapping[str, Rule] = {

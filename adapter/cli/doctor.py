@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ..contract import TrainingJobSpec
 from ..failure_sinks import UNKNOWN_RUN_ID
 from ..faults import FaultList, redact
-from ..job_spec import DatasetSpec
+from ..job_spec import UPLOAD_URLS, DatasetSpec
 from ..overrides import COMMAND_LINE_SETTINGS
 from ..run_config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
 from ..settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
@@ -94,7 +94,7 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
 def _ask_network(settings: Settings) -> Any:
     from .doctor_network import NetworkChecks
 
-    names = [f"uploads.{name}" for name in NESTED_FIELDS["uploads"]] + ["file_store_url"]
+    names = [f"uploads.{name}" for name in UPLOAD_URLS] + ["file_store_url"]
     return NetworkChecks(
         urls={name: url for name in names if (url := settings.pick(name)) is not None},
         inputs=inputs_of(settings),

@@ -25,9 +25,19 @@ def test_every_documented_key_is_known():
     assert set(DATASET_FIELDS) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard")
     }
-    assert set(UPLOAD_FIELDS) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url"}
+    assert set(UPLOAD_FIELDS) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
     assert {name.rpartition("_")[0] for name in INPUT_FIELDS} == {"base_model", "dataset_parquet", "resume_checkpoint"}
     assert len(PROMPT_FIELDS) == 7
+
+
+def test_further_targets_of_uploads_are_urls():
+    spec, faults, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
+    assert (spec.uploads.targets, faults) == (("hf://me/digits", "s3://bucket/runs"), [])
+    _, faults, _ = parse(uploads={"targets": ["/tmp/x"]})
+    assert faults == [
+        "Invalid `uploads.targets`. Expected URLs such as hf://owner/name or s3://bucket/folder, "
+        'but received "/tmp/x".'
+    ]
 
 
 WRONG = [
