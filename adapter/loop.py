@@ -376,7 +376,7 @@ class _Step:
         total.ready += 1
         self.progress.is_last_batch = index + 1 >= self.batches
         if self.has_guests:
-            self.connector.on_batch_start(raw)
+            self._expect_logging(raw)
         if self.starts and not self._batch_start(raw, index):
             loop.step_in_progress = None
             return False
@@ -434,6 +434,11 @@ class _Step:
             minibatch_hook(trainer, module)
         if self.has_guests:
             self._take_over_what_was_logged()
+
+    def _expect_logging(self, raw: Any) -> None:
+        """What the connector's ``on_batch_start`` does, which looks for the running loop by comparing enums."""
+        self.connector._first_loop_iter = self.connector._first_loop_iter is None
+        self.logged.batch, self.logged.batch_size, self.logged.dataloader_idx = raw, None, None
 
     def _take_over_what_was_logged(self) -> None:
         if len(self.logged):

@@ -203,3 +203,36 @@ def test_metrics_are_read_at_the_cadence_alone(tmp_path: Path) -> None:
     plugin.result = StepResult(metrics={"loss": Loss()})
     fit(tmp_path, plugin, 100, standard_set(tmp_path))
     assert reads == 10
+
+
+def test_whoever_looks_at_the_metrics_in_a_step_sees_those_of_that_step(tmp_path: Path) -> None:
+    """They are made at the look, of the step that ran last, and stay when the fit is over."""
+    plugin = Idle()
+    seen: list[float] = []
+
+    def change(step: int) -> None:
+        plugin.result = StepResult(metrics={"loss": float(step)})
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["train/loss"]))
+
+    plugin.at_step = change
+    looks = Looks()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=4, callbacks=[looks, LogMetrics(0)], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", 4)), Numbers(4))
+    assert seen == [1.0, 2.0, 3.0, 4.0]
+    assert float(trainer.callback_metrics["train/loss"]) == 4.0
+
+
+def test_a_callback_of_somebody_else_costs_a_step_few_calls(tmp_path: Path) -> None:
+    """What Lightning does around a hook in which something may be logged is not done where nothing was."""
+
+    class Guest(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    alone = calls_per_step(tmp_path / "alone", [LogMetrics(0)])
+    assert calls_per_step(tmp_path / "guest", [LogMetrics(0), Guest()]) - alone <= 15
