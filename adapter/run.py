@@ -30,6 +30,7 @@ from .failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure
 from .inputs import MaterializedInputs, materialize_inputs
 from .lifecycle import LifecycleSession
 from .loading import find_trainer, make_trainer, on_sys_path
+from .log_redaction import redacted_logs
 from .rank_failures import RankFailures, watch_ranks
 from .rank_processes import RankProcesses
 from .resume import Start, decide_start, move_old_artifacts_aside
@@ -75,15 +76,20 @@ def run_job(options: RunOptions) -> int:
             config = resolve_run_config(
                 spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
             )
-            for warning in config.warnings:
-                log.warning(warning)
-            if not _is_first_rank():
-                return _follow(config, options, signals)
-            prepare_artifact_dirs(config)
-            with lock_artifacts(config), _open_event_log(config) as event_log:
-                return _attempt(config, options, signals, event_log)
+            with redacted_logs((config.token,), options.environ):
+                return _run(config, options, signals)
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
             return _report_startup_failure(options, error)
+
+
+def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
+    for warning in config.warnings:
+        log.warning(warning)
+    if not _is_first_rank():
+        return _follow(config, options, signals)
+    prepare_artifact_dirs(config)
+    with lock_artifacts(config), _open_event_log(config) as event_log:
+        return _attempt(config, options, signals, event_log)
 
 
 def _open_event_log(config: RunConfig) -> EventLog:
@@ -157,7 +163,7 @@ def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCateg
     """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves."""
     secrets = (config.token or "",)
     failure = describe_failure(error, stage=stage, has_checkpoint=False, secrets=secrets, environ=options.environ)
-    log_failure(error, failure, secrets=secrets)
+    log_failure(error, failure, secrets=secrets, environ=options.environ)
     ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
     ranks.note(_rank(), failure)
     ranks.wait_until_reported()
@@ -358,7 +364,7 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
     failure = describe_failure(
         error, stage="startup", has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
     )
-    log_failure(error, failure, secrets=(sinks.token,))
+    log_failure(error, failure, secrets=(sinks.token,), environ=options.environ)
     report_startup_failure(sinks, failure)
     in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
     if sinks.events_path is not None and not in_use:

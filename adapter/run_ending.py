@@ -25,7 +25,7 @@ from .exceptions import (
     UploadError,
 )
 from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure
-from .faults import redact
+from .log_redaction import hide_secrets
 from .rank_failures import RankFailures
 from .run_config import RunConfig
 from .run_uploads import settle
@@ -154,7 +154,7 @@ class Ending:
 
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.failed_step()
-        log_failure(error, failure, secrets=(self.config.token,))
+        log_failure(error, failure, secrets=(self.config.token,), environ=self.environ)
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text)
@@ -198,11 +198,17 @@ def _wait_for_the_end() -> NoReturn:
         time.sleep(3600)
 
 
-def log_failure(error: BaseException, failure: Failure, *, secrets: Sequence[str | None]) -> None:
+def log_failure(
+    error: BaseException,
+    failure: Failure,
+    *,
+    secrets: Sequence[str | None],
+    environ: Mapping[str, str] | None = None,
+) -> None:
     """Say what went wrong, with a traceback where the message alone does not tell."""
     if isinstance(error, TrainingCanceled):
         log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
         return
     mistake = isinstance(error, _USERS_MISTAKES)
     text = str(error) if mistake else "".join(traceback.format_exception(error)).rstrip()
-    log.error("%s failure: %s", failure.category, redact(text, secrets))
+    log.error("%s failure: %s", failure.category, hide_secrets(text, secrets=secrets, environ=environ))

@@ -8,6 +8,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
 from genlight.adapter.contract import JobLifecycleClient, LifecycleLease
 from genlight.adapter.exceptions import AuthError, InputError, StartupContractError
 from genlight.adapter.lifecycle import HttpLifecycleClient, LifecycleSession

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from genlight.callbacks.watch_hangs import TrainingHung, WatchHangs
 
 WAIT_S = 30.0

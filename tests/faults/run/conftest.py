@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from genlight.adapter.run import RunOptions, run_job
 from genlight.reporters import read_events
 from genlight.reporters.event_validation import validate_events
@@ -40,13 +41,14 @@ class Server:
                 self._answer(server.status.get(path, 200 if found else 404), file.read_bytes() if found else b"")
 
             def do_POST(self):
+                path = self.path.partition("?")[0]
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
-                server.headers.append((self.path, dict(self.headers)))
-                time.sleep(server.delay_s.get(self.path, 0))
-                code = server.status.get(self.path, 200)
+                server.headers.append((path, dict(self.headers)))
+                time.sleep(server.delay_s.get(path, 0))
+                code = server.status.get(path, 200)
                 if code == 200:
-                    server.posts.append((self.path, body))
-                self._answer(code, json.dumps(server.answers.get(self.path, {"ok": True})).encode())
+                    server.posts.append((path, body))
+                self._answer(code, json.dumps(server.answers.get(path, {"ok": True})).encode())
 
             def _answer(self, code, body):
                 self.send_response(code)

@@ -302,7 +302,7 @@ def test_a_spec_that_is_no_json(job):
     assert job.run() == 2
     told = job.server.posted("/terminal")[-1]["error"]
     assert told == job.terminal_event()["error"]
-    assert told.startswith("startup:StartupContractError: startup.invalid_job_spec")
+    assert told.startswith("startup:startup.invalid_job_spec")
 
 
 def test_no_spec_at_all(job, monkeypatch):

@@ -1,0 +1,134 @@
+"""No byte that a run leaves holds a secret: no log, event, checkpoint, sample, spool, stack, message, repr."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.run import RunOptions
+from genlight.adapter.run_config import resolve_run_config
+
+CANARIES = {
+    "environment": "canary-token-of-the-environment",
+    "spec": "canary-token-of-the-spec",
+    "user info": "canary-password",
+    "query": "canary-signature",
+    "variable": "canary-of-another-variable",
+    "hyperparameter URL": "canary-of-a-hyperparameter",
+}
+
+
+def url_with_secrets(job, path):
+    address = job.server.url.removeprefix("http://")
+    return f"http://user:{CANARIES['user info']}@{address}{path}?signature={CANARIES['query']}"
+
+
+def leaks(job, *texts, apart_from=()):
+    """Where a canary stands: in files of the run, or in the texts."""
+    found = []
+    blobs = {str(path): path.read_bytes() for path in job.out.rglob("*") if path.is_file() and not path.is_symlink()}
+    blobs |= {f"text {number}": text.encode() for number, text in enumerate(texts)}
+    for where, blob in blobs.items():
+        found += [(where, name) for name, canary in CANARIES.items() if canary.encode() in blob]
+    return [leak for leak in found if leak[1] not in apart_from]
+
+
+def secret_job(job, *, plan=None, **fields):
+    """Every way in which a secret reaches a run."""
+    (job.folder / "x.parquet").touch()
+    urls = {kind: url_with_secrets(job, f"/{kind}") for kind in ("metrics", "checkpoint", "sample", "terminal")}
+    wanted = {
+        "capability_token": CANARIES["spec"],
+        "owner": "me",
+        "sample_every": 2,
+        "uploads": {f"{kind}_url": url for kind, url in urls.items()},
+        "mock_batches": ...,
+        "dataset": {"batch_size": 4},
+        "inputs": {"dataset_parquet_urls": [url_with_secrets(job, "/files/x.parquet")]},
+        **fields,
+    }
+    job.write(plan=plan, **wanted)
+
+
+ENDINGS = {
+    "completed": ({}, {}, 0),
+    "exception that tells all": (
+        {"at": "train_step:3", "raises": "RuntimeError", "text": "GET {url} with {tokens}"},
+        {},
+        1,
+    ),
+    "exception in setup": ({"at": "setup", "raises": "OSError", "text": "{tokens} for {url}"}, {}, 1),
+    "exception with several lines": (
+        {"at": "train_step:1", "raises": "KeyError", "text": "first\nAuthorization: Bearer {tokens}\n{url}"},
+        {},
+        1,
+    ),
+    "input refused": ({}, {"status": {"/files/x.parquet": 403}}, 1),
+    "input missing": ({}, {"status": {"/files/x.parquet": 404}}, 1),
+    "upload refused": ({}, {"status": {"/checkpoint": 401}}, 1),
+    "terminal refused": ({}, {"status": {"/terminal": 422}}, 1),
+}
+
+
+@pytest.mark.parametrize("token_of", ["environment", "spec"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_byte_of_a_run_holds_a_secret(job, caplog, capfd, monkeypatch, ending, token_of):
+    caplog.set_level(logging.DEBUG)
+    plan, answers, code = ENDINGS[ending]
+    job.server.status.update(answers.get("status", {}))
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "5", "MY_API_KEY": CANARIES["variable"]}
+    if token_of == "environment":
+        job.environ["TRAINER_CAPABILITY_TOKEN"] = CANARIES["environment"]
+    if "text" in plan:
+        tokens = " ".join(CANARIES[name] for name in (token_of, "variable"))
+        plan = {**plan, "text": plan["text"].format(url=url_with_secrets(job, "/x"), tokens=tokens)}
+    secret_job(job, plan=plan)
+
+    assert job.run() == code
+
+    written = capfd.readouterr()
+    assert job.terminal_event()
+    posts = str(job.server.posts)
+    assert leaks(job, caplog.text, written.out, written.err, posts) == []
+    authorised = {headers.get("Authorization") for path, headers in job.server.headers if path.startswith("/metrics")}
+    assert authorised <= {f"Bearer {CANARIES[token_of]}"}
+
+
+def test_no_repr_holds_a_secret(job):
+    secret_job(job)
+    config = resolve_run_config(
+        spec_path=job.spec, environ={"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "HOME": os.environ["HOME"]}
+    )
+    options = RunOptions(spec_path=job.spec)
+
+    assert leaks(job, repr(config), str(config), repr(options), repr(config.inputs), repr(config.uploads)) == []
+
+
+def test_faults_of_a_spec_hold_no_secret(job, caplog):
+    secret_job(job, max_steps="many", metric_every=CANARIES["spec"], sample_every=url_with_secrets(job, "/x"))
+    job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"]}
+
+    assert job.run() == 2
+    assert leaks(job, caplog.text, str(job.server.posts)) == []
+
+
+@pytest.mark.slow
+def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kill_after):
+    """While a run hangs with every secret at hand."""
+    callbacks = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 0.5}}]
+    secret_job(
+        job,
+        plan={"at": "train_step:2", "holds": 3.0},
+        lightning={"accelerator": "cpu", "callbacks": callbacks},
+    )
+    job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "TRAINER_UPLOAD_DEADLINE_SECONDS": "5"}
+    process = job.start()
+    kill_after(process)
+    job.wait_until(lambda: list((job.out / "hangs").glob("*.txt")), process)
+    title = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/comm").read_text()
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) == 75
+    assert leaks(job, title, (job.folder / "stderr").read_text()) == []
