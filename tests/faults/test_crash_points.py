@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from genlight.adapter.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, load, newest_valid, save, stage, sweep
 from genlight.callbacks.checkpoint import commit as commit_module

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+
 from genlight.adapter import ArrowDataModule, ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from genlight.callbacks.checkpoint import RecordMeta, capture_rng, load, newest_valid, restore_rng, sweep
 from genlight.callbacks.checkpoint.checkpoint_io import DurableCheckpointIO, SaveRequest
 from genlight.callbacks.checkpoint.commit import delete_checkpoint
