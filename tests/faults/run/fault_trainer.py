@@ -1,7 +1,8 @@
 """A trainer that does what its hyperparameters tell it, at the place they name.
 
 ``at`` is a hook (or ``train_step:3``), ``raises`` an exception by name, ``text`` its text. ``holds`` seconds are spent
-at that place after the file ``reached`` was made in the working directory, so that a test can send a signal meanwhile.
+at that place after the file ``reached`` was made in the working directory, with the process's id, so that a test can
+send a signal meanwhile.
 """
 
 import os
@@ -31,7 +32,8 @@ class Faulty:
         if self.plan.get("at") != place or self.plan.get("rank", self.rank) != self.rank:
             return
         if "holds" in self.plan:
-            Path("reached").touch()
+            Path("reached.part").write_text(str(os.getpid()))
+            Path("reached.part").rename("reached")
             time.sleep(self.plan["holds"])
         if self.plan.get("dies"):
             os._exit(9)
