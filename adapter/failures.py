@@ -57,4 +57,6 @@ def describe_failure(
         category = stage
     text = safe_text(error, secrets=secrets, environ=os.environ if environ is None else environ)
     exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
-    return Failure(category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code)
+    return Failure(
+        category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code
+    )

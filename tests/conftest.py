@@ -134,6 +134,7 @@ def fit(quiet):
 
     def run(plugin, callbacks=(), *, steps=4, job=None, batches=None, module=None, **arguments):
         import lightning.pytorch as pl
+
         from genlight.adapter import ContractModule
         from genlight.adapter.training_loop import BatchStream
 

@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from genlight.callbacks.checkpoint import DurableCheckpointIO, save, verify
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from genlight.callbacks.checkpoint import DurableCheckpointIO, save, verify
 
 LAYERS = 24
 

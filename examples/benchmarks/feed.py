@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+
 from genlight.adapter.feed import ArrowFeed
 
 BATCH = 32

@@ -38,13 +38,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
-from genlight.reporters import EventLogger
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
+from genlight.reporters import EventLogger
 
 WARM_STEPS = 200
 FAR = 10**9

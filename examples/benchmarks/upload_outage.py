@@ -28,9 +28,10 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from genlight.callbacks.upload_artifacts import UploadArtifacts
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
+
+from genlight.callbacks.upload_artifacts import UploadArtifacts
 
 WARM_UP_STEPS = 20
 

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from genlight.adapter import ArrowDataModule, ContractModule, TrainingJobSpec
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+
+from genlight.adapter import ArrowDataModule, ContractModule, TrainingJobSpec
 
 runs, parquet = Path("runs/wrap_existing"), Path(__file__).parents[1] / "digits" / "digits.parquet"
 

@@ -7,8 +7,9 @@ import itertools
 from types import SimpleNamespace
 
 import torch
-from genlight.adapter.contract import StepResult
 from torch import nn
+
+from genlight.adapter.contract import StepResult
 
 CALLS = itertools.count()
 

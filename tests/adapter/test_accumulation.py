@@ -8,13 +8,14 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from genlight.adapter.accumulation import Accumulation
 from genlight.adapter.discovery import discover
 from genlight.adapter.precision import StepPrecision
 from genlight.adapter.replication import GradientSync
 from genlight.adapter.routing import StepRouter
 from genlight.adapter.step_hooks import StepHooks
-from torch import nn
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+
 from genlight.adapter.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs
 from genlight.adapter.exceptions import StartupContractError
 from genlight.adapter.run_config import resolve_run_config

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+
 from genlight.adapter.artifact_dirs import prepare_artifact_dirs
 from genlight.adapter.artifacts_lock import LOCK_NAME, lock_artifacts
 from genlight.adapter.exceptions import StartupContractError

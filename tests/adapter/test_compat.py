@@ -6,8 +6,9 @@ import importlib
 import subprocess
 import sys
 
-import genlight.adapter
 import pytest
+
+import genlight.adapter
 from genlight.adapter import compat
 
 MODULES_OF_THE_CONTRACT = [

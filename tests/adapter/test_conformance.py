@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+
 from genlight.adapter.cli import main
 from genlight.adapter.conformance.checks import run_checks
 from genlight.adapter.conformance.halves import halves

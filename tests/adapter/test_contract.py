@@ -6,6 +6,9 @@ import dataclasses
 import inspect
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter import contract
 from genlight.adapter.contract import (
     ArrowFeedConfig,
@@ -20,8 +23,6 @@ from genlight.adapter.contract import (
     TrainerPlugin,
     TrainingJobSpec,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 JOB = TrainingJobSpec(run_id="r", max_steps=3)
 

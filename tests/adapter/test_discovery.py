@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from genlight.adapter.discovery import SEARCHED_ITEMS, check_devices, check_nothing_new, discover
-from genlight.adapter.exceptions import ContractError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+from genlight.adapter.discovery import SEARCHED_ITEMS, check_devices, check_nothing_new, discover
+from genlight.adapter.exceptions import ContractError
 
 
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter.environment import VARIABLES, is_true, parse_origins, read_environment
 from genlight.adapter.faults import FaultList
 

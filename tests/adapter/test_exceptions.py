@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import pytest
+
 from genlight.adapter import exceptions
 
 EXAMPLES = [

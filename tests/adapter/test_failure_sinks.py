@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter.failure_sinks import UNKNOWN_RUN_ID, resolve_failure_sinks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter.faults import CODES, FaultList, nearest, redact, render_value
 
 

@@ -11,6 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
 from genlight.adapter import module_checkpoint
 from genlight.adapter.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
 from genlight.adapter.helpers import (
@@ -21,9 +25,6 @@ from genlight.adapter.helpers import (
     seed_everything,
     to_float_scalar,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 
 def draw_everywhere() -> tuple[float, float, float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from genlight.adapter.exceptions import StartupContractError
-from genlight.adapter.hosting import check_strategy, leave_unwrapped
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -13,6 +11,9 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+from genlight.adapter.exceptions import StartupContractError
+from genlight.adapter.hosting import check_strategy, leave_unwrapped
 
 
 def blank(cls: type) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from genlight.adapter.faults import FaultList
 from genlight.adapter.job_spec import JobSpec, SampleRequest, parse_job_spec, read_job_spec
 from genlight.adapter.spec_rules import DATASET_FIELDS, INPUT_FIELDS, PROMPT_FIELDS, SPEC_FIELDS, UPLOAD_FIELDS
@@ -35,8 +36,7 @@ def test_further_targets_of_uploads_are_urls():
     assert (spec.uploads.targets, faults) == (("hf://me/digits", "s3://bucket/runs"), [])
     _, faults, _ = parse(uploads={"targets": ["/tmp/x"]})
     assert faults == [
-        "Invalid `uploads.targets`. Expected URLs such as hf://owner/name or s3://bucket/folder, "
-        'but received "/tmp/x".'
+        'Invalid `uploads.targets`. Expected URLs such as hf://owner/name or s3://bucket/folder, but received "/tmp/x".'
     ]
 
 

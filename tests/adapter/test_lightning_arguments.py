@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from genlight.adapter.exceptions import StartupContractError
 from genlight.adapter.lightning_arguments import trainer_arguments
 from genlight.adapter.run_config import resolve_run_config

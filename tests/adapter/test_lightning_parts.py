@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -23,6 +22,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
+
+from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
 
 
 class Regression:

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+
 from genlight.adapter.contract import REQUIRED_HOOKS
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.loading import load_trainer_plugin, missing_hooks, on_sys_path

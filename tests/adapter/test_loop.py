@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch.utils.data import DataLoader
+
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed, IterableFeed, MockBatches
 from genlight.adapter.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
-from torch.utils.data import DataLoader
 
 
 class Recorder(pl.Callback):

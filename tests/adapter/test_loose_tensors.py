@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from genlight.adapter.loose_tensors import LooseTensors
 from torch import nn
+
+from genlight.adapter.loose_tensors import LooseTensors
 
 
 def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.nn.functional import mse_loss
+
 from genlight.adapter.contract import StepResult
 from genlight.adapter.discovery import discover
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.precision import TrueUnitScaler, contract_dtype, step_precision
 from genlight.adapter.routing import StepRouter
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from torch import nn
-from torch.nn.functional import mse_loss
 
 ZOO_FILE = Path(__file__).with_name("trainer_zoo.py")
 

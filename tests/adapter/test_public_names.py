@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import genlight.adapter
 import genlight.callbacks
 import genlight.reporters
-import pytest
 
 PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
 

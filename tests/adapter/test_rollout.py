@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+
 from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint, Evaluate, Hook

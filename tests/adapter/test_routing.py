@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.autograd import backward as backward_by_name
+
 from genlight.adapter.discovery import discover
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.precision import step_precision
 from genlight.adapter.routing import StepRouter, step_router
 from genlight.adapter.step_hooks import StepHooks, step_hooks
-from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import nn
-from torch.autograd import backward as backward_by_name
 
 PATCHED = (
     (torch.Tensor, "backward"),

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from genlight.adapter.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import read_events

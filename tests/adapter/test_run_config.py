@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.environment import VARIABLES
 from genlight.adapter.exceptions import StartupContractError
 from genlight.adapter.faults import FaultList
@@ -15,8 +18,6 @@ from genlight.adapter.job_spec import SampleRequest
 from genlight.adapter.run_config import RunConfig, resolve_run_config
 from genlight.adapter.settings import folder_name, read_settings
 from genlight.adapter.spec_rules import NESTED_FIELDS, SPEC_FIELDS
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
 

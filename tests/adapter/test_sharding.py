@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from genlight.adapter.discovery import discover
-from genlight.adapter.exceptions import ContractError
-from genlight.adapter.sharding import shard, whole_metrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from genlight.adapter.discovery import discover
+from genlight.adapter.exceptions import ContractError
+from genlight.adapter.sharding import shard, whole_metrics
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from genlight.adapter.run_config import resolve_run_config
 from genlight.adapter.spec_digest import differing_fields, without_credentials
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
 from genlight.reporters import EventLogger

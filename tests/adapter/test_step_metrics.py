@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.contract import StepContext, StepResult, TrainingJobSpec
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.step_metrics import metric_name, named_metrics, read_scalars, validated_result
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CTX = StepContext(job=TrainingJobSpec(run_id="r", max_steps=1))
 ALIASES = {

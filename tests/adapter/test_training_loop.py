@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from genlight.adapter import (
     ContractError,
     InputError,

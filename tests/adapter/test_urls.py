@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from genlight.adapter.urls import origin_of, safe_url, url_fault
-from genlight.reporters import http
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.adapter.urls import origin_of, safe_url, url_fault
+from genlight.reporters import http
 
 
 @pytest.mark.parametrize(

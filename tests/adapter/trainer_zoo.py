@@ -17,10 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from genlight.adapter.contract import StepContext, StepResult, TrainingJobSpec
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
+
+from genlight.adapter.contract import StepContext, StepResult, TrainingJobSpec
 
 STEPS = 4
 ROWS = 8  # a step, over all ranks
@@ -726,6 +727,7 @@ def hosted_run(
 ):
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
     import lightning.pytorch as pl
+
     from genlight.adapter.module import ContractModule
 
     trainer_args = {"accelerator": "cpu", "devices": 1, **trainer_args}

@@ -12,10 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from genlight.callbacks.replica_guard import ReplicaGuard
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+
+from genlight.callbacks.replica_guard import ReplicaGuard
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+
 from genlight.adapter import ContractModule, StepResult
 from genlight.adapter.exceptions import TrainingCanceled
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import StopRequests
 from genlight.callbacks.stop_signals import StopSignals
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from genlight.adapter.contract import StepControlHints, StepResult
-from genlight.callbacks.cadence import crossed, suppressed
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.adapter.contract import StepControlHints, StepResult
+from genlight.callbacks.cadence import crossed, suppressed
 
 STEPS = st.integers(min_value=0, max_value=10_000)
 

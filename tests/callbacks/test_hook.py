@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.exceptions import HookOrderError, TrainingCanceled
 from genlight.callbacks.hook import (
     HOOK_EVENTS,
@@ -18,8 +21,6 @@ from genlight.callbacks.hook import (
     order_callbacks,
     run_state_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 LOG = "genlight.callbacks.hook"
 

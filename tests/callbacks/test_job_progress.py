@@ -10,6 +10,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+
 from genlight.callbacks import Hook, JobProgress, LogMetrics
 
 LINE = re.compile(r"step (\d+)(?:/(\d+))?  (?:loss (\S+))?  ([\d.]+) steps/s(?:  eta (\S+))?")

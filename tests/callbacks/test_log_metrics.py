@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+
 from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import LogMetrics
 from genlight.callbacks.hook import callbacks_of, run_state_of
-from lightning.pytorch.loggers.logger import DummyLogger
 
 
 class Recorder(DummyLogger):

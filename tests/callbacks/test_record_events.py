@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, RecordEvents, WriteSamples
 from genlight.callbacks.hook import Hook

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from genlight.callbacks.replica_guard import ReplicaGuard, digest
 
 

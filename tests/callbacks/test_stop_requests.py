@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook import run_state_of

@@ -10,14 +10,15 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
 from genlight.adapter.exceptions import UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.hook import Hook, fire, run_state_of
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters.uploads import UploadConfig, Uploader
-from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 TOKEN = "t0ken-that-must-not-leak"
 

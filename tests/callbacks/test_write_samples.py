@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, WriteSamples
 from genlight.callbacks.hook import run_state_of

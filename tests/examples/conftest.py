@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter import compat
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

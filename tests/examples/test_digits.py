@@ -16,12 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from PIL import Image
+
 from genlight.adapter.contract import StepContext, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.module import ContractModule
 from genlight.adapter.run_config import resolve_run_config
-from lightning.pytorch import Trainer
-from PIL import Image
 
 GENLIGHT = "from genlight.adapter.cli import main; raise SystemExit(main())"
 SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}

@@ -6,6 +6,7 @@ import os
 import stat
 
 import pytest
+
 from genlight.reporters import durable
 from genlight.reporters.durable import (
     TEMPORARY_PREFIX,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from genlight.adapter.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
-from genlight.reporters.event_error import failure_category, safe_text, stop_reason
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.adapter.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
+from genlight.reporters.event_error import failure_category, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(

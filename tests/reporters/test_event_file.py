@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter.exceptions import EventLogError
 from genlight.reporters.event_file import LineFile
 from genlight.reporters.event_log import EventLog

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from genlight.adapter.contract import TrainingReporter
 from genlight.adapter.exceptions import EventLogError
 from genlight.reporters.event_log import EventLog

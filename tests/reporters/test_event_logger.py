@@ -12,15 +12,16 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
 from genlight.adapter.exceptions import AuthError, EventLogError, InputError, TrainingCanceled, UploadError
 from genlight.reporters.event_log import EventLog
 from genlight.reporters.event_logger import EventLogger
 from genlight.reporters.event_reader import read_events
 from genlight.reporters.event_validation import validate_events
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader
 
 
 class Line(pl.LightningModule):

@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+
 from genlight.adapter.exceptions import EventLogError
 from genlight.reporters.event_log import EventLog
 from genlight.reporters.event_reader import follow, read_events

@@ -7,14 +7,15 @@ import math
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.exceptions import EventLogError
 from genlight.reporters.event_lines import MAX_STEP
 from genlight.reporters.event_log import EventLog
 from genlight.reporters.event_reader import read_events
 from genlight.reporters.event_schema import event_faults, event_schema
 from genlight.reporters.event_validation import Violation, validate_events
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 SCHEMA = jsonschema.Draft202012Validator(event_schema())
 

@@ -6,6 +6,7 @@ import threading
 
 import httpx2
 import pytest
+
 from genlight.reporters.http import (
     build_client,
     failure_text,

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from genlight.adapter.cli import checkpoint as command
 from genlight.callbacks.checkpoint import RecordMeta, save
-from safetensors.torch import load_file
 
 PROGRAM = """
 import argparse, sys

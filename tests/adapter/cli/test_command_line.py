@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 
 import pytest
+
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser
 
 

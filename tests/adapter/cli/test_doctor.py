@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from genlight.adapter.cli import doctor, doctor_network
 from genlight.adapter.cli.doctor_checks import check_devices
 from genlight.adapter.environment import VARIABLES

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+
 from genlight.adapter.cli import events as command
 from genlight.reporters.event_log import EventLog
 

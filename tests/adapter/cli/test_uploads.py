@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter.cli import uploads as command
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
 

@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+
 from genlight.adapter.feed import ArrowFeed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter.contract import ArrowFeedConfig
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ParquetArrowBatchFeeder, build_feed

@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
+
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import to_torch
 from genlight.adapter.feed.collate import LazyImage
-from PIL import Image
 
 
 def address(array: pa.Array) -> int:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class Seen(LightningModule):

@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from genlight.adapter.feed import ArrowFeed, trained_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from genlight.adapter.feed import ArrowFeed, trained_rows
 
 EPOCHS = 2
 

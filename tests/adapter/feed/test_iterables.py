@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed, BatchFeed, IterableFeed, MockBatches, as_feed
-from torch.utils.data import DataLoader
 
 
 class Stateful:

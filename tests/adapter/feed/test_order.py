@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from genlight.adapter.feed import ArrowFeed
-from genlight.adapter.feed.order import Order, permutation
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.feed.order import Order, permutation
 
 
 def test_a_permutation_never_changes_between_releases_of_numpy_or_of_ours():

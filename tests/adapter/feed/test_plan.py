@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from genlight.adapter.feed.plan import SHARD_MODES, Share, cut
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.adapter.feed.plan import SHARD_MODES, Share, cut
 
 shares = st.builds(
     Share,

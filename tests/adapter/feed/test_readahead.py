@@ -11,6 +11,7 @@ import time
 
 import pyarrow as pa
 import pytest
+
 from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.readahead import ReadAhead
 from genlight.adapter.feed.reader import Chunk

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed, trained_rows
 from genlight.adapter.feed.files import expand
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 class HuggingFaceLike:

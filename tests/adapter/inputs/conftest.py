@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
+
 from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.run_config import resolve_run_config
 

@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from genlight.adapter.contract import ModelRuntimeConfig
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.inputs.components import SafetensorsLoader, load_components
-from safetensors.torch import save_file
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from genlight.adapter.contract import ResolvedRef
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.cozy import HttpResolveClient, fetch_from_cozy

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, download

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.hub import fetch_from_hub
 from genlight.adapter.inputs.progress import Tracker

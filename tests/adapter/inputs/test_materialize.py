@@ -13,6 +13,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs

@@ -6,6 +6,7 @@ import io
 import logging
 
 import pytest
+
 from genlight.adapter.inputs import progress_display
 from genlight.adapter.inputs.progress import InputProgress
 from genlight.adapter.inputs.progress_display import shown_progress

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from genlight.adapter.exceptions import InputError
-from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from genlight.adapter.exceptions import InputError
+from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
 
 PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
 DIGEST = "0123456789abcdef" * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.local import local_checkpoint
 from genlight.adapter.inputs.progress import Tracker

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+
 from genlight.adapter.contract import StepControlHints, StepResult
 from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record

@@ -6,10 +6,11 @@ import threading
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
 from genlight.adapter.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import DurableCheckpointIO, verify
 from genlight.callbacks.checkpoint.checkpoint_io import SaveRequest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])

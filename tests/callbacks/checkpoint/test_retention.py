@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from genlight.callbacks.checkpoint.record import CheckpointRecord
-from genlight.callbacks.checkpoint.retention import Retention, to_delete
 from hypothesis import given
 from hypothesis import strategies as st
+
+from genlight.callbacks.checkpoint.record import CheckpointRecord
+from genlight.callbacks.checkpoint.retention import Retention, to_delete
 
 
 def record(step, *, score=None, final=False, is_old=False):

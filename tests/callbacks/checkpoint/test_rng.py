@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+
 from genlight.callbacks.checkpoint import capture_rng, load, restore_rng, save
 
 

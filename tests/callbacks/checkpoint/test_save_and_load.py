@@ -5,9 +5,10 @@ import os
 
 import pytest
 import torch
+from safetensors import safe_open
+
 from genlight.adapter.exceptions import BrokenCheckpointError, UnstorableStateError
 from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, stage, verify
-from safetensors import safe_open
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from genlight.adapter.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, find_final, list_checkpoints, newest_valid, save
 

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from genlight.adapter.exceptions import CheckpointError, UnstorableStateError
-from genlight.callbacks.checkpoint import load, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from genlight.adapter.exceptions import CheckpointError, UnstorableStateError
+from genlight.callbacks.checkpoint import load, save
 
 
 class Color(enum.Enum):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from genlight.callbacks.checkpoint import load, newest_valid
 
 PROGRAM = Path(__file__).with_name("two_ranks.py")

@@ -12,9 +12,10 @@ import warnings
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+
+from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 
 STEPS = 7
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from genlight.reporters.uploads import UploadConfig, Uploader
 
 TOKEN = "t0ken-that-must-not-leak"

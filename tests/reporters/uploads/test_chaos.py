@@ -10,6 +10,7 @@ import time
 import tracemalloc
 
 import pytest
+
 from genlight.reporters.uploads import UploadConfig, Uploader
 
 CLIENT = textwrap.dedent(

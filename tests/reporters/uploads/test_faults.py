@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads import TerminalPayload
 from genlight.reporters.uploads.journal import read_journal

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads.holding import HELD_DIRECTORY, hold, release, release_others
 from genlight.reporters.uploads.parcel import pack, unpack

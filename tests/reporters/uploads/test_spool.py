@@ -9,11 +9,12 @@ import threading
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads.journal import JOURNAL, Line, read_description, read_journal
 from genlight.reporters.uploads.spool import Spool
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 @pytest.fixture

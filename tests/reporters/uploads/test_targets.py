@@ -11,6 +11,7 @@ import threading
 
 import fsspec
 import pytest
+
 from genlight.adapter.exceptions import UploadError
 from genlight.reporters.uploads.retry import Interrupted, Refused, TryAgain
 from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target

@@ -5,6 +5,9 @@ import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from genlight.reporters.uploads.retry import (
     LONGEST_RETRY_AFTER_S,
     Refused,
@@ -14,8 +17,6 @@ from genlight.reporters.uploads.retry import (
     retry_after_s,
 )
 from genlight.reporters.uploads.wire import encode, file_url, idempotency_key, metrics_payload, remote_name
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 KEY = "43f504f77ecb3a84a4a3e5051db1f5a3438fa5f3"
 """Written down once: another value would make servers that saw the old one apply an upload twice."""
