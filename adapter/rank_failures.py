@@ -60,7 +60,7 @@ class RankFailures:
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         note = {**dataclasses.asdict(failure), "rank": rank, "at_s": time.time()}
         write_bytes_durably(self.folder / f"rank-{rank}.json", json.dumps(note).encode())
 
