@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..reporters.event_reader import read_events
     from .contract import (
         TRAINER_API_VERSION,
         ArrowFeedConfig,
@@ -56,10 +57,11 @@ if TYPE_CHECKING:
         to_float_scalar,
     )
     from .inputs import load_components
+    from .lifecycle import HttpLifecycleClient
     from .loading import load_trainer_plugin
     from .mock_data_module import MockDataModule
     from .module import ContractModule
-    from .run import run_training_runtime_from_env
+    from .run import RunOptions, run_job, run_training_runtime_from_env
     from .run_state import RunState
     from .training_loop import run_training_loop
 
@@ -114,10 +116,13 @@ _HOME = {
     "loading": ("load_trainer_plugin",),
     "mock_data_module": ("MockDataModule",),
     "module": ("ContractModule",),
-    "run": ("run_training_runtime_from_env",),
+    "lifecycle": ("HttpLifecycleClient",),
+    "run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
     "run_state": ("RunState",),
     "training_loop": ("run_training_loop",),
+    ".reporters.event_reader": ("read_events",),
 }
+"""Names by their module here; one that begins with a dot is beside this package."""
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -137,6 +142,7 @@ __all__ = [
     "EventLogError",
     "GenlightError",
     "HookOrderError",
+    "HttpLifecycleClient",
     "InputDownloader",
     "InputError",
     "JobLifecycleClient",
@@ -149,6 +155,7 @@ __all__ = [
     "ReplicaDriftError",
     "ResolveClient",
     "ResolvedRef",
+    "RunOptions",
     "RunState",
     "StartupContractError",
     "StepContext",
@@ -165,6 +172,8 @@ __all__ = [
     "load_components",
     "load_trainable_module_checkpoint",
     "load_trainer_plugin",
+    "read_events",
+    "run_job",
     "run_training_loop",
     "run_training_runtime_from_env",
     "save_trainable_module_checkpoint",
@@ -176,7 +185,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -114,7 +114,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
             seed=config.sample_seed,
         ),
         _class("genlight.callbacks.JobProgress"),
-        _class("genlight.callbacks.watch_hangs.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
+        _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
             "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
         ),

@@ -28,6 +28,7 @@ from .exceptions import ContractError, EventLogError, FailureCategory, StartupCo
 from .failure_sinks import resolve_failure_sinks
 from .failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure
 from .inputs import MaterializedInputs, materialize_inputs
+from .inputs.progress_display import shown_progress
 from .lifecycle import LifecycleSession
 from .loading import find_trainer, make_trainer, on_sys_path
 from .log_redaction import redacted_logs
@@ -101,9 +102,11 @@ def _open_event_log(config: RunConfig) -> EventLog:
 
 def _rank() -> int:
     """The rank of this process, as far as a launcher's environment tells before there is a process group."""
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+    # NODE_RANK counts only where nothing tells the rank among all: its node's first process is not rank 0.
+    for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
+        number = os.environ.get(name, "")
+        if number.isdigit() and (int(number) or name not in ("NODE_RANK", "GROUP_RANK")):
+            return int(number)
     return 0
 
 
@@ -212,7 +215,8 @@ class _Training:
         if start.is_finished:
             return self._already_finished(start)
         self._raise_if_stopped()
-        inputs = materialize_inputs(config, raise_if_stopped=self._raise_if_stopped)
+        with shown_progress() as progress:
+            inputs = materialize_inputs(config, progress=progress, raise_if_stopped=self._raise_if_stopped)
         if from_ref:
             start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
         self._stage = "model-load"
@@ -365,6 +369,8 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
         error, stage="startup", has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
     )
     log_failure(error, failure, secrets=(sinks.token,), environ=options.environ)
+    if not _is_first_rank():
+        return EXIT_STARTUP
     report_startup_failure(sinks, failure)
     in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
     if sinks.events_path is not None and not in_use:

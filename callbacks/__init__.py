@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .replica_guard import ReplicaGuard
     from .stop_requests import StopRequests
     from .upload_artifacts import UploadArtifacts
+    from .watch_hangs import WatchHangs
     from .write_samples import WriteSamples
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "UploadArtifacts": "upload_artifacts",
     "ReplicaGuard": "replica_guard",
     "StopRequests": "stop_requests",
+    "WatchHangs": "watch_hangs",
     "WriteSamples": "write_samples",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "UploadArtifacts",
     "ReplicaGuard",
     "StopRequests",
+    "WatchHangs",
     "WriteSamples",
 ]
 

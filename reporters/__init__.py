@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .event_log import EventLog
     from .event_logger import EventLogger
-    from .event_reader import read_events
+    from .event_reader import follow, read_events
+    from .event_schema import event_schema
+    from .event_validation import Violation, validate_events
 
 _HOME = {
     "EventLog": "event_log",
     "EventLogger": "event_logger",
+    "Violation": "event_validation",
+    "event_schema": "event_schema",
+    "follow": "event_reader",
     "read_events": "event_reader",
+    "validate_events": "event_validation",
 }
 
 __all__ = [
     "EventLog",
     "EventLogger",
+    "Violation",
+    "event_schema",
+    "follow",
     "read_events",
+    "validate_events",
 ]
 
 

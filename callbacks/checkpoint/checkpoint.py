@@ -386,8 +386,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         """In the thread that wrote: only now may older ones go."""
         self.note_save_time(time.monotonic() - self._save_began_s)
         self._durable.append(record)
+        # One that was not reported yet stays: whoever hears of it (an upload) must still find it.
+        spared = {unreported.path for unreported in list(self._durable)}
         for old in to_delete(self._records(), self.retention):
-            if old.path != record.path:
+            if old.path not in spared:
                 _try_to_delete(old.path)
 
     def _records(self) -> list[CheckpointRecord]:

@@ -21,19 +21,20 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
         BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs EventLogError
-        GenlightError HookOrderError InputDownloader InputError JobLifecycleClient LifecycleLease MockDataModule
+        GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobLifecycleClient LifecycleLease
+        MockDataModule
         ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder ReplicaDriftError ResolveClient
-        ResolvedRef RunState StartupContractError StepContext StepControlHints StepResult TrainerAuthContext
+        ResolvedRef RunOptions RunState StartupContractError StepContext StepControlHints StepResult TrainerAuthContext
         TrainerPlugin TrainingCanceled TrainingJobSpec TrainingReporter UnstorableStateError UploadError
         build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
-        run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint seed_everything
-        to_float_scalar
+        read_events run_job run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint
+        seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
         Checkpoint DurableCheckpointIO Evaluate Hook JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests
-        UploadArtifacts WriteSamples
+        UploadArtifacts WatchHangs WriteSamples
     """,
-    "genlight.reporters": "EventLog EventLogger read_events",
+    "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
 
 LIGHT = (
@@ -95,7 +96,10 @@ def test_type_checkers_see_the_names_that_are_resolved_lazily(package):
     tree = ast.parse(Path(package.__file__).read_text())
     (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {
-        f"{node.module}.{alias.name}" for node in guarded.body for alias in node.names if isinstance(alias, ast.alias)
+        f"{'.' * (node.level - 1)}{node.module}.{alias.name}"
+        for node in guarded.body
+        for alias in node.names
+        if isinstance(alias, ast.alias)
     }
     lazy = package._HOME
     if package is genlight.adapter:

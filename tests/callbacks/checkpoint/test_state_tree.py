@@ -290,7 +290,7 @@ def test_one_array_twice_is_one_array(tmp_path):
         (Closes("x"), 'state["value"]', "Closes"),
         (int, 'state["value"]', "type"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # without addresses
 )
 def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, path, kind):
     if path is None:
