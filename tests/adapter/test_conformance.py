@@ -72,7 +72,7 @@ def test_a_class_without_torch_passes(monkeypatch):
         ("Unseeded", "reproducible", "warn", "two runs from the same seed end with another"),
         ("Overflowing", "bf16-mixed", "fail", "is not finite"),
         ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
-        ("Late", "discovered", "fail", "state.late appeared after `configure`"),
+        ("Late", "steps", "fail", "state.late appeared after `configure`"),
     ],
 )
 def test_a_fault_is_named_with_a_remedy(monkeypatch, name, check, level, said):

@@ -169,6 +169,7 @@ def test_a_connection_is_kept_for_the_next_request(start_answers):
 
 def test_logs_of_the_http_library_show_no_query(start_answers, caplog):
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="httpx2")  # which the command line quietens
     server = start_answers()
     server.answers = [ok()]
     with build_client(TOKEN, trusted_origins([server.url])) as client:
