@@ -1,6 +1,7 @@
 """What asks for a stop, on which rank, in which phase: every run ends, at one step, with its reason and a checkpoint.
 
-A few cells run here; ``GENLIGHT_LONG_FAULTS=1``, as ``make faults`` sets it, runs all of them.
+Cells in which every two of a trigger, a rank and a phase meet run here; ``GENLIGHT_LONG_FAULTS=1``, as ``make
+faults`` sets it, runs all of them.
 """
 
 import itertools
@@ -30,12 +31,21 @@ CELLS = [
     for trigger, (world, rank), phase in itertools.product(TRIGGERS, RANKS, PHASES)
     if rank == 0 or phase not in OF_RANK_ZERO_ALONE
 ]
-ALWAYS = {("SIGUSR1", 1, 0, "batch"), ("cancel file", 1, 0, "later step"), ("SIGINT", 2, 1, "later step")}
+
+
+def _pairwise():
+    """For each trigger and phase one rank, in turn, so that each trigger and each phase meets every rank."""
+    for (t, trigger), (p, phase) in itertools.product(enumerate(TRIGGERS), enumerate(PHASES)):
+        turns = (RANKS[(t + p + turn) % len(RANKS)] for turn in range(len(RANKS)))
+        yield next(cell for rank in turns if (cell := (trigger, *rank, phase)) in CELLS)
+
+
+PAIRWISE = set(_pairwise())
 
 
 @pytest.mark.parametrize(("trigger", "world", "rank", "phase"), CELLS)
 def test_a_stop_ends_the_run(job, kill_after, is_long, trigger, world, rank, phase):
-    if not is_long and (trigger, world, rank, phase) not in ALWAYS:
+    if not is_long and (trigger, world, rank, phase) not in PAIRWISE:
         pytest.skip("runs with GENLIGHT_LONG_FAULTS=1")
     plan, fields = PHASES[phase]
     lightning = {"accelerator": "cpu", "devices": world, **({"strategy": "ddp"} if world > 1 else {})}
