@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -450,3 +452,82 @@ def test_a_killed_run_resumes_to_the_same_end(write_job: Callable[..., Path]) ->
         range(20)
     )
     assert not list((job.parent / "out").rglob(".tmp-*"))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path, str], str]]:
+    """Serves a folder over HTTP to whoever shows a token, and keeps what is posted in ``posted.jsonl``."""
+    servers = []
+
+    def start_server(folder: Path, token: str) -> str:
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, directory=str(folder))
+
+            def send_head(self) -> Any:
+                if self.headers.get("Authorization") != f"Bearer {token}":
+                    return self.send_error(401)
+                return super().send_head()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                shown = self.headers.get("Authorization") == f"Bearer {token}"
+                with (folder / "posted.jsonl").open("ab") as file:
+                    file.write(body + b"\n")
+                self.send_response(200 if shown else 401)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start_server
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_the_orchestrated_path_from_end_to_end(
+    write_job: Callable[..., Path], serve: Callable[[Path, str], str], tmp_path: Path
+) -> None:
+    """Token from the environment, Parquet and a checkpoint by URL, uploads acknowledged before the terminal event."""
+    first = write_job(run_id="earlier", checkpoint_every=2)
+    assert run(first) == 0
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "out").rename(store / "out")
+    (tmp_path / "x.parquet").rename(store / "x.parquet")
+    url = serve(store, "token-canary")
+    job = write_job(
+        dataset={"batch_size": 4},
+        checkpoint_every=4,
+        inputs={
+            "dataset_parquet_urls": [f"{url}/x.parquet"],
+            "resume_checkpoint_url": f"{url}/out/checkpoints/step-00000002.json",
+        },
+        uploads={f"{kind}_url": f"{url}/{kind}" for kind in ("metrics", "checkpoint", "sample", "terminal")},
+    )
+    environ = {
+        **os.environ,
+        "TRAINER_JOB_SPEC_PATH": str(job),
+        "TRAINER_ORCHESTRATED": "1",
+        "TRAINER_CAPABILITY_TOKEN": "token-canary",
+        "TRAINER_ARTIFACTS_DIR": str(tmp_path / "out"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run([sys.executable, "-m", "genlight.adapter.cli", "run"], env=environ, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0
+    (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
+    assert resumed["step"] == 2
+    assert read_record(tmp_path / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
+    posted = [json.loads(line) for line in (store / "posted.jsonl").read_text().splitlines()]
+    assert [body["kind"] for body in posted if body["kind"] != "metrics"] == ["checkpoint", "checkpoint", "terminal"]
+    assert (posted[-1]["status"], posted[-1]["step"]) == ("completed", 5)
+    for path in (tmp_path / "out").rglob("*"):
+        assert not path.is_file() or b"token-canary" not in path.read_bytes()
