@@ -28,6 +28,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
+        self._received: list[int] = []
 
     def install(self) -> None:
         """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
@@ -50,7 +51,9 @@ class StopSignals:
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.reason is None:
+        # Counted in one step: a handler may be interrupted by the next signal between a look and a note.
+        self._received.append(number)
+        if len(self._received) == 1:
             self.reason = REASON_OF_SIGNAL[signal.Signals(number)]
             return
         signal.signal(number, signal.SIG_DFL)
