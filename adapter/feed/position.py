@@ -65,10 +65,6 @@ class Position:
             return self
         return Position.start_of(self.epoch + 1, layout.order)
 
-    def done_rows(self, layout: Layout) -> int:
-        """Rows of `epoch` that all ranks together have trained."""
-        return layout.order.rows - self.rows + layout.share(self.rows).consumed(self.step)
-
     def state(self, layout: Layout) -> dict[str, Any]:
         """Everything needed to go on, as JSON values."""
         order = layout.order
