@@ -21,21 +21,31 @@ REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
 
 
 class StopSignals:
-    """Notes the first stop signal; the second one ends the process at once.
+    """Notes the first stop signal; the second one ends the process at once, with exit code 128 + its number.
 
-    Nothing else happens inside the handler: saving there could meet a half-made step or a held lock.
+    Nothing else happens inside the handler: saving there could meet a half-made step or a held lock. A second signal
+    ends also a process whose main thread does not return to Python, as in a collective that hangs: a thread of its own
+    reads what the interpreter writes to its wakeup file. A program that has set such a file itself keeps it, and has to
+    return to Python.
+
+    A process that is forked meanwhile, a loader worker say, ends on SIGTERM as usual, and leaves to its parent what a
+    terminal or a scheduler sends to the whole group (SIGINT, SIGUSR1).
     """
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
-        self._received: list[int] = []
+        self._handled: list[int] = []
+        self._arrived: list[int] = []
+        self._wakeup_fd: int | None = None
 
     def install(self) -> None:
         """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in REASON_OF_SIGNAL:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle)
+        if self._wakeup_fd is None:
+            self._watch_arrivals()
 
     @contextmanager
     def installed(self) -> Iterator[StopSignals]:
@@ -49,13 +59,58 @@ class StopSignals:
                 for number, handler in before.items():
                     # None: it was not installed from Python, and cannot be put back from there.
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                self._end_watch()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._note(number, self._handled)
+
+    def _note(self, number: int, received: list[int]) -> None:
         # Counted in one step: a handler may be interrupted by the next signal between a look and a note.
-        self._received.append(number)
-        if len(self._received) == 1:
-            self.reason = REASON_OF_SIGNAL[signal.Signals(number)]
+        received.append(number)
+        if len(received) > 1:
+            # Not by the default action of the signal: the kernel spares the first process of a container its own.
+            os._exit(128 + number)
+        self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
+
+    def _watch_arrivals(self) -> None:
+        # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits
+        # is not woken, and its handler runs only when it returns to Python.
+        readable, writable = os.pipe()
+        os.set_blocking(writable, False)
+        other = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            os.close(readable)
+            os.close(writable)
             return
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        os._exit(128 + number)  # the first process of a container ignores signals without a handler, also its own
+        self._wakeup_fd = writable
+        threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True).start()
+
+    def _read_arrivals(self, readable: int) -> None:
+        with open(readable, "rb", buffering=0) as arrivals:
+            while numbers := arrivals.read(64):
+                for number in numbers:
+                    # Others may have put a handler of their own in its place, as a Trainer does when it has ended.
+                    if number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle:
+                        self._note(number, self._arrived)
+
+    def _end_watch(self) -> None:
+        if self._wakeup_fd is None:
+            return
+        current = signal.set_wakeup_fd(-1)
+        if current != self._wakeup_fd:
+            signal.set_wakeup_fd(current)
+        os.close(self._wakeup_fd)
+        self._wakeup_fd = None
+
+
+def _leave_to_parent() -> None:
+    handlers = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
+    ours = {number: getattr(handler, "__self__", None) for number, handler in handlers.items()}
+    for number, owner in ours.items():
+        if isinstance(owner, StopSignals):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+            owner._end_watch()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

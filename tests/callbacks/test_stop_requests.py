@@ -264,7 +264,7 @@ def test_handlers_are_as_before_after_the_block_and_another_thread_leaves_them_a
         thread = threading.Thread(target=lambda: inside.append(StopSignals().install()))
         thread.start()
         thread.join()
-        assert all(signal.getsignal(number) == signals._note for number in REASON_OF_SIGNAL)
+        assert all(signal.getsignal(number) == signals._handle for number in REASON_OF_SIGNAL)
 
     assert inside == [None]
     assert {number: signal.getsignal(number) for number in REASON_OF_SIGNAL} == before
@@ -290,26 +290,82 @@ def test_a_second_signal_ends_the_process_at_once(number):
             print("still there", flush=True)
     """)
 
-    assert done.returncode == -number
+    assert done.returncode == 128 + number
     assert done.stdout == f"{REASON_OF_SIGNAL[number]}\n"
 
 
-def test_a_second_signal_ends_also_a_process_that_the_kernel_spares():
+def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c():
     done = run_script("""
-        import os, signal
+        import ctypes, os, signal, subprocess, sys
         from genlight.callbacks.stop_signals import StopSignals
 
         with StopSignals().installed():
             os.kill(os.getpid(), signal.SIGTERM)
-            # Blocked, as the kernel drops it for the first process of a container.
-            kill = os.kill
-            os.kill = lambda *_: None
-            kill(os.getpid(), signal.SIGTERM)
-            print("still there", flush=True)
+            subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.3); os.kill({os.getpid()}, 15)"])
+            held = ctypes.create_string_buffer(64)
+            for _ in range(2):  # the second lock waits for itself, whatever signals come
+                ctypes.CDLL(None).pthread_mutex_lock(held)
     """)
 
     assert done.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_two_signals_at_the_same_moment_end_the_process_whichever_thread_gets_them(threads):
+    done = run_script(f"""
+        import os, signal, subprocess, sys, threading, time
+        from genlight.callbacks.stop_signals import StopSignals
+
+        for _ in range({threads}):
+            threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+        with StopSignals().installed():
+            both = f"import os, time; time.sleep(0.3); os.kill({{os.getpid()}}, 15); os.kill({{os.getpid()}}, 10)"
+            subprocess.Popen([sys.executable, "-c", both])
+            time.sleep(30)
+            print("still there", flush=True)
+    """)
+
+    assert done.returncode in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
     assert done.stdout == ""
+
+
+def test_a_forked_process_ends_on_sigterm_and_leaves_the_others_to_its_parent():
+    done = run_script("""
+        import os, signal, time
+        from genlight.callbacks.stop_signals import StopSignals
+
+        with StopSignals().installed() as signals:
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+                time.sleep(0.1)
+                os.kill(child, number)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.reason)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            print(signals.reason)
+    """)
+
+    assert done.stdout == "-15 None\npreempted\n"
+
+
+def test_a_wakeup_file_of_the_program_stays_its_own():
+    done = run_script("""
+        import os, signal
+        from genlight.callbacks.stop_signals import StopSignals
+
+        readable, writable = os.pipe()
+        os.set_blocking(writable, False)
+        signal.set_wakeup_fd(writable)
+        with StopSignals().installed() as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(signals.reason, os.read(readable, 8))
+        print(signal.set_wakeup_fd(-1) == writable)
+    """)
+
+    assert done.stdout == "preempted b'\\x0f'\nTrue\n"
 
 
 @pytest.mark.slow
