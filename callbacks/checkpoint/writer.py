@@ -60,8 +60,8 @@ class BackgroundWriter:
 
     def raise_failure(self) -> None:
         """Raise what a job in the background raised, once; returns at once."""
-        error, self._error = self._error, None
-        if error is not None:
+        if self._error is not None:
+            error, self._error = self._error, None
             raise error
 
     def _run(self, job: Callable[[], object]) -> None:
