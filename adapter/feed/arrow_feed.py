@@ -116,6 +116,7 @@ class ArrowFeed:
         self._position: Position | None = None
         self._step = 0
         self._loaded = False
+        self._told_steps: int | None = None
         self._supply: Supply | None = None
         self._waited = 0.0
 
@@ -151,7 +152,8 @@ class ArrowFeed:
             TypeError: The feed repeats without end.
         """
         if self._options.per_epoch:
-            return self._steps_of_iteration()
+            self._told_steps = self._steps_of_iteration()
+            return self._told_steps
         if self._options.epochs is None:
             raise TypeError("The feed repeats without end and has no length; give it `epochs`.")
         return self.steps_per_epoch * self._options.epochs
@@ -164,7 +166,8 @@ class ArrowFeed:
         """
         _, layout = self._opened()
         here = self._position or Position.start_of(0, layout.order)
-        return max(layout.steps_per_epoch, here.before + layout.share(here.rows).steps)
+        steps = [layout.share(pass_.rows).steps for pass_ in (here, here.following(layout))]
+        return max(layout.steps_per_epoch, here.before + steps[0], steps[1])
 
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
@@ -200,10 +203,22 @@ class ArrowFeed:
         epochs = self._options.epochs
         while epochs is None or position.epoch < epochs:
             yield from self._rest_of_epoch(position)
+            self._warn_of_rows_given_up(position, layout)
             position = self._at().normalized(layout)
+            if self._fresh:
+                self._position, self._step = position, 0  # a pass without a step is over all the same
             if per_epoch:
                 return
         self.close()
+
+    def _warn_of_rows_given_up(self, position: Position, layout: Layout) -> None:
+        given_up = position.given_up(layout, self._options.epochs)
+        if given_up and self._options.rank == 0:
+            warnings.warn(
+                f"The last {given_up} rows of the last epoch are left out: {layout.world_size} ranks cannot share "
+                "them.",
+                stacklevel=3,
+            )
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -318,14 +333,15 @@ class ArrowFeed:
                 "with the data of the checkpoint, or start a new run."
             )
         self.close()
-        self._position, given_up = Position.restored(state, layout, self._options.epochs)
-        if given_up and self._options.rank == 0:
+        self._position = Position.restored(state, layout)
+        self._step, self._loaded = self._position.step, True
+        if self._told_steps is not None and self._steps_of_iteration() > self._told_steps:
             warnings.warn(
-                f"The last {given_up} rows of the last epoch are left out: {layout.world_size} ranks cannot share "
-                "them.",
+                f"An epoch of the feed now has {self._steps_of_iteration()} steps, but its length was asked for before "
+                f"the position was loaded and was {self._told_steps}: Lightning would cut epochs short. Use an "
+                "ArrowDataModule, whose position Lightning restores first.",
                 stacklevel=2,
             )
-        self._step, self._loaded = self._position.step, True
 
 
 def _layout(source: Source, options: FeedOptions) -> Layout:

@@ -40,7 +40,8 @@ class Position:
     """After `step` steps over `spans`, of which the last belongs to `epoch`.
 
     `spans` is a whole epoch unless the number of ranks, the batch size or the sharding changed in its middle: then it
-    is what was left of the epoch at the change.
+    is what was left of the epoch at the change. Where that is too little for one step, this pass has no step, and what
+    was left comes before the rows of the next epoch; with ``drop_last`` it is dropped.
     """
 
     epoch: int
@@ -59,11 +60,23 @@ class Position:
         """Rows of the spans."""
         return sum(end - first for _, first, end in self.spans)
 
+    def following(self, layout: Layout) -> Position:
+        """The start of the next pass."""
+        whole = (self.epoch + 1, 0, layout.order.rows)
+        carried = self.spans if self._has_no_step(layout) and not layout.drop_last else ()
+        return Position(self.epoch + 1, (*carried, whole))
+
     def normalized(self, layout: Layout) -> Position:
-        """The same place; the end of an epoch becomes the start of the next one."""
-        if self.step < layout.share(self.rows).steps:
-            return self
-        return Position.start_of(self.epoch + 1, layout.order)
+        """The same place; the end of a pass becomes the start of the next one."""
+        return self if self.step < layout.share(self.rows).steps else self.following(layout)
+
+    def _has_no_step(self, layout: Layout) -> bool:
+        return layout.share(self.rows).steps == 0
+
+    def given_up(self, layout: Layout, epochs: int | None) -> int:
+        """Rows of this pass that no pass will train: too few for a step, at the end of the last epoch."""
+        last = epochs is not None and self.epoch + 1 >= epochs
+        return self.rows if last and self._has_no_step(layout) and not layout.drop_last else 0
 
     def state(self, layout: Layout) -> dict[str, Any]:
         """Everything needed to go on, as JSON values."""
@@ -85,12 +98,10 @@ class Position:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], layout: Layout, epochs: int | None) -> tuple[Position, int]:
-        """The position that `state` describes, in terms of `layout`, and how many rows are given up for it.
+    def restored(cls, state: Mapping[str, Any], layout: Layout) -> Position:
+        """The position that `state` describes, in terms of `layout`.
 
-        Under another number of ranks, batch size or sharding the rest of the epoch is shared anew. When fewer rows are
-        left than there are ranks, they are trained with the first step of the next epoch; if there is none, they are
-        given up.
+        Under another number of ranks, batch size or sharding the rest of the epoch is shared anew.
 
         Raises:
             InputError: The rows, or their order, are not those of the state.
@@ -105,21 +116,13 @@ class Position:
             shard=state["shard"],
             drop_last=bool(state["drop_last"]),
         )
+        before = saved.before + saved.step
+        if saved.step and saved.step >= old.share(saved.rows).steps:
+            return replace(saved.following(old), before=0 if old == layout else before)
         if old == layout:
-            return saved.normalized(old), 0
-        if saved.normalized(old) != saved:
-            return replace(saved.normalized(old), before=saved.before + saved.step), 0
-        return saved._shared_anew(old, layout, epochs)
-
-    def _shared_anew(self, old: Layout, new: Layout, epochs: int | None) -> tuple[Position, int]:
-        rest = tuple(cut(self.spans, old.share(self.rows).rest(self.step)))
-        before = self.before + self.step
-        position = Position(self.epoch, rest, before=before)
-        if new.share(position.rows).steps or new.drop_last:
-            return position, 0
-        if epochs is not None and self.epoch + 1 >= epochs:
-            return Position.start_of(self.epoch + 1, new.order), position.rows
-        return Position(self.epoch + 1, (*rest, (self.epoch + 1, 0, new.order.rows)), before=before), 0
+            return saved
+        rest = tuple(cut(saved.spans, old.share(saved.rows).rest(saved.step)))
+        return cls(saved.epoch, rest, before=before)
 
 
 def _span(value: Any) -> Span:

@@ -83,7 +83,7 @@ def blocks(spec: Spec, position: Position, steps: int | None = None) -> Iterator
         for first in range(position.step, end, steps or max(end, 1)):
             yield Block(number, position, first, min(first + (steps or end), end))
             number += 1
-        position = Position.start_of(position.epoch + 1, spec.layout.order)
+        position = position.following(spec.layout)
 
 
 class ChunkSize:
@@ -222,7 +222,7 @@ class ThreadSupply:
         if position.step < share.steps:
             batches = self._cutter.steps(share, next(self._blocks))
             yield from batches if self._collate is None else map(self._collate, batches)
-        self.position = Position.start_of(position.epoch + 1, self._layout.order)
+        self.position = position.following(self._layout)
 
     def close(self) -> None:
         """See `Supply`."""

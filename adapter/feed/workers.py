@@ -126,7 +126,7 @@ class WorkerSupply:
             block = next(self._blocks)
             yield from self._handed_out(self._next())
             step = block.end
-        self.position = Position.start_of(position.epoch + 1, self._spec.layout.order)
+        self.position = position.following(self._spec.layout)
 
     def _handed_out(self, made: _Made) -> Iterator[Any]:
         batches = made.batches if self._spec.collate is not None else pa.ipc.open_stream(made.batches)

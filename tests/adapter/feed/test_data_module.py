@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
@@ -189,3 +189,47 @@ def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
     assert trained == {(epoch, str(path), row): 1 for epoch in range(2) for row in range(101)}
     position = json.loads((tmp_path / "position.json").read_text())
     assert position["epoch"] == 1
+
+
+class RankOfTwo(LightningDataModule):
+    """A user's own data module around a feed that is one of two ranks."""
+
+    def __init__(self, path, rank, **options):
+        super().__init__()
+        self.feed = ArrowFeed(path, batch_size=2, rank=rank, world_size=2, per_epoch=True, shuffle=True, **options)
+        self.train_dataloader = lambda: self.feed
+        self.state_dict, self.load_state_dict = self.feed.state_dict, self.feed.load_state_dict
+
+
+def resumed_on_two_of(path, checkpoint, **options):
+    """Steps of the two ranks on which the run of one process goes on that had trained 8 of 9 rows."""
+    data = {"batch_size": 4, "shuffle": True, "per_epoch": True}
+    alone = fit(ArrowFeed(path, **data), SaveAt(checkpoint, step=2)).seen[:2]
+    state = torch.load(checkpoint, weights_only=False)
+    state["RankOfTwo"] = state["loops"]["fit_loop"]["state_dict"].pop("combined_loader")[0]
+    torch.save(state, checkpoint)
+    return alone, [fit(RankOfTwo(path, rank, **options), resume=checkpoint).seen for rank in range(2)]
+
+
+def test_rows_too_few_for_a_step_of_the_ranks_of_a_resume_are_trained_in_lightnings_next_epoch(rows_file, tmp_path):
+    alone, ranks = resumed_on_two_of(rows_file(9), tmp_path / "c.ckpt")
+    both = [first + second for first, second in zip(*ranks, strict=True)]
+    rows = [i for step in [*alone, *both] for i in step]
+    assert [sorted(rows[i : i + 9]) for i in range(0, 27, 9)] == [list(range(9))] * 3
+    assert len(rows) == 27
+
+
+def test_rows_that_are_dropped_at_a_resume_do_not_end_the_training(rows_file, tmp_path):
+    _, ranks = resumed_on_two_of(rows_file(9), tmp_path / "c.ckpt", drop_last=True)
+    assert [len(rank) for rank in ranks] == [4, 4]  # two steps in each of the two epochs that were left
+
+
+def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_will_cut_epochs_short(rows_file):
+    path = rows_file(9)
+    alone = ArrowFeed(path, batch_size=4, per_epoch=True)
+    assert [batch.num_rows for _, batch in zip(range(2), alone, strict=False)] == [4, 4]
+    shared = ArrowFeed(path, batch_size=2, world_size=2, per_epoch=True)
+    assert len(shared) == 2
+    with pytest.warns(UserWarning, match="3 steps, but its length was asked for before .* ArrowDataModule"):
+        shared.load_state_dict(alone.state_dict())
+    assert len(shared) == 3
