@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
+from .agreement import Agreement
 from .checkpoint.checkpoint import Checkpoint
 from .hook import Hook, callbacks_of, run_state_of
 from .stop_signals import StopSignals
@@ -32,10 +31,10 @@ class StopRequests(Hook):
     """Watches for requests to stop and writes the reason they agree on to ``stop_reason`` of the run state.
 
     Sources are a flag, a cancel file, a runtime limit, signals (SIGTERM, SIGUSR1, SIGINT), and callables that others
-    add. All ranks stop after the same step, also if one alone was told: each step starts one asynchronous all-reduce
-    of a single number and reads the one of the step before. Under genlight's loop that loop then raises
-    `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does before the
-    next step.
+    add. All ranks stop after the same step, also if one alone was told: about every 50 ms they agree on what they were
+    told, by an asynchronous all-reduce that is begun in one step and read in the next. Under genlight's loop that loop
+    then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
+    before the next step.
 
     Args:
         cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
@@ -69,7 +68,7 @@ class StopRequests(Hook):
         self._checks: list[Callable[[], str | None]] = []
         self._requested: StopReason | None = "canceled" if canceled else None
         self._next_poll = 0.0
-        self._agreement: _Agreement | None = None
+        self._agreement: Agreement | None = None
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -85,6 +84,12 @@ class StopRequests(Hook):
                 self._next_poll = now + POLL_S
                 self._requested = self._look(now)
         return self._requested
+
+    def _code(self) -> int:
+        """The number that stands for what this rank was asked."""
+        if self._agreement is not None:
+            self.deadline.note_delay(self._agreement.took_s)
+        return _REASONS.index(cast("StopReason | None", self.requested()))
 
     def _look(self, now: float) -> StopReason | None:
         if self.deadline.is_over(now):
@@ -114,9 +119,9 @@ class StopRequests(Hook):
             saver.note_save_time = self._note_save_time
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
-        code = _REASONS.index(cast("StopReason | None", self.requested()))
+        code = self._code()
         if trainer.world_size > 1:
-            self._agreement = _Agreement()
+            self._agreement = Agreement()
             code = self._agreement.now(code)
         run_state_of(trainer).stop_reason = _REASONS[code]
 
@@ -124,51 +129,17 @@ class StopRequests(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        reason = self.requested()
-        if self._agreement is not None:
-            code = self._agreement.step(_REASONS.index(cast("StopReason | None", reason)))
-            reason = _REASONS[code]
+        reason = self.requested() if self._agreement is None else _REASONS[self._agreement.after_step(self._code)]
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._agreement is not None:
-            self._agreement.finish()
+            self._agreement.leave()
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:
     reason = run_state_of(trainer).stop_reason
     if reason is not None:
         raise TrainingCanceled(reason)
-
-
-class _Agreement:
-    """The largest number that any rank said one step ago, for the price of starting an all-reduce."""
-
-    def __init__(self) -> None:
-        # A gloo group of its own: numbers stay in host memory and no device is waited for.
-        self._group = dist.new_group(backend="gloo")
-        self._number = torch.zeros(1, dtype=torch.int32)
-        self._work: dist.Work | None = None
-
-    def now(self, number: int) -> int:
-        """Agree on the numbers of this moment; waits for all ranks."""
-        self._number.fill_(number)
-        dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group)
-        return int(self._number)
-
-    def step(self, number: int) -> int:
-        """What was agreed on the numbers of the last step; says `number` for the next one."""
-        agreed = self.finish()
-        self._number.fill_(number)
-        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return agreed
-
-    def finish(self) -> int:
-        """Wait for the reduction under way, if any, and return what it gave."""
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        return int(self._number)

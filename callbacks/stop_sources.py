@@ -15,6 +15,8 @@ SAVE_MARGIN = 1.5
 """How much longer than the longest one so far the last save may take."""
 UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
 """What the first save is taken to need: a share of the whole time, and a bound on it."""
+_FORGETTING = 0.99
+"""What is kept of the longest time at each look: one slow step at the start shall not cost hours at the end."""
 
 
 class Deadline:
@@ -47,24 +49,28 @@ class Deadline:
         self._unmeasured_s = 0.0 if self.at is None else min(UNMEASURED_SHARE * (self.at - now), UNMEASURED_MOST_S)
         self._looked_at: float | None = None
         self._gap_s = 0.0
+        self._delay_s = 0.0
 
     @property
     def margin_s(self) -> float:
-        """How long before the end to stop: a save, and the time until the next look, which a long step delays."""
+        """How long before the end to stop: a save, and the time until the next look is heeded, which long steps delay."""
         if not self.saves:
             return 0.0
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
-        return max(save_s, 0.0) + self._gap_s
+        return max(save_s, 0.0) + self._gap_s + self._delay_s
 
     def is_over(self, now: float) -> bool:
         """Whether to stop, looked at at `now` on the clock of ``time.monotonic``; call it about once a step."""
         if self.at is None:
             return False
         if self._looked_at is not None:
-            # The longest gap, slowly forgotten: one slow step at the start shall not cost hours at the end.
-            self._gap_s = max(now - self._looked_at, 0.99 * self._gap_s)
+            self._gap_s = max(now - self._looked_at, _FORGETTING * self._gap_s)
         self._looked_at = now
         return now + self.margin_s >= self.at
+
+    def note_delay(self, seconds: float) -> None:
+        """The run would have stopped so much later than the last look, because ranks had to agree first."""
+        self._delay_s = max(seconds, _FORGETTING * self._delay_s)
 
 
 def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:

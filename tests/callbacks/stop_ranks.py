@@ -45,6 +45,15 @@ class Told(StopRequests):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
+class Fails(StopRequests):
+    """Rank 1 fails in its third step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if RANK == 1 and batch_idx == 2:
+            raise ValueError("rank 1 broke")
+
+
 class Mine:
     def setup(self, ctx): ...
 
@@ -100,4 +109,8 @@ if __name__ == "__main__":
         train(ContractModule(Mine()), BatchStream(range(50)), StopRequests(signals=signals)) + " before",
     ]
     (FOLDER / f"rank{RANK}").write_text(", ".join(outcomes))
-    torch.distributed.destroy_process_group()
+    try:
+        train(ContractModule(Mine()), BatchStream(range(50)), Fails())
+    except Exception as error:
+        (FOLDER / f"failed{RANK}").write_text(str(error))
+        os._exit(3)

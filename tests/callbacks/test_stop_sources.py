@@ -46,6 +46,17 @@ def test_time_is_left_for_one_more_step_too():
     assert answers == [False] * 6 + [True]
 
 
+def test_time_is_left_until_the_ranks_have_agreed():
+    """What a look finds is heeded a step later; a delay is forgotten as slowly as a slow step."""
+    deadline = deadline_in(100, saves=True, save_s=20.0)
+    deadline.note_delay(5.0)
+    assert not deadline.is_over(1064.0)
+    assert deadline_in(100, saves=True, save_s=20.0, _delay_s=5.0).is_over(1065.0)
+    for _ in range(1000):
+        deadline.note_delay(0.1)
+    assert deadline.margin_s == pytest.approx(30.1)
+
+
 def test_a_slow_first_step_is_forgotten_slowly():
     deadline = deadline_in(1e6, saves=True, save_s=0.0)
     deadline.is_over(1000.0)
