@@ -53,7 +53,7 @@ class Deadline:
 
     @property
     def margin_s(self) -> float:
-        """How long before the end to stop: a save, and the time until the next look is heeded, which long steps delay."""
+        """How long before the end to stop: a save, and the time until the next look is heeded; long steps delay it."""
         if not self.saves:
             return 0.0
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
