@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
-from typing import Any
 
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -16,12 +14,10 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
-from torch.optim import Optimizer
-from typing_extensions import override
 
 from .exceptions import StartupContractError
 
-__all__ = ["check_strategy", "leave_unwrapped", "save_whole"]
+__all__ = ["check_strategy", "leave_unwrapped"]
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
@@ -68,49 +64,6 @@ def leave_unwrapped(strategy: Strategy) -> None:
     """
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]
-
-
-def save_whole(strategy: Strategy) -> None:
-    """Let a `ModelParallelStrategy` save and restore whole tensors through the `CheckpointIO` plugin.
-
-    Its own way knows one format per way of sharding. Saved whole, a run can go on with other ranks, or with one. Other
-    strategies do this anyway.
-    """
-    if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesWhole):
-        strategy.__class__ = type(f"Whole{type(strategy).__name__}", (_SavesWhole, type(strategy)), {})
-
-
-class _SavesWhole(ModelParallelStrategy):
-    """The checkpoint methods of `Strategy` itself, for modules and optimizers whose state dicts are whole."""
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return Strategy.lightning_module_state_dict(self)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return Strategy.optimizer_state(self, optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        Strategy.load_model_state_dict(self, checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Strategy.load_optimizer_state_dict(self, checkpoint)
 
 
 def _configure_nothing(strategy: DDPStrategy) -> None:

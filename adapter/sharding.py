@@ -2,7 +2,8 @@
 
 The trainer notices nothing: its modules stay the same objects, its optimizers hold the sharded parameters, and
 ``state_dict`` of either gives (and ``load_state_dict`` takes) whole tensors. Both talk to the other ranks then, so all
-ranks must call them.
+ranks must call them. For a checkpoint the tensors are whole in looks only, and nothing is gathered unless the trainer
+uses their values, which all ranks must do then.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import LBFGS, Optimizer
 
+from ..callbacks.checkpoint.sharded_strategy import save_through_plugin
+from ..callbacks.checkpoint.whole_tensor import WholeTensor, sharded_like, whole
 from .discovery import Discovered, Found
 from .exceptions import ContractError
-from .hosting import save_whole
 from .replication import broadcast_from_zero
 
 __all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
@@ -31,7 +33,7 @@ blocks, or a function of a submodule's name and the submodule. A block with a ti
 
 
 def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = "whole") -> bool:
-    """Shard what was discovered where `strategy` asks for it, and say whether it did; checkpoints are whole then.
+    """Shard what was discovered where `strategy` asks for it, and say whether it did.
 
     To be called in ``configure_model``, right after ``configure``, on every rank.
 
@@ -41,7 +43,7 @@ def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = 
     if not isinstance(strategy, ModelParallelStrategy):
         return False
     shard(discovered, strategy.device_mesh["data_parallel"], policy)
-    save_whole(strategy)
+    save_through_plugin(strategy)
     return True
 
 
@@ -93,7 +95,7 @@ def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not any(isinstance(value, DTensor) for value in metrics.values()):
         return metrics
-    return {name: _whole(value) for name, value in metrics.items()}
+    return {name: whole(value) for name, value in metrics.items()}
 
 
 def _is_tied(name: str, parameters: dict[str, nn.Parameter]) -> bool:
@@ -185,12 +187,10 @@ def _like(value: Any, parameter: Tensor) -> Any:
         return value
     if value.shape != parameter.shape:
         return value
+    if isinstance(value, WholeTensor):
+        return sharded_like(value, parameter)
     value = value.detach().to(device=parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _give_whole_state_dicts(module: nn.Module) -> None:
@@ -202,7 +202,7 @@ def _give_whole_state_dicts(module: nn.Module) -> None:
 def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for name in module._parameters:
         if prefix + name in state_dict:
-            state_dict[prefix + name] = _whole(state_dict[prefix + name])
+            state_dict[prefix + name] = whole(state_dict[prefix + name])
 
 
 def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -213,7 +213,7 @@ def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     # The inner dicts are the optimizer's own and must not be changed.
-    state = {i: {k: _whole(v) for k, v in entry.items()} for i, entry in state_dict["state"].items()}
+    state = {i: {k: whole(v) for k, v in entry.items()} for i, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
 
 

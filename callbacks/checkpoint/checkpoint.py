@@ -25,17 +25,22 @@ from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .rank_parts import (
+    SHARDED_GRADIENTS,
     capture_rng_of_ranks,
     gather,
     gradients_of,
     gradients_of_rank,
     restore_gradients,
     restore_rng_of_rank,
+    sharded_gradients_of,
 )
 from .record import CheckpointRecord, RecordMeta
 from .retention import Retention, best, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
+from .sharded_saving import require_shared_directory
+from .sharded_strategy import rank_groups_of, save_through_plugin
+from .slicing import is_sharded
 from .snapshot import ALIGNMENT
 
 __all__ = ["Checkpoint", "WritesTrainerFiles"]
@@ -142,6 +147,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._io = _install(trainer)
+        save_through_plugin(trainer.strategy)
         if self.dirpath is None:
             self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
         self.dirpath = self.dirpath.absolute()
@@ -153,7 +159,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._previous_step = trainer.global_step
         self._started_at_s = time.monotonic()
         restore_gradients(pl_module, self._pending.pop("gradients", {}))
-        if trainer.is_global_zero and self.saves_anything:
+        if not self.saves_anything:
+            return
+        groups = rank_groups_of(trainer.strategy)
+        if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
+            require_shared_directory(groups.training, self.directory)
+        if trainer.is_global_zero:
             require_space(self.directory, _estimate(pl_module))
 
     @override
@@ -205,9 +216,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         parts["elapsed_s"] = self.elapsed_s
         if "rng" not in parts:
             parts["rng"] = capture_rng_of_ranks()
-        gradients = gradients_of(pl_module) if self._needs_gradients(trainer, pl_module) else {}
+        needs_gradients = self._needs_gradients(trainer, pl_module)
+        gradients = gradients_of(pl_module) if needs_gradients else {}
         if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
             parts["gradients"] = gather(gradients)
+        sharded = sharded_gradients_of(pl_module) if needs_gradients else {}
+        if sharded:
+            parts[SHARDED_GRADIENTS] = sharded
 
     @override
     def on_load_checkpoint(
@@ -216,7 +231,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
-        self._pending["gradients"] = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
+        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
+        self._pending["gradients"] = gradients | parts.get(SHARDED_GRADIENTS, {})
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
@@ -294,7 +310,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             Exception: It could not be written.
         """
         if self._io is not None:
-            self._io.writer.wait()
+            self._io.wait()
         self._report(trainer)
 
     def poll(self, trainer: pl.Trainer) -> None:
@@ -302,7 +318,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._durable:
             self._report(trainer)
         if self._io is not None:
-            self._io.writer.raise_failure()
+            self._io.poll()
 
     def restore_pending_rng(self, trainer: pl.Trainer) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
@@ -335,9 +351,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         self._is_warm = True
         io = self._io
-        if io is None or not (self.asynchronous and self.every_n_steps and trainer.is_global_zero) or io.writer.is_busy:
+        if io is None or not (self.asynchronous and self.every_n_steps) or io.writer.is_busy:
             return
-        nbytes = _size_of_state(trainer, pl_module)
+        nbytes = _size_of_snapshot(trainer, pl_module)
         pinned = trainer.strategy.root_device.type == "cuda"
         io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
@@ -461,17 +477,14 @@ def _install(trainer: pl.Trainer) -> DurableCheckpointIO:
 
 def _estimate(module: pl.LightningModule) -> int:
     """Bytes of a first checkpoint: the weights, and what the usual optimizer keeps for each that is trained."""
-    weights = _size_of_weights(module)
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return int(weights + _ADAM_STATES * trained)
 
 
-def _size_of_weights(module: pl.LightningModule) -> int:
-    return sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
-
-
-def _size_of_state(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes of the weights and of what the optimizers hold, each tensor rounded up as in the snapshot."""
-    moments = [t for o in trainer.optimizers for entry in o.state.values() for t in entry.values()]
-    tensors = [t for t in [*module.state_dict().values(), *moments] if isinstance(t, torch.Tensor)]
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole."""
+    moments = (t for o in trainer.optimizers for entry in o.state.values() for t in entry.values())
+    tensors = (t for t in (*module.parameters(), *module.buffers(), *moments) if isinstance(t, torch.Tensor))
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own)

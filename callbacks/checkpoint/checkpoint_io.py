@@ -15,11 +15,14 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
+from ...adapter.exceptions import GenlightError
 from .commit import Staging, delete_checkpoint
 from .layout import record_path
-from .loading import MapLocation, load
+from .loading import MapLocation, load, load_for_slices
+from .rank_groups import Channel, EndOfSave, RankGroups
 from .record import CheckpointRecord, RecordMeta
-from .saving import prepare, write
+from .saving import Prepared, prepare, write
+from .sharded_saving import only_slices, plan_save, write_together
 from .snapshot import HostBuffer
 from .writer import BackgroundWriter
 
@@ -59,6 +62,8 @@ class DurableCheckpointIO(CheckpointIO):
         self.writer = BackgroundWriter()
         self.buffer = HostBuffer()
         self._requests: dict[Path, SaveRequest] = {}
+        self._end_of_save: EndOfSave | None = None
+        """Set while ranks write a checkpoint together in the background."""
 
     def expect(self, path: str | os.PathLike[str], request: SaveRequest) -> None:
         """State how the next `save_checkpoint` to `path` is to be done."""
@@ -93,16 +98,88 @@ class DurableCheckpointIO(CheckpointIO):
             # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
             record.parent.mkdir(parents=True, exist_ok=True)
             prepared = prepare(checkpoint, request.meta)
-            self.writer.wait()
+            self.wait()
         except BaseException:
             if request.staging is not None:
                 request.staging.discard()
             raise
-        if self.asynchronous if request.asynchronous is None else request.asynchronous:
-            prepared = replace(prepared, entries=self.buffer.copy(prepared.entries))
-            self.writer.start(lambda: _write(record, prepared, request))
-        else:
-            _write(record, prepared, request)
+        asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
+        self._save(prepared, asynchronous, lambda p: _write(record, p, request))
+
+    def save_in_parts(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], groups: RankGroups) -> None:
+        """`save_checkpoint` on all ranks, each of which writes the slices of sharded tensors that it holds.
+
+        Rank zero's request and settings count.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+            CheckpointError: The disk has no space for it, or another rank failed.
+            OSError: It could not be written; the checkpoint that was there before still is.
+        """
+        record = record_path(_local(path))
+        request = self._requests.pop(record, None) or SaveRequest()
+        try:
+            self.wait()
+            share = _try_to_prepare(checkpoint, request.meta)
+            asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
+            plan = plan_save(groups.training, record, share, request.staging, asynchronous=asynchronous)
+        except BaseException:
+            if request.staging is not None:
+                request.staging.discard()
+            raise
+        assert isinstance(share, Prepared)
+        is_first = groups.training.rank == 0
+        request = replace(request, staging=Staging(record, plan.staging))
+        if plan.is_sharded:
+            prepared = share if is_first else only_slices(share)
+            self._save(prepared, plan.asynchronous, lambda p: _write_together(groups.writing, record, p, request))
+            self._end_of_save = EndOfSave(groups.training) if plan.asynchronous else None
+        elif is_first:
+            self._save(share, plan.asynchronous, lambda p: _write(record, p, request))
+
+    def _save(self, prepared: Prepared, asynchronous: bool, save: Callable[[Prepared], None]) -> None:
+        if not asynchronous:
+            save(prepared)
+            return
+        copies, count = self.buffer.copy([*prepared.entries, *prepared.slices]), len(prepared.entries)
+        copied = replace(prepared, entries=copies[:count], slices=copies[count:])
+        self.writer.start(lambda: save(copied))
+
+    def poll(self) -> None:
+        """Raise what a save in the background raised; after the same step on all ranks that wrote it together."""
+        if self._end_of_save is None:
+            self.writer.raise_failure()
+        elif self._end_of_save.has_come(is_busy=self.writer.is_busy):
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight.
+
+        Raises:
+            Exception: What the last save raised; once.
+        """
+        self._end_of_save = None
+        self.writer.wait()
+
+    def load_in_parts(self, path: str | os.PathLike[str], groups: RankGroups) -> dict[str, Any]:
+        """`load_checkpoint` on all ranks, which reads of sharded tensors only what is used of them. Collective.
+
+        Raises:
+            BrokenCheckpointError: It is otherwise than it was saved.
+            CheckpointError: Another rank could not read it.
+            FileNotFoundError: There is none.
+        """
+        channel = groups.training
+        checkpoint, problem = {}, None
+        try:
+            self.wait()
+            record = _existing_record(path)
+            share = slice(channel.rank, None, channel.size)
+            checkpoint = _load_torch_file(record) if _is_torch_file(record) else load_for_slices(record, share=share)
+        except (OSError, GenlightError) as error:
+            problem = error
+        channel.agree(problem, f"load {os.fspath(path)}")
+        return checkpoint
 
     @override
     def load_checkpoint(
@@ -117,18 +194,9 @@ class DurableCheckpointIO(CheckpointIO):
             BrokenCheckpointError: It is otherwise than it was saved.
             FileNotFoundError: There is none.
         """
-        self.writer.wait()
-        path = _local(path)
-        record = record_path(path)
-        if path.is_dir() and not record.exists():
-            raise FileNotFoundError(f"{path} is a folder without its record {record.name}")
-        if not record.exists():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        if _is_torch_file(record):
-            location = "cpu" if map_location is None else map_location
-            loaded: dict[str, Any] = torch.load(record, map_location=location, weights_only=True)
-            return loaded
-        return load(record, map_location)
+        self.wait()
+        record = _existing_record(path)
+        return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -146,17 +214,53 @@ class DurableCheckpointIO(CheckpointIO):
         is_failing = sys.exc_info()[1] is not None
         self.buffer = HostBuffer()
         try:
-            self.writer.wait()
+            self.wait()
         except Exception:
             if not is_failing:
                 raise
             log.exception("The checkpoint in flight could not be written")
 
 
-def _write(record: Path, prepared: Any, request: SaveRequest) -> None:
+def _write(record: Path, prepared: Prepared, request: SaveRequest) -> None:
     written = write(record, prepared, staging=request.staging)
     if request.on_durable is not None:
         request.on_durable(written)
+
+
+def _write_together(channel: Channel, record: Path, prepared: Prepared, request: SaveRequest) -> None:
+    assert request.staging is not None
+    try:
+        written = write_together(channel, record, prepared, request.staging)
+    except BaseException:
+        if channel.rank == 0:
+            request.staging.discard()
+        raise
+    if written is not None and request.on_durable is not None:
+        request.on_durable(written)
+
+
+def _try_to_prepare(checkpoint: dict[str, Any], meta: RecordMeta) -> Prepared | Exception:
+    """This rank's share of a save, or why there is none: the other ranks wait to hear of it."""
+    try:
+        return prepare(checkpoint, meta)
+    except Exception as error:  # noqa: BLE001 - `plan_save` raises it
+        return error
+
+
+def _existing_record(path: str | os.PathLike[str]) -> Path:
+    path = _local(path)
+    record = record_path(path)
+    if path.is_dir() and not record.exists():
+        raise FileNotFoundError(f"{path} is a folder without its record {record.name}")
+    if not record.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    return record
+
+
+def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:
+    location = "cpu" if map_location is None else map_location
+    loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
+    return loaded
 
 
 def _remove(path: Path) -> None:

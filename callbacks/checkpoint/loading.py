@@ -1,6 +1,7 @@
 """Loading a checkpoint: every byte is proven before any of it is used.
 
-A file is read once: its digest is taken from the very memory that becomes the tensors.
+A file is read once: its digest is taken from the very memory that becomes the tensors. Of tensors that were saved in
+slices by several ranks, a rank of a sharded run reads no more than its own, block by block, each of which has a digest.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ import xxhash
 from ...adapter.exceptions import BrokenCheckpointError
 from .buffers import as_uint8, element_type, empty_tensor
 from .layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
+from .parts import rank_of
 from .record import CheckpointRecord, FileEntry, read_record
 from .safetensors_format import TORCH_TYPES, TypedShape, parse_header
 from .saving import CONTRACT_KEY
+from .slice_reading import Piece, pieces_of, stored_slices
 from .state_tree import decode
-from .verification import check_file, find_file, verify_files
+from .verification import check_file, find_file, read_proven, verify_files
+from .whole_tensor import WholeTensor
 
-__all__ = ["MapLocation", "load", "load_weights"]
+__all__ = ["MapLocation", "load", "load_for_slices", "load_weights"]
 
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
 """As in ``torch.load``; None puts everything on the host."""
@@ -44,10 +48,42 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict
         CheckpointError: It holds a type that this process does not know.
         FileNotFoundError: There is no such checkpoint.
     """
+    return _load(_Source(read_record(record_path(path)), map_location))
+
+
+def load_for_slices(path: str | os.PathLike[str], *, share: slice) -> dict[str, Any]:
+    """Like `load`, for a rank that needs its own slices of sharded tensors only: those are read when they are used.
+
+    Args:
+        path: The checkpoint.
+        share: Which of the files with slices to prove now; every file has to be in the share of one rank, and nothing
+            may be used before all ranks have proven theirs.
+
+    Raises:
+        BrokenCheckpointError: Something is otherwise than it was saved.
+        FileNotFoundError: There is no such checkpoint.
+    """
+    return _load(_Source(read_record(record_path(path)), None, share))
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The model's tensors alone, proven; those that were sharded put together."""
     record = read_record(record_path(path))
+    files = [entry for entry in record.files if record.file_name(entry).endswith(MODEL_FILE)]
+    whole = [entry for entry in files if record.file_name(entry) == MODEL_FILE]
+    weights = _read_tensors(record, whole[0], as_arrays=False) if whole else {}
+    verify_files(record, [entry for entry in files if rank_of(record.file_name(entry)) is not None])
+    for (file, key), pieces in pieces_of(record).items():
+        if file == MODEL_FILE:
+            first = pieces[0].entry
+            weights[key] = stored_slices(record.name, pieces, first.whole, first.dtype).whole()
+    return weights
+
+
+def _load(source: _Source) -> dict[str, Any]:
+    record = source.record
     if record.is_old:
         return {"global_step": record.step, CONTRACT_KEY: {"state": record.state}}
-    source = _Source(record, map_location)
     content = source.read_all()
     try:
         checkpoint: dict[str, Any] = decode(content["checkpoint"], source)
@@ -62,37 +98,38 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict
     return checkpoint
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The model's tensors alone, proven."""
-    record = read_record(record_path(path))
-    entries = [entry for entry in record.files if record.file_name(entry) == MODEL_FILE]
-    return _read_tensors(record, entries[0], as_arrays=False) if entries else {}
-
-
 class _Source:
     """A `TensorSource` over the files of one checkpoint."""
 
-    def __init__(self, record: CheckpointRecord, map_location: MapLocation) -> None:
-        self._record = record
+    def __init__(
+        self, record: CheckpointRecord, map_location: MapLocation, slices_to_prove: slice | None = None
+    ) -> None:
+        self.record = record
         self._map_location = map_location
+        self._slices_to_prove = slices_to_prove
+        """None proves them all and reads them with the rest."""
         self._stored: dict[tuple[str, str], Any] = {}
+        self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._given: dict[Any, Any] = {}
 
     def read_all(self) -> dict[str, Any]:
-        """Read and prove all files; returns the content of the state file."""
-        record = self._record
+        """Read and prove all files, of those with slices the own share; returns the content of the state file."""
+        record = self.record
         content: dict[str, Any] | None = None
-        others = []
+        others, sliced = [], []
         for entry in record.files:
             name = record.file_name(entry)
             if name == STATE_FILE:
-                content = json.loads(_read_proven(record, entry))
+                content = json.loads(read_proven(record, entry))
+            elif rank_of(name) is not None:
+                sliced.append(entry)
             elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/"):
                 as_arrays = name == ARRAYS_FILE
                 self._stored |= {(name, key): item for key, item in _read_tensors(record, entry, as_arrays).items()}
             else:
                 others.append(entry)
-        verify_files(record, others)
+        verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
+        self._pieces = pieces_of(record)
         if content is None:
             raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
         return content
@@ -124,13 +161,27 @@ class _Source:
             return torch.sparse_coo_tensor(
                 self.tensor(indices), self.tensor(values), shape, is_coalesced=is_coalesced, check_invariants=True
             )
-        tensor = self._base(reference)
+        tensor = self._put_together(reference) if "sharded" in reference else self._base(reference)
         if "view" in reference:
             tensor = _view(tensor, reference["view"])
+        if isinstance(tensor, WholeTensor):
+            return tensor
         if reference.get("parameter"):
             return torch.nn.Parameter(tensor, requires_grad=reference.get("requires_grad", False))
         tensor = tensor.detach()
         return tensor.requires_grad_() if reference.get("requires_grad") else tensor
+
+    def _put_together(self, reference: dict[str, Any]) -> torch.Tensor:
+        """A tensor that was sharded: whole, or for the slices of a rank that reads its own."""
+        facts, place = reference["sharded"], (reference["file"], reference["key"])
+        slices = stored_slices(self.record.name, self._pieces.get(place, []), facts["shape"], facts["dtype"])
+        if self._slices_to_prove is not None:
+            return WholeTensor(slices)
+        if ("", *place) not in self._given:
+            whole = _located(slices.whole(), reference.get("device", "cpu"), self._map_location)
+            self._given["", *place] = whole
+        base: torch.Tensor = self._given["", *place]
+        return base
 
     def _base(self, reference: dict[str, Any]) -> torch.Tensor:
         """The stored tensor behind a reference, with its own type and strides; one object for all that share it."""
@@ -169,12 +220,6 @@ def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
     if metadata is not None:
         ordered._metadata = metadata  # type: ignore[attr-defined]
     return ordered
-
-
-def _read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
-    data = find_file(record, entry).read_bytes()
-    check_file(record, entry, len(data), xxhash.xxh3_128_hexdigest(data))
-    return data
 
 
 def _read_tensors(record: CheckpointRecord, entry: FileEntry, as_arrays: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,17 +12,23 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .rng import capture_rng, restore_rng
+from .whole_tensor import WholeTensor, sharded_like, unsharded
 
 __all__ = [
+    "SHARDED_GRADIENTS",
     "capture_rng_of_ranks",
     "gather",
     "gradients_of",
     "gradients_of_rank",
     "restore_gradients",
     "restore_rng_of_rank",
+    "sharded_gradients_of",
 ]
 
 log = logging.getLogger(__name__)
+
+SHARDED_GRADIENTS = "sharded_gradients"
+"""The member of a checkpoint's own part that holds them."""
 
 
 def gather(value: Any) -> list[Any]:
@@ -60,21 +67,19 @@ def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
 
 
 def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
-    """Gradients that a coming update will still use, by parameter name.
+    """Gradients of this rank that a coming update will still use, by parameter name; sharded ones left out."""
+    return {name: gradient for name, gradient in _gradients(module) if not isinstance(gradient, DTensor)}
 
-    Collective where parameters are sharded: their gradients are whole, and in the part of rank zero only.
-    """
-    gradients = {}
+
+def sharded_gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """The sharded ones, of which each rank saves its slice."""
+    return {name: gradient for name, gradient in _gradients(module) if isinstance(gradient, DTensor)}
+
+
+def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            continue
-        if not isinstance(parameter.grad, DTensor):
-            gradients[name] = parameter.grad
-            continue
-        whole = parameter.grad.full_tensor()
-        if module.global_rank == 0:
-            gradients[name] = whole
-    return gradients
+        if parameter.grad is not None:
+            yield name, parameter.grad
 
 
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[str, torch.Tensor]:
@@ -91,6 +96,8 @@ def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Ten
             log.warning("The checkpoint holds a gradient of %s, which this model does not have", name)
             continue
         gradient = gradient.to(parameter.device, parameter.dtype)
-        if isinstance(parameter, DTensor):
+        if isinstance(gradient, WholeTensor) and isinstance(parameter, DTensor):
+            gradient = sharded_like(gradient, parameter)
+        elif isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        parameter.grad = gradient
+        parameter.grad = unsharded(gradient) if isinstance(gradient, WholeTensor) else gradient

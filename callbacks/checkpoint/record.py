@@ -28,6 +28,7 @@ from .layout import name_of, step_of_name
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "SHARDED_FORMAT_VERSION",
     "CheckpointRecord",
     "FileEntry",
     "RecordMeta",
@@ -39,6 +40,8 @@ __all__ = [
 
 FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
+SHARDED_FORMAT_VERSION = 2
+"""Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
 
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
@@ -156,11 +159,12 @@ def serialise_record(
     folder: str | None,
     files: Sequence[FileEntry],
     created_at_ms: int,
+    is_sharded: bool = False,
 ) -> bytes:
     """The bytes of a record."""
     content: dict[str, Any] = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
         "step": step,
         "run_id": meta.run_id,
         "attempt": meta.attempt,
@@ -247,10 +251,12 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     name = name_of(path)
     if content.get("format") != FORMAT:
         raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") != FORMAT_VERSION:
+    if content.get("format_version") not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
         found = content.get("format_version")
         raise BrokenCheckpointError(
-            name, f"it has format version {found!r}, and this genlight reads version {FORMAT_VERSION}; upgrade it"
+            name,
+            f"it has format version {found!r}, and this genlight reads versions up to {SHARDED_FORMAT_VERSION}; "
+            "upgrade it",
         )
     try:
         values = {key: content[key] for key in _RECORD_KEYS}

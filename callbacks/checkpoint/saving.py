@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,27 @@ from .layout import STATE_FILE, TRAINER_FOLDER, record_path
 from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
 from .safetensors_format import build_header
 from .state_tree import encode
-from .tensor_table import Entry, TensorTable
+from .tensor_table import Entry, Slice, TensorTable
 
-__all__ = ["CONTRACT_KEY", "Prepared", "prepare", "save", "write"]
+__all__ = [
+    "CONTRACT_KEY",
+    "SPACE_FOR_THE_REST",
+    "Prepared",
+    "header_of",
+    "in_order",
+    "prepare",
+    "publish",
+    "save",
+    "write",
+    "write_files",
+    "write_tensors",
+]
 
 CONTRACT_KEY = "genlight"
 """The member of a Lightning checkpoint that holds what the trainer contract adds; its ``state`` is the payload."""
 
 _WEIGHTS = "state_dict"
-_SPACE_FOR_THE_REST = 1 << 20
+SPACE_FOR_THE_REST = 1 << 20
 """Bytes beside tensors and JSON: headers, the record, folders."""
 
 
@@ -55,11 +67,15 @@ class Prepared:
     rest: bytes
     """Everything else that is no tensor; the content of the state file."""
     entries: list[Entry]
+    slices: list[Entry] = field(default_factory=list)
+    """What this rank holds of sharded tensors."""
+    wholes: dict[tuple[str, str], Slice] = field(default_factory=dict)
+    """All sharded tensors, by file and key."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `write` will write, about."""
-        return len(self.rest) + sum(entry.nbytes for entry in self.entries)
+        """Bytes that will be written, about."""
+        return len(self.rest) + sum(entry.nbytes for entry in (*self.entries, *self.slices))
 
 
 def save(
@@ -105,34 +121,48 @@ def prepare(checkpoint: Mapping[str, Any], meta: RecordMeta) -> Prepared:
     entries = sorted(table.entries(), key=lambda entry: entry.file)
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
-    return Prepared(meta, step, state, _state_file(encoded, metadata), entries)
+    return Prepared(meta, step, state, _state_file(encoded, metadata), entries, table.slices, table.wholes)
 
 
 def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> CheckpointRecord:
     """Write what `prepare` took apart; whole and durable when this returns.
 
     Raises:
-        CheckpointError: The disk has no space for it; nothing was written.
+        CheckpointError: The disk has no space for it, or it holds sharded tensors; nothing was written.
         OSError: It could not be written; the checkpoint that was there before still is.
     """
     try:
-        require_space(path.parent, prepared.nbytes + _SPACE_FOR_THE_REST)
+        if prepared.wholes:
+            raise CheckpointError(
+                f"{next(iter(prepared.wholes))[1]} is sharded over several ranks, which save it together: use the "
+                "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
+            )
+        require_space(path.parent, prepared.nbytes + SPACE_FOR_THE_REST)
         staging = staging or stage(path)
-        folder, replaced = folder_for(path)
-        files = _write_files(staging, folder, prepared)
-        record = serialise_record(
-            _relative_primary(prepared.meta, staging),
-            step=prepared.step,
-            state=prepared.state,
-            folder=folder,
-            files=files,
-            created_at_ms=time.time_ns() // 1_000_000,
-        )
-        commit(staging, folder, record)
+        return publish(path, prepared, staging, write_files(staging, prepared))
     except BaseException:
         if staging is not None:
             staging.discard()
         raise
+
+
+def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[FileEntry]) -> CheckpointRecord:
+    """Commit what was staged; `files` are named relative to the staging folder.
+
+    Raises:
+        OSError: It could not be committed; the checkpoint that was there before still is.
+    """
+    folder, replaced = folder_for(path)
+    record = serialise_record(
+        _relative_primary(prepared.meta, staging),
+        step=prepared.step,
+        state=prepared.state,
+        folder=folder,
+        files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
+        created_at_ms=time.time_ns() // 1_000_000,
+        is_sharded=bool(prepared.wholes),
+    )
+    commit(staging, folder, record)
     if replaced is not None and replaced != folder:
         try_to_move_aside(path.parent / replaced)
     return read_record(path)
@@ -166,19 +196,32 @@ def _state_file(encoded: dict[str, Any], weights_metadata: Any) -> bytes:
     return STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
 
 
-def _write_files(staging: Staging, folder: str, prepared: Prepared) -> list[FileEntry]:
+def write_files(staging: Staging, prepared: Prepared) -> list[FileEntry]:
+    """Write everything but slices; files are named relative to the staging folder."""
     written = [(TRAINER_FOLDER + "/" + name, *facts) for name, facts in _hook_files(staging.path / TRAINER_FOLDER)]
     by_file: dict[str, list[Entry]] = {}
     for entry in prepared.entries:
         by_file.setdefault(entry.file, []).append(entry)
     for file, entries in by_file.items():
-        # Large elements first, so that every tensor of the file is aligned.
-        entries.sort(key=lambda entry: -_alignment(entry))
-        header = build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in entries], {"format": "pt"})
-        buffers = (bytes_of(entry.source) for entry in entries)
-        written.append((file, *write_file(staging.path / file, _chained(header, buffers))))
+        buffers = (bytes_of(entry.source) for entry in in_order(entries))
+        written.append((file, *write_tensors(staging.path / file, entries, buffers)))
     written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [prepared.rest])))
-    return [FileEntry(f"{folder}/{name}", size, digest) for name, size, digest in sorted(written)]
+    return [FileEntry(name, size, digest) for name, size, digest in written]
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Entries as they follow each other in a file: large elements first, so that every tensor is aligned."""
+    return sorted(entries, key=lambda entry: -_alignment(entry))
+
+
+def write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
+    """Write a safetensors file of `entries`, whose bytes `buffers` gives `in_order`; its size and digest."""
+    return write_file(path, _chained(header_of(entries), buffers))
+
+
+def header_of(entries: Iterable[Entry]) -> bytes:
+    """The start of the file that `write_tensors` writes."""
+    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in in_order(entries)], {"format": "pt"})
 
 
 def _alignment(entry: Entry) -> int:

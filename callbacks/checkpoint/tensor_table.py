@@ -2,6 +2,8 @@
 
 Tensors that share memory in the process share it again after loading: they refer to one stored tensor, some as views
 of it. A tensor of the model always has an entry of its own, so that ``model.safetensors`` is complete for other tools.
+
+A tensor that is sharded over the ranks has no entry, but a slice: the part of it that this rank holds.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import torch
 from ...adapter.exceptions import UnstorableStateError
 from .layout import ARRAYS_FILE, MODEL_FILE, TENSORS_FILE
 from .safetensors_format import RAW, TORCH_TYPES, numpy_type
+from .slicing import Box, held_by_this_rank, is_sharded
 from .state_tree import Attribute, Path, format_path
+from .whole_tensor import unsharded
 
-__all__ = ["Entry", "TensorTable"]
+__all__ = ["Entry", "Slice", "TensorTable"]
 
 _LARGEST_ELEMENT = 16
 """Bytes of a ``complex128``."""
@@ -36,6 +40,19 @@ class Entry:
     nbytes: int
     source: Any
     """A contiguous tensor, or a C-contiguous array."""
+    slice: Slice | None = None
+    """Where it is only a part of a tensor."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What an entry is a part of."""
+
+    box: Box
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """As torch calls it."""
 
 
 @dataclass(eq=False)
@@ -72,6 +89,11 @@ class TensorTable:
         self._entries: list[Entry] = []
         self._keys: set[tuple[str, str]] = set()
         self._arrays: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._sharded: dict[Any, dict[str, Any]] = {}
+        self.slices: list[Entry] = []
+        """What this rank holds of sharded tensors."""
+        self.wholes: dict[tuple[str, str], Slice] = {}
+        """All sharded tensors, by file and key."""
 
     def add_model_tensor(self, name: str, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         """Like `add_tensor`, under exactly the key `name` in the model's file."""
@@ -106,6 +128,9 @@ class TensorTable:
         return self._entries
 
     def _add(self, tensor: torch.Tensor, file: str, key: str, path: Path) -> dict[str, Any]:
+        if is_sharded(tensor):
+            return self._add_sharded(tensor, file, key)
+        tensor = unsharded(tensor)
         _refuse_unknown(tensor, path)
         reference: dict[str, Any] = {}
         if tensor.requires_grad:
@@ -118,6 +143,28 @@ class TensorTable:
         begin, end = _byte_range(values)
         self._keys.add((file, key))
         self._uses.append(_Use(values, reference, file, key, begin, end))
+        return reference
+
+    def _add_sharded(self, tensor: torch.Tensor, file: str, key: str) -> dict[str, Any]:
+        held = held_by_this_rank(tensor)
+        local = held.local.detach().resolve_conj().resolve_neg()
+        dtype = str(local.dtype).removeprefix("torch.")
+        memory = (local.device, local.data_ptr() or key, local.shape, local.stride(), dtype, held.box, held.shape)
+        # The same slice of memory again, as the same weights in the trainer's own payload, is not stored twice.
+        if memory not in self._sharded or file == MODEL_FILE:
+            self._keys.add((file, key))
+            part = Slice(held.box, held.shape, dtype)
+            self.wholes[file, key] = part
+            if held.is_saved_here:
+                stored, shape = _stored_as(local)
+                self.slices.append(Entry(file, key, stored, shape, local.nbytes, local, part))
+            facts = {"file": file, "key": key, "sharded": {"dtype": dtype, "shape": list(held.shape)}}
+            self._sharded.setdefault(memory, facts)
+        reference = dict(self._sharded[memory])
+        if tensor.device.type != "cpu":
+            reference["device"] = str(tensor.device)
+        if tensor.requires_grad:
+            reference |= {"requires_grad": True, "parameter": isinstance(tensor, torch.nn.Parameter)}
         return reference
 
     def _add_sparse(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
@@ -161,11 +208,10 @@ class TensorTable:
     def _store(self, use: _Use) -> None:
         tensor = use.tensor
         name = str(tensor.dtype).removeprefix("torch.")
-        dtype, shape = TORCH_TYPES.get(name, RAW), tuple(tensor.shape)
+        dtype, shape = _stored_as(tensor)
         use.reference |= {"file": use.file, "key": use.key}
         if name not in TORCH_TYPES:
-            use.reference |= {"dtype": name, "shape": list(shape)}
-            shape = (tensor.numel() * tensor.element_size(),)
+            use.reference |= {"dtype": name, "shape": list(tensor.shape)}
         if tensor.stride() != _row_major(tensor.shape) and _is_dense(tensor):
             use.reference["stride"] = list(tensor.stride())
         nbytes = tensor.numel() * tensor.element_size()
@@ -213,6 +259,12 @@ class TensorTable:
             number += 1
             candidate = f"{key}#{number}"
         return candidate
+
+
+def _stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    """Element type and shape in the file; those that the format does not know are stored as bytes."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return (TORCH_TYPES[name], tuple(tensor.shape)) if name in TORCH_TYPES else (RAW, (tensor.nbytes,))
 
 
 def _dotted(path: Path) -> str:

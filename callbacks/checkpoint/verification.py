@@ -12,9 +12,9 @@ from pathlib import Path
 from ...adapter.exceptions import BrokenCheckpointError
 from .commit import hash_file
 from .layout import record_path
-from .record import CheckpointRecord, FileEntry, read_record
+from .record import CheckpointRecord, FileEntry, digest_of, read_record
 
-__all__ = ["check_file", "find_file", "verify", "verify_files"]
+__all__ = ["check_file", "find_file", "read_proven", "verify", "verify_files"]
 
 
 def verify(path: str | os.PathLike[str]) -> CheckpointRecord:
@@ -60,6 +60,17 @@ def find_file(record: CheckpointRecord, entry: FileEntry) -> Path:
             record.name, f"{entry.path} has {size:,} bytes, but its record says {entry.size:,} bytes"
         )
     return path
+
+
+def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
+    """The content of a file of `record`.
+
+    Raises:
+        BrokenCheckpointError: It is missing or otherwise than it was saved.
+    """
+    data = find_file(record, entry).read_bytes()
+    check_file(record, entry, len(data), digest_of(data))
+    return data
 
 
 def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: str) -> None:

@@ -1,0 +1,113 @@
+"""How the ranks of a run speak about a save, beside the collectives of training.
+
+Both channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot
+meet a collective of training that another rank has issued in another order. One is for the training threads and one for
+the threads that write, so that the two never share one either. A rank that dies closes its connections, and whoever
+waits for it gets an error at once.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...adapter.exceptions import CheckpointError
+
+__all__ = ["Channel", "RankGroups", "text_of"]
+
+LONGEST_WAIT = dt.timedelta(hours=1)
+"""How long a rank that has written its part waits for the slowest of the others."""
+
+
+class Channel:
+    """What ranks tell each other, each time all of them in the same order."""
+
+    def __init__(self) -> None:
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in order, on rank zero; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+    def share(self, value: Any) -> Any:
+        """What rank zero calls `value`."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def agree(self, problem: Exception | None, doing: str) -> None:
+        """Go on only where no rank has a problem.
+
+        Raises:
+            Exception: This rank's own problem, or a `CheckpointError` that tells the one of another.
+        """
+        told = self.share(first_problem(self.gather(text_of(problem)), doing))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise CheckpointError(told)
+
+    def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
+        """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
+        numbers = torch.tensor([number])
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return numbers, work
+
+
+class RankGroups:
+    """The channels of one process; made by all ranks at the same time, each when it is first used."""
+
+    @functools.cached_property
+    def training(self) -> Channel:
+        """For the training threads."""
+        return Channel()
+
+    @functools.cached_property
+    def writing(self) -> Channel:
+        """For the threads that write, or for the training threads while none does."""
+        return Channel()
+
+
+class EndOfSave:
+    """Lets the ranks learn, after the same step, that a save in the background has ended on all of them.
+
+    Without that, the rank that hears first of a failed save would leave the others behind in a collective.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._round: tuple[torch.Tensor, Any] | None = None
+
+    def has_come(self, *, is_busy: bool) -> bool:
+        """Whether it had come when all ranks asked the time before; asked once after each step."""
+        before, self._round = self._round, self._channel.start_largest(int(is_busy))
+        if before is None:
+            return False
+        largest, work = before
+        if work is not None:
+            work.wait()
+        return not int(largest)
+
+
+def text_of(problem: BaseException | None) -> str | None:
+    """What other ranks are told."""
+    return None if problem is None else f"{type(problem).__name__}: {problem}"
+
+
+def first_problem(texts: list[str | None], doing: str) -> str | None:
+    """What is wrong on the first rank that has a problem; None on all but rank zero, and where all is well."""
+    return next((f"rank {rank} could not {doing}: {text}" for rank, text in enumerate(texts) if text is not None), None)
