@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ..callbacks.checkpoint.record import read_record
 from ..callbacks.checkpoint.saving import CONTRACT_KEY
+from ..callbacks.checkpoint.sharded_strategy import keep_sharded_for
 from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
@@ -308,7 +309,8 @@ class ContractModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_nothing_new()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
-        parts["state"] = self.state_payload()
+        with keep_sharded_for(self.trainer.strategy):
+            parts["state"] = self.state_payload()
         parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
 
     @override
