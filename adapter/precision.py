@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -98,8 +99,6 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
             f"{', '.join(refused)} is LBFGS, which evaluates the loss several times a step and so cannot skip an "
             "overflow of 16-mixed. Use bf16-mixed or 32-true."
         )
-    if any(isinstance(parameter, DTensor) for parameter in discovered.optimized()):
-        raise ContractError("16-mixed cannot be used with sharded parameters. Use bf16-mixed or 32-true.")
     if not isinstance(plugin.scaler, TrueUnitScaler):
         plugin.scaler = TrueUnitScaler.like(plugin.scaler)
     return plugin.scaler
@@ -151,7 +150,7 @@ class TrueUnitScaler(GradScaler):
             return
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in grads:
-            values = grad if grad.layout is torch.strided else grad.coalesce()._values()
+            values = _real_values(grad)
             by_kind.setdefault((values.device, values.dtype), []).append(values)
         total: Tensor | None = None
         for (device, _), tensors in by_kind.items():
@@ -160,6 +159,9 @@ class TrueUnitScaler(GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
             total = found if total is None else total + found.to(total.device)
         assert total is not None
+        sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
+        if sharded is not None:  # each rank saw its own part
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
         self._found[id(optimizer)] = total.clamp_(max=1.0)
 
     def step_checked(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
@@ -195,6 +197,15 @@ class TrueUnitScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._overflows = float(state_dict.get("overflow_steps", 0))
+
+
+def _real_values(grad: Tensor) -> Tensor:
+    """The numbers of a gradient that this rank holds, as a dense tensor of real ones that shares its memory."""
+    if isinstance(grad, DTensor):
+        grad = grad.to_local()
+    if grad.layout is not torch.strided:
+        grad = grad.coalesce()._values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import interception
@@ -106,6 +107,11 @@ class StepRouter:
         self._managed = {id(found.value) for found in discovered.optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
+        self._with_shards = [
+            found.value
+            for found in discovered.optimizers
+            if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
+        ]
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self._may_be_written = False
         """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
@@ -175,6 +181,10 @@ class StepRouter:
             self.in_backward = False
             if self._unscaling is not None:
                 self._unscaling.end()
+        if self._scaler is not None:
+            # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
+            for optimizer in self._with_shards:
+                self._scaler.check(optimizer)
         if self._accumulation is not None:
             self._accumulation.after_backward()
         else:
@@ -189,7 +199,8 @@ class StepRouter:
             self._averaged = set(self._managed)
         if self._scaler is not None:
             for found in self._discovered.optimizers:
-                self._scaler.check(found.value)
+                if found.value not in self._with_shards:
+                    self._scaler.check(found.value)
 
     def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .discovery import Discovered
@@ -24,6 +26,9 @@ class Unscaling:
     walk the graph for them costs about a millisecond, so it is done on only where the first calls found some.
     Gradients that ``retain_grad`` keeps inside of the graph stay scaled.
 
+    Sharded parameters are no leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
+    taken away for the length of the call, and the new gradient is unscaled before it is added to that.
+
     Args:
         scaler: Its scale is used; its growth and its skipping are not touched here.
         discovered: The optimizers' parameters are unscaled in every call.
@@ -37,33 +42,63 @@ class Unscaling:
         self._searches_left = SEARCHED_CALLS
         self._has_visitors = False
         self._visiting: list[RemovableHandle] = []
+        parameters = [p for found in discovered.modules for p in found.value.parameters()]
+        self._sharded = [p for p in parameters if isinstance(p, DTensor)]
+        self._whole = {id(p) for p in parameters if not isinstance(p, DTensor)}
+        self._had: list[tuple[DTensor, Tensor | None]] = []
 
     def begin(self, outputs: Any, grads: Any) -> Any:
         """The root gradients of a backward call, scaled; `end` must follow the call."""
         for parameter in self._discovered.optimized():
-            if id(parameter) not in self._hooked and parameter.requires_grad:
+            if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._hooked[id(parameter)] = parameter
                 _register_first(parameter, self._unscale)
         if self._searches_left or self._has_visitors:
             self._searches_left = max(self._searches_left - 1, 0)
-            visitors = [leaf for leaf in _leaves(outputs) if id(leaf) not in self._hooked]
+            visitors = [
+                leaf for leaf in _leaves(outputs) if id(leaf) not in self._hooked and not self._is_gathered(leaf)
+            ]
             self._has_visitors = self._has_visitors or bool(visitors)
             self._visiting += [_register_first(leaf, self._unscale) for leaf in visitors]
+        self._had = [(p, p.grad) for p in self._sharded if p.requires_grad]
+        for sharded, _ in self._had:
+            sharded.grad = None
         scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
         self._inverse_scale = self._scaler.inverse_scale()
         return scaled
 
     def end(self) -> None:
         """The backward call has ended, or failed."""
+        had, self._had = self._had, []
+        if self._inverse_scale is not None:
+            _add_unscaled(had, self._inverse_scale)
         self._inverse_scale = None
         for handle in self._visiting:
             handle.remove()
         self._visiting.clear()
 
+    def _is_gathered(self, leaf: Tensor) -> bool:
+        """Whether `leaf` is one of the whole parameters that FSDP computes with in place of the sharded ones."""
+        return bool(self._sharded) and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole
+
     def _unscale(self, grad: Tensor) -> Tensor | None:
         """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
         inverse = self._inverse_scale
         return None if inverse is None else grad * inverse.to(grad.device)
+
+
+@torch.no_grad()
+def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tensor) -> None:
+    """Unscale what a backward call left in ``p.grad`` of each parameter, and add it to what was there before."""
+    new = [p.grad.to_local() for p, _ in had if isinstance(p.grad, DTensor)]
+    if new:
+        torch._foreach_mul_(new, inverse_scale.to(new[0].device))
+    for parameter, before in had:
+        if before is None:
+            continue
+        if isinstance(parameter.grad, DTensor) and isinstance(before, DTensor):
+            before.to_local().add_(parameter.grad.to_local())
+        parameter.grad = before
 
 
 def _leaves(outputs: Any) -> Iterator[Tensor]:

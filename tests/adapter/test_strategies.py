@@ -94,12 +94,15 @@ BLOCKS = [
 ]
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "OwnScaler", "AdamClosure", "LooseTensor"]
 
+OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
+
 
 INTERRUPTED = {
     "ddp": {"name": "Scheduled"},
     "ddp 16-mixed": {"name": "Accumulating", "precision": "16-mixed"},
     "fsdp": {"name": "WithEma", "strategy": "fsdp"},
     "blocks": {"name": "Gan", "strategy": "fsdp", "policy": "Linear"},
+    "fsdp 16-mixed": {"name": "Accumulating", "strategy": "fsdp", "precision": "16-mixed"},
 }
 
 
@@ -111,6 +114,9 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
         jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
+    half_sharded = {"strategy": "fsdp", "precision": "16-mixed"}
+    jobs += [{"key": f"fsdp 16-mixed {name}", "name": name, **half_sharded} for name in HALF]
+    jobs += [{"key": f"fsdp {name}", "name": name, **half_sharded} for name in OVERFLOWING]
     # Last of all, because it leaves the ranks out of step.
     last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
@@ -153,6 +159,7 @@ def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
         ("ddp 16-mixed", "16-mixed Accumulating"),
         ("fsdp", "fsdp WithEma"),
         ("blocks", "blocks Gan"),
+        ("fsdp 16-mixed", "fsdp 16-mixed Accumulating"),
     ],
 )
 def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
@@ -196,6 +203,29 @@ def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(
 def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
     first, second = (rank["overflow"] for rank in two_ranks)
 
+    assert first["overflow_steps"] == second["overflow_steps"] == 1
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+def test_two_ranks_sharded_in_fp16_agree_with_one_process_within_its_rounding(two_ranks, name):
+    module, _ = zoo.hosted_run(name, **zoo.precision_of("16-mixed"))
+    expected = zoo.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        actual = dict(rank[f"fsdp 16-mixed {name}"])
+        assert actual.pop("overflow_steps", 0) == 0
+        assert_close(actual, expected, 0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks, name):
+    first, second = (rank[f"fsdp {name}"] for rank in two_ranks)
+
+    assert not isinstance(first, str), first
     assert first["overflow_steps"] == second["overflow_steps"] == 1
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all(torch.isfinite(t).all() for t in first.values())

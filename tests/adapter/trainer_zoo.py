@@ -610,8 +610,17 @@ class OverflowOnOneRank(Base):
             error = error * torch.where(batch["kind"] == 1, torch.inf, 1.0)
         state["optimizer"].zero_grad()
         error.mean().backward()
+        self.clip(state["model"])
         state["optimizer"].step()
         return StepResult({})
+
+    def clip(self, model: nn.Module) -> None:
+        pass
+
+
+class OverflowThatClippingHides(OverflowOnOneRank):
+    def clip(self, model):
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
 ZOO = {
@@ -671,7 +680,7 @@ class LookingOnOneRank(Base):
         return StepResult({})
 
 
-ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank, LookingOnOneRank)}
+ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank)}
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
