@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..reporters.urls import parse_origins, url_fault
 from .faults import FaultList, nearest
-from .urls import origin_of, url_fault
 
-__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_origins", "parse_setting", "read_environment"]
+__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "read_environment"]
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
@@ -53,19 +53,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError("a number of seconds >= 0")
     return seconds
-
-
-def parse_origins(text: str) -> tuple[str, ...]:
-    """Origins from a list that is separated by commas or blanks; a bare host means https.
-
-    Raises:
-        ValueError: An entry is no origin; the text of the error says what was expected.
-    """
-    entries = [entry for entry in re.split(r"[,\s]+", text) if entry]
-    try:
-        return tuple(origin_of(entry if "://" in entry else f"https://{entry}") for entry in entries)
-    except ValueError:
-        raise ValueError("origins such as https://hub.example.com, separated by commas") from None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..reporters.redaction import HIDDEN, redact
+from ..reporters.urls import hide_urls
 from .exceptions import StartupContractError
-from .urls import URL_IN_TEXT, safe_url
 
-__all__ = ["Fault", "FaultList", "nearest", "redact", "render_value"]
+__all__ = ["Fault", "FaultList", "nearest", "render_value"]
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -25,8 +26,6 @@ CODES = (
 
 LONGEST_VALUE = 80
 MOST_SHOWN = 40
-HIDDEN = "<hidden>"
-SHORTEST_SECRET = 4
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,13 @@ def render_value(value: Any, *, secret: bool = False) -> str:
         text = json.dumps(value, ensure_ascii=True, default=repr)
     except (ValueError, RecursionError):
         text = type(value).__name__
-    text = URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
+    text = hide_urls(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def redact(text: str, secrets: Iterable[str | None]) -> str:
-    """`text` with every secret in it replaced; one of a few characters is none, and would blot out every message."""
-    known = {secret for secret in secrets if secret and len(secret) >= SHORTEST_SECRET}
-    for secret in sorted(known, key=len, reverse=True):
-        for spelling in (secret, json.dumps(secret)[1:-1]):
-            text = text.replace(spelling, HIDDEN)
-    return text
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the known name closest to `name`; empty when none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+def nearest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str:
+    """A sentence that offers the known name closest to `name`; empty when none is `alike`, which 1 is if equal."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
     return f" Did you mean `{matches[0]}`?" if matches else ""
 
 
@@ -80,6 +70,10 @@ class FaultList:
     def concern(self, name: str) -> bool:
         """Whether a fault of the setting `name` was noted."""
         return any(fault.name == name for fault in self.faults)
+
+    def concern_part(self, name: str) -> bool:
+        """Whether a fault of the setting `name`, or of an element or key of it, was noted."""
+        return any(fault.name == name or fault.name.startswith((f"{name}[", f"{name}.")) for fault in self.faults)
 
     def invalid(
         self,

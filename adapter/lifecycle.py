@@ -18,8 +18,9 @@ from urllib.parse import quote
 
 import httpx2
 
-from ..reporters.http import build_client, failure_text, origin_of
+from ..reporters.http import build_client, failure_text
 from ..reporters.uploads.retry import backoff_s, is_transient
+from ..reporters.urls import origin_of
 from .contract import JobLifecycleClient, LifecycleLease
 from .exceptions import AuthError, GenlightError, InputError, StartupContractError
 

@@ -4,41 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .faults import redact
-from .urls import URL_IN_TEXT, safe_url
+from ..reporters.redaction import hide_secrets
 
-__all__ = ["hide_secrets", "redacted_logs"]
-
-_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|SIGNATURE", re.IGNORECASE)
-SHORTEST_OF_SECRET_NAME = 6
-SHORTEST_OF_ANY_NAME = 16
-"""A value as long as this, without blanks and slashes, may be a secret whatever its variable is called."""
-
-
-def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """`text` of any length without tokens, credentials in URLs and what looks like a secret in the environment.
-
-    Paths and short values of the environment stay, because a traceback without them says little.
-    """
-    text = redact(text, secrets)
-    values = os.environ if environ is None else environ
-    hidden = {value: f"${name}" for name, value in values.items() if _may_be_secret(name, value)}
-    for value in sorted(hidden, key=len, reverse=True):
-        if value in text:
-            text = text.replace(value, hidden[value])
-    return URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
-
-
-def _may_be_secret(name: str, value: str) -> bool:
-    if _SECRET_NAME.search(name):
-        return len(value) >= SHORTEST_OF_SECRET_NAME
-    return len(value) >= SHORTEST_OF_ANY_NAME and re.search(r"[\s/]", value) is None
+__all__ = ["redacted_logs"]
 
 
 @contextlib.contextmanager

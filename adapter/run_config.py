@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..reporters.urls import trusted_origins
 from .contract import TrainingJobSpec
 from .faults import FaultList
 from .inputs.refs import looks_like_path
 from .job_spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls
 from .settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from .spec_digest import digest_of_fields, spec_fields
-from .urls import origin_of
 
 __all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config"]
 
@@ -226,5 +226,4 @@ def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
 def token_origins_of(reading: Settings) -> frozenset[str]:
     """Origins that may be sent the token: those of the upload URLs, of the file store, and those that were listed."""
     names = [*(f"uploads.{name}" for name in UPLOAD_URLS), "file_store_url"]
-    urls = [reading.pick(name) for name in names]
-    return frozenset([*(origin_of(url) for url in urls if url), *reading.pick("token_origins", ())])
+    return trusted_origins((reading.pick(name) for name in names), reading.pick("token_origins", ()))

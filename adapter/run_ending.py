@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..callbacks.stop_signals import StopSignals
 from ..reporters.event_log import EventLog
+from ..reporters.redaction import hide_secrets
 from ..reporters.uploads import TerminalPayload
 from .exceptions import (
     ContractError,
@@ -25,7 +26,6 @@ from .exceptions import (
     UploadError,
 )
 from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure
-from .log_redaction import hide_secrets
 from .rank_failures import RankFailures
 from .run_config import RunConfig
 from .run_uploads import settle

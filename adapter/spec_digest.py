@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..reporters.urls import safe_url
 from .job_spec import DatasetSpec, InputsSpec
-from .urls import safe_url
 
 __all__ = ["differing_fields", "digest_of_fields", "spec_fields", "without_credentials"]
 
@@ -72,7 +72,7 @@ def without_credentials(reference: str) -> str:
         fragment = urlsplit(reference).fragment
     except ValueError:
         fragment = ""
-    plain = safe_url(reference).removesuffix("?…")
+    plain = safe_url(reference)
     return f"{plain}#{fragment}" if fragment else plain
 
 

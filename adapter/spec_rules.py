@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ..reporters.urls import url_fault
 from .contract import TRAINER_API_VERSION
-from .urls import url_fault
 
 __all__ = ["NESTED_FIELDS", "NON_BLANK", "PROMPT_FIELDS", "SPEC_FIELDS", "Rule", "is_storable"]
 

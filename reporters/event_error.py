@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Mapping
 
 from ..adapter.exceptions import (
@@ -16,40 +14,26 @@ from ..adapter.exceptions import (
     TrainingCanceled,
     UploadError,
 )
+from .redaction import hide_environment
 
 __all__ = ["failure_category", "safe_text", "stop_reason"]
 
-_URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s'\"<>]+)", re.IGNORECASE)
-_SHORTEST_VALUE = 6
 _LONGEST_TEXT = 2000
 
 
 def safe_text(error: BaseException, *, secrets: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> str:
-    """What an exception says, without what must not leave the machine.
+    """What an exception says, without what must not leave the machine; see `hide_environment`.
 
     Of genlight's own exceptions all lines, as one; of others the type and the first line.
-    Values of environment variables appear as ``$NAME``, `secrets` as ``<hidden>``, and URLs without user info, query
-    and fragment. Environment values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts.
     """
-    lines = [line.strip() for line in str(error).strip().splitlines()]
+    known = tuple(secrets)
+    said = hide_environment(str(error), secrets=known, environ=environ)  # while values of several lines are whole
+    lines = [line.strip() for line in said.strip().splitlines()]
     if lines and isinstance(error, GenlightError):
         text = "; ".join(line.removeprefix("- ") for line in lines)
     else:
         text = ": ".join([type(error).__name__, *lines[:1]])
-    hidden = dict.fromkeys(filter(None, secrets), "<hidden>")
-    for name, value in (os.environ if environ is None else environ).items():
-        if len(value) >= _SHORTEST_VALUE:
-            hidden.setdefault(value, f"${name}")
-    for value in sorted(hidden, key=len, reverse=True):
-        text = text.replace(value, hidden[value])
-    text = _URL.sub(_without_credentials, text)
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
-
-
-def _without_credentials(url: re.Match[str]) -> str:
-    scheme, rest = url.groups()
-    authority, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
-    return f"{scheme}{authority.rpartition('@')[2]}{slash}{path}"
 
 
 def failure_category(error: BaseException) -> FailureCategory:

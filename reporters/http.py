@@ -14,60 +14,28 @@ Usage::
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator
 from typing import Any
 
 import httpx2
 
-__all__ = ["build_client", "failure_text", "origin_of", "safe_url", "split_origins", "trusted_origins"]
+from .urls import origin_text, safe_url
 
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+__all__ = ["build_client", "failure_text"]
+
 _TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
 MAX_REDIRECTS = 5
 
 
-def origin_of(url: str | httpx2.URL) -> str:
-    """Scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
+def _connected_origin(url: httpx2.URL) -> str | None:
+    """The origin that a request for `url` goes to; None for a scheme that is not HTTP, which the client refuses.
 
-    Raises:
-        ValueError: The text is no absolute ``http`` or ``https`` URL. The message shows no user info and no query.
+    From the parts that the client itself connects to, so that no other reading of the text decides over the token.
     """
     try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL:
-        parsed = httpx2.URL("")
-    if parsed.scheme not in _DEFAULT_PORTS or not parsed.host:
-        raise ValueError(f"Invalid URL. Expected http://host/… or https://host/…, but received {safe_url(str(url))!r}.")
-    host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host
-    return f"{parsed.scheme}://{host}:{parsed.port or _DEFAULT_PORTS[parsed.scheme]}"
-
-
-def split_origins(text: str) -> tuple[str, ...]:
-    """The origins in a setting such as ``TRAINER_TOKEN_ORIGINS``, separated by commas or blanks."""
-    return tuple(part for part in re.split(r"[\s,]+", text) if part)
-
-
-def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> frozenset[str]:
-    """Origins that may be sent the token: those of the given URLs (None and empty ones are passed over) and `further`.
-
-    URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
-
-    Raises:
-        ValueError: One of `further` is no ``http`` or ``https`` origin.
-    """
-    served = {origin_of(url) for url in urls if url and url.startswith(("http://", "https://"))}
-    return frozenset(served | {origin_of(origin) for origin in further})
-
-
-def safe_url(url: str | httpx2.URL) -> str:
-    """`url` without user info, query and fragment: what an error or a log line may show."""
-    text = re.split(r"[?#]", str(url), maxsplit=1)[0]
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return text
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+        return origin_text(url.scheme, url.raw_host.decode("ascii"), url.port)
+    except ValueError:
+        return None
 
 
 def failure_text(error: BaseException) -> str:
@@ -90,7 +58,7 @@ class _OriginAuth(httpx2.Auth):
         return f"{type(self).__name__}(token=***, origins={sorted(self._origins)})"
 
     def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
-        origin = origin_of(request.url)
+        origin = _connected_origin(request.url)
         if origin in self._origins:
             request.headers["Authorization"] = f"Bearer {self._token}"
             request.extensions = {**request.extensions, _TOKEN_ORIGIN: origin}
@@ -107,7 +75,7 @@ def _before_each_hop(request: httpx2.Request) -> None:
     The client already drops it for another host, but keeps it from http to https and knows nothing of our origins.
     """
     meant_for = request.extensions.get(_TOKEN_ORIGIN)
-    if "Authorization" in request.headers and meant_for is not None and origin_of(request.url) != meant_for:
+    if "Authorization" in request.headers and meant_for is not None and _connected_origin(request.url) != meant_for:
         del request.headers["Authorization"]
     request.extensions = {**request.extensions, "trace": _watch_new_connections}
 
@@ -144,7 +112,7 @@ def _refuse_stale_answer(response: httpx2.Response) -> None:
 def _hide_queries(record: logging.LogRecord) -> bool:
     """The HTTP library logs every URL at level INFO, with whatever secret its query holds."""
     if isinstance(record.args, tuple):
-        record.args = tuple(safe_url(a) if isinstance(a, httpx2.URL) else a for a in record.args)
+        record.args = tuple(safe_url(str(a)) if isinstance(a, httpx2.URL) else a for a in record.args)
     return True
 
 
@@ -160,7 +128,7 @@ def build_client(
 
     Args:
         token: The bearer token; None or empty sends none.
-        origins: What `trusted_origins` returned.
+        origins: What `trusted_origins` (`urls.py`) returned.
         connect_timeout_s: Seconds until a connection must stand.
         timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
         max_connections: Connections kept and opened at most.

@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from ...reporters.redaction import HIDDEN, redact
+from ...reporters.urls import hide_urls
 from ..contract import TrainingJobSpec
 from ..failure_sinks import UNKNOWN_RUN_ID
-from ..faults import FaultList, redact
+from ..faults import FaultList
 from ..job_spec import UPLOAD_URLS, DatasetSpec
 from ..overrides import COMMAND_LINE_SETTINGS
 from ..run_config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
 from ..settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ..spec_rules import NESTED_FIELDS, SPEC_FIELDS
-from ..urls import URL_IN_TEXT, safe_url
 from .doctor_checks import Finding, check_artifacts, check_dataset, check_devices, check_trainer
 
 __all__ = ["add_arguments", "diagnose", "run"]
@@ -30,7 +31,6 @@ SOUND, FAULTY = 0, 2
 NETWORK_PATIENCE_S = 4.0
 LONGEST_VALUE = 100
 SECRET_KEY = re.compile(r"token|secret|passw|credential|api_?key|authorization", re.IGNORECASE)
-HIDDEN = "<hidden>"
 PATHS = frozenset(
     {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path"}
     | {"resume_checkpoint_path", "cancel_file_path"}
@@ -168,7 +168,7 @@ def _shown(name: str, value: Any) -> str:
     if SECRET_KEY.search(name) and name != "token_origins":
         return HIDDEN
     text = value if isinstance(value, str) else json.dumps(_masked(value), default=_plain)
-    text = URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
+    text = hide_urls(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 

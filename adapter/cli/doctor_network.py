@@ -14,7 +14,8 @@ from typing import Literal
 
 import httpx2
 
-from ...reporters.http import build_client, failure_text, origin_of, safe_url
+from ...reporters.http import build_client, failure_text
+from ...reporters.urls import safe_url
 from ..exceptions import InputError
 from ..inputs.cozy import HttpResolveClient
 from ..inputs.http import RetryPolicy, probe
@@ -63,7 +64,7 @@ class NetworkChecks:
     ) -> None:
         self._client = build_client(
             token,
-            {origin_of(origin) for origin in token_origins},
+            token_origins,
             connect_timeout_s=CONNECT_TIMEOUT_S,
             timeout_s=ANSWER_TIMEOUT_S,
             max_connections=16,

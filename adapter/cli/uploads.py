@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.http import split_origins
-from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig
+from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig, token_origins_in
 from ...reporters.uploads.journal import Entry, read_description, read_journal
 from ...reporters.uploads.parcel import Parcel, unpack
 from ...reporters.uploads.spool import Spool
@@ -128,7 +127,7 @@ def _config(args: argparse.Namespace, spool: Path, about: dict[str, Any]) -> Upl
         owner=about["owner"] or job.get("owner", ""),
         spool_dir=spool,
         targets=tuple(dict.fromkeys((*about["targets"], *(args.target or ())))),
-        token_origins=split_origins(os.environ.get("TRAINER_TOKEN_ORIGINS", "")),
+        token_origins=token_origins_in(os.environ),
         deadline_s=args.deadline,
         **known,
     )

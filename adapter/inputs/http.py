@@ -14,8 +14,8 @@ import httpx2
 
 from ...reporters.http import failure_text
 from ...reporters.uploads.retry import backoff_s, is_transient, retry_after_s
+from ...reporters.urls import safe_url
 from ..exceptions import AuthError, InputError
-from ..urls import safe_url
 from .cache_entry import CHUNK_BYTES, CacheEntry, Content, Stored, Version
 from .progress import InputProgress, Tracker
 
@@ -61,7 +61,7 @@ class Download:
     @property
     def label(self) -> str:
         """The URL without user info and query."""
-        return safe_url(self.url).removesuffix("?…")
+        return safe_url(self.url)
 
     @property
     def has_digest(self) -> bool:

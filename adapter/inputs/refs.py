@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from ...reporters.urls import is_http_url, safe_url, url_fault
 from ..exceptions import InputError
 from ..spec_rules import is_storable
-from ..urls import is_http_url, safe_url, url_fault
 
 __all__ = [
     "CozyRef",
@@ -58,7 +58,7 @@ class HttpRef:
     @property
     def label(self) -> str:
         """The URL without user info and query."""
-        return safe_url(self.url).removesuffix("?…")
+        return safe_url(self.url)
 
     @property
     def file_name(self) -> str:

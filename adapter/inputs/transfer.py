@@ -11,7 +11,7 @@ from typing import Literal
 
 import httpx2
 
-from ...reporters.http import build_client, origin_of
+from ...reporters.http import build_client
 from ..exceptions import AuthError, InputError
 from ..run_config import RunConfig
 from .cozy import HttpResolveClient, fetch_from_cozy
@@ -48,9 +48,8 @@ def fetch_all(
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
-    origins = {origin_of(origin) for origin in config.token_origins}
     with (
-        build_client(config.token, origins, max_connections=PARALLEL_TRANSFERS) as client,
+        build_client(config.token, config.token_origins, max_connections=PARALLEL_TRANSFERS) as client,
         ThreadPoolExecutor(PARALLEL_TRANSFERS, thread_name_prefix="genlight-input") as pool,
     ):
         fetcher = Fetcher(config, client, directory, retry or RetryPolicy(), tracker)

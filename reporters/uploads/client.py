@@ -17,7 +17,8 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ..http import failure_text, safe_url
+from ..http import failure_text
+from ..urls import safe_url
 from .retry import Contradicted, Interrupted, Refused, TryAgain, outcome_of_status
 from .wire import FileFacts, UploadedFile
 
@@ -130,7 +131,7 @@ class Wire:
         return held if held <= size else 0
 
     def _exchange(self, request: httpx2.Request) -> bytes:
-        where = safe_url(request.url)
+        where = safe_url(str(request.url))
         try:
             response = self._client.send(request, stream=True)
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..http import split_origins, trusted_origins
+from ..urls import parse_origins, trusted_origins
 
 __all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
 
@@ -24,6 +24,18 @@ ENVIRONMENT = {
     "file_store_url": "TENSORHUB_URL",
 }
 """Which variable sets which field of `UploadConfig`."""
+
+
+def token_origins_in(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What ``TRAINER_TOKEN_ORIGINS`` adds to the origins that may be sent the token.
+
+    Raises:
+        ValueError: It holds something that is no origin.
+    """
+    try:
+        return parse_origins(environ.get("TRAINER_TOKEN_ORIGINS", ""))
+    except ValueError as error:
+        raise ValueError(f"Invalid `TRAINER_TOKEN_ORIGINS`. Expected {error}.") from None
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class UploadConfig:
         """
         found: dict[str, Any] = {name: environ[key] for name, key in ENVIRONMENT.items() if environ.get(key)}
         if environ.get("TRAINER_TOKEN_ORIGINS"):
-            found["token_origins"] = split_origins(environ["TRAINER_TOKEN_ORIGINS"])
+            found["token_origins"] = token_origins_in(environ)
         return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
 
     def urls(self) -> dict[str, str]:

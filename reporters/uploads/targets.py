@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ...adapter.exceptions import UploadError
 from ..durable import temporary_name
-from ..http import safe_url
+from ..urls import safe_url
 from .retry import Interrupted, Refused, TryAgain, outcome_of_status
 
 __all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.environment import VARIABLES, is_true, parse_origins, read_environment
+from genlight.adapter.environment import VARIABLES, is_true, read_environment
 from genlight.adapter.faults import FaultList
 
 
@@ -74,14 +74,6 @@ def test_a_token_that_no_header_can_carry_is_refused_without_showing_it():
     values, faults = read(TRAINER_CAPABILITY_TOKEN="canary\r\nX: y")
     assert values == {}
     assert "canary" not in faults.faults[0].text
-
-
-def test_origins_are_normalised():
-    assert parse_origins("https://A.example, http://b:8080 c.example/path\t") == (
-        "https://a.example:443",
-        "http://b:8080",
-        "https://c.example:443",
-    )
 
 
 def test_a_misspelled_variable_is_a_warning_with_the_nearest_name_and_a_foreign_one_is_none():

@@ -41,6 +41,12 @@ def test_a_long_text_is_cut():
     assert len(safe_text(ValueError("x" * 9999))) == 2000
 
 
+def test_a_value_of_several_lines_is_hidden_whole():
+    key = "-----BEGIN KEY-----\nc4nary1\nc4nary2\n-----END KEY-----"
+    assert safe_text(InputError(f"bad key:\n{key}"), environ={"PEM": key}) == "bad key:; $PEM"
+    assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
+
+
 @given(st.text(min_size=6, max_size=20), st.text(max_size=10), st.text(max_size=10))
 def test_no_secret_survives_wherever_it_stands(secret, before, after):
     secret = f"\u2603{secret}"

@@ -7,14 +7,8 @@ import threading
 import httpx2
 import pytest
 
-from genlight.reporters.http import (
-    build_client,
-    failure_text,
-    origin_of,
-    safe_url,
-    split_origins,
-    trusted_origins,
-)
+from genlight.reporters.http import build_client, failure_text
+from genlight.reporters.urls import trusted_origins
 
 TOKEN = "t0ken-that-must-not-leak"
 
@@ -183,48 +177,6 @@ def test_the_token_is_in_no_repr():
     with build_client(TOKEN, ["https://a:443"]) as client:
         assert TOKEN not in repr(client) + repr(client.auth)
         assert "***" in repr(client.auth)
-
-
-@pytest.mark.parametrize(
-    ("url", "origin"),
-    [
-        ("https://Store.Example/x?y", "https://store.example:443"),
-        ("http://u:p@127.0.0.1:8080/", "http://127.0.0.1:8080"),
-        ("https://[::1]/x", "https://[::1]:443"),
-        ("https://store.example:443", "https://store.example:443"),
-    ],
-)
-def test_an_origin_has_one_spelling(url, origin):
-    assert origin_of(url) == origin
-
-
-@pytest.mark.parametrize("url", ["", "store.example", "ftp://store.example", "https://", "s3://bucket", "https://h:x/"])
-def test_what_is_no_web_address_has_no_origin(url):
-    with pytest.raises(ValueError, match="Expected http"):
-        origin_of(url)
-
-
-def test_the_fault_of_a_url_does_not_show_its_secrets():
-    with pytest.raises(ValueError, match="Invalid URL") as caught:
-        origin_of("ftp://user:s3cret@host/path?sig=s3cret")
-    assert "s3cret" not in str(caught.value)
-
-
-def test_trusted_origins_pass_over_what_is_not_set_and_other_schemes():
-    urls = [None, "", "hf://me/model", "https://a.example/x"]
-    assert trusted_origins(urls, ["http://b.example"]) == {"https://a.example:443", "http://b.example:80"}
-    with pytest.raises(ValueError, match="Invalid URL"):
-        trusted_origins([], ["b.example"])
-
-
-def test_origins_of_a_setting_are_separated_by_commas_or_blanks():
-    assert split_origins(" https://a , https://b\nhttps://c,") == ("https://a", "https://b", "https://c")
-    assert split_origins("") == ()
-
-
-def test_a_safe_url_has_neither_user_info_nor_query_nor_fragment():
-    assert safe_url("https://u:p@h:1/a/b?c=d#e") == "https://h:1/a/b"
-    assert safe_url("no url?x") == "no url"
 
 
 def test_failure_text_tells_type_and_system_error_and_no_address():

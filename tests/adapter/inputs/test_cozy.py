@@ -11,7 +11,8 @@ from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs.cozy import HttpResolveClient, fetch_from_cozy
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.reporters.http import build_client, origin_of
+from genlight.reporters.http import build_client
+from genlight.reporters.urls import origin_of
 
 FILES = {"model.safetensors": b"weights" * 1000, "unet/config.json": b"{}"}
 

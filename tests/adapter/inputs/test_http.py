@@ -15,7 +15,8 @@ from genlight.adapter.exceptions import AuthError, InputError
 from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.inputs.progress import Tracker
-from genlight.reporters.http import build_client, origin_of
+from genlight.reporters.http import build_client
+from genlight.reporters.urls import origin_of
 
 CONTENT = bytes(range(256)) * 40_000
 

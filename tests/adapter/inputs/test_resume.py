@@ -10,7 +10,8 @@ from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.resume import fetch_checkpoint
 from genlight.callbacks.checkpoint.record import FileEntry, RecordMeta, digest_of, serialise_record
-from genlight.reporters.http import build_client, origin_of
+from genlight.reporters.http import build_client
+from genlight.reporters.urls import origin_of
 
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 

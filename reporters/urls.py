@@ -1,0 +1,152 @@
+"""What a URL may be, which origin it belongs to, and what may be shown of it; needs no HTTP client.
+
+Programs read unusual URLs differently: a backslash before the host, two ``@``, a tab, letters that only look like
+ASCII. What decides over a token must not depend on the reader. So a URL is either so plain that all of them name the
+same host and port, or it is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+__all__ = [
+    "hide_urls",
+    "is_http_url",
+    "origin_of",
+    "origin_text",
+    "parse_origins",
+    "safe_url",
+    "trusted_origins",
+    "url_fault",
+]
+
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_LONGEST = 65_536
+_URL = re.compile(
+    r"(?P<scheme>https?)://"
+    r"(?:[^@/?#\\\[\]]*@)?"
+    r"(?P<host>[a-z0-9_~-]+(?:\.[a-z0-9_~-]+)*\.?|\[[0-9a-f:.]+\])"
+    r"(?::(?P<port>[0-9]{0,5}))?"
+    r"(?:[/?#].*)?",
+    re.IGNORECASE,
+)
+_DOTTED_NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
+_PLAIN_AUTHORITY = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]\\]*)(?::[0-9]*)?")
+# The bound on the scheme keeps the search linear in long runs of letters, such as an encoded blob in a log line.
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\"<>`]*")
+
+
+def is_http_url(text: str) -> bool:
+    """Whether `text` starts like an address of a web server."""
+    return text.lower().startswith(("http://", "https://"))
+
+
+def url_fault(url: str) -> str | None:
+    """Why `url` cannot be requested over HTTP, or None when it can."""
+    if not is_http_url(url):
+        return "it does not begin with http:// or https://"
+    if len(url) > _LONGEST:
+        return f"it is longer than {_LONGEST:,} characters"
+    if any(character.isspace() or not character.isprintable() for character in url):
+        return "it holds white space or characters that no address has"
+    authority = re.split(r"[/?#]", url.split("://", 1)[1], maxsplit=1)[0]
+    host = authority.rpartition("@")[2]
+    if not host or host.startswith(":"):
+        return "it names no host"
+    if not host.isascii():
+        return "its host has letters beyond ASCII; write it in its xn-- spelling"
+    if authority.count("@") > 1:
+        return "its user info holds an @; write it as %40"
+    match = _URL.fullmatch(url)
+    if match is None or not _is_sound(match["host"], match["port"]):
+        return "its host or port is malformed"
+    return None
+
+
+def _is_sound(host: str, port: str | None) -> bool:
+    try:
+        if host.startswith("["):
+            ipaddress.IPv6Address(host[1:-1])
+        elif _DOTTED_NUMBERS.fullmatch(host):
+            ipaddress.IPv4Address(host)
+        else:
+            host.encode("ascii").decode("idna")  # an xn-- name may be none
+    except ValueError:
+        return False
+    return not port or 0 < int(port) < 65_536
+
+
+def origin_of(url: str) -> str:
+    """Scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
+
+    Raises:
+        ValueError: `url` is no HTTP URL. The message shows no user info and no query.
+    """
+    match = _URL.fullmatch(url)
+    problem = url_fault(url)
+    if problem is not None or match is None:
+        raise ValueError(f"Invalid URL {safe_url(url)!r}: {problem}. Expected http://host/… or https://host/….")
+    return origin_text(match["scheme"], match["host"].strip("[]"), int(match["port"] or 0) or None)
+
+
+def origin_text(scheme: str, host: str, port: int | None) -> str:
+    """An origin in its one spelling.
+
+    Args:
+        scheme: ``http`` or ``https``.
+        host: A name or an address, IPv6 without brackets.
+        port: None is the scheme's own.
+
+    Raises:
+        ValueError: The scheme is another one, or the address is malformed.
+    """
+    scheme = scheme.lower()
+    if scheme not in _DEFAULT_PORTS:
+        raise ValueError(f"Invalid scheme. Expected http or https, but received {scheme!r}.")
+    shown = f"[{ipaddress.IPv6Address(host).compressed}]" if ":" in host else host.lower()
+    return f"{scheme}://{shown}:{_DEFAULT_PORTS[scheme] if port is None else port}"
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Origins from a list that is separated by commas or blanks; a bare host means https.
+
+    Raises:
+        ValueError: An entry is no origin; the text of the error says what was expected.
+    """
+    entries = [entry for entry in re.split(r"[,\s]+", text) if entry]
+    try:
+        return tuple(origin_of(entry if "://" in entry else f"https://{entry}") for entry in entries)
+    except ValueError:
+        raise ValueError("origins such as https://hub.example.com, separated by commas") from None
+
+
+def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> frozenset[str]:
+    """Origins that may be sent the token: those of the given URLs (None and empty ones are passed over) and `further`.
+
+    URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
+
+    Raises:
+        ValueError: One of the URLs is malformed, or one of `further` is no ``http`` or ``https`` origin.
+    """
+    served = {origin_of(url) for url in urls if url and is_http_url(url)}
+    return frozenset(served | {origin_of(origin) for origin in further})
+
+
+def safe_url(url: str) -> str:
+    """`url` without user info, query and fragment, which may hold credentials; fit for messages and logs.
+
+    Where the user info cannot be told from the rest (a password with a slash in it), only the scheme is left.
+    """
+    scheme, separator, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
+    if not separator:
+        return scheme
+    authority, slash, path = rest.partition("/")
+    host = authority.rpartition("@")[2]
+    return f"{scheme}://{host}{slash}{path}" if _PLAIN_AUTHORITY.fullmatch(host) else f"{scheme}://…"
+
+
+def hide_urls(text: str) -> str:
+    """`text` with every URL in it as `safe_url` shows it."""
+    return _URL_IN_TEXT.sub(lambda match: safe_url(match.group()), text)
