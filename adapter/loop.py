@@ -45,7 +45,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from ..callbacks.hook import Hook, callbacks_of, fire, run_state_of
+from ..callbacks.hook import after_failure, fire, listeners, run_state_of
 from .exceptions import InputError, TrainingCanceled
 
 if TYPE_CHECKING:
@@ -79,11 +79,12 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     old = trainer.fit_loop
     if isinstance(old, ContractFitLoop):
         old.module = old.epoch_loop.module = module
+        old.epoch_loop.step_in_progress = None
         old.epoch_loop._results = _LoggedInSteps(module)
         return old
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
-    loop.epoch_loop.completed_steps = loop.epoch_loop._batches_that_stepped = start_step
+    loop.epoch_loop.global_step = loop.epoch_loop._batches_that_stepped = start_step
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
     loop._data_source = old._data_source
     trainer.fit_loop = loop
@@ -205,21 +206,23 @@ class ContractFitLoop(_FitLoop):
 class ContractEpochLoop(_TrainingEpochLoop):
     """Takes batches from the loader and steps the trainer, until the data or the steps of the run are used up."""
 
+    # A property of Lightning's, behind a property of the Trainer that hooks read in each step.
+    global_step: int = 0
+
     def __init__(self, trainer: pl.Trainer, module: ContractModule) -> None:
         super().__init__(trainer)
         self.module = module
         self._results = _LoggedInSteps(module)
-        self.completed_steps = 0
         self.exhausted = False
         """Whether the loader ended, rather than the step limit."""
         self.step_in_progress: int | None = None
-        """The step (from 1) that is being executed."""
+        """The step (from 1) that is being executed; stays until the next one begins."""
         self.validates = False
 
     @property
-    def global_step(self) -> int:
-        """Completed steps of the contract."""
-        return self.completed_steps
+    def completed_steps(self) -> int:
+        """Steps of the contract that were completed."""
+        return self.global_step
 
     @property
     def _is_validation_done(self) -> bool:
@@ -235,9 +238,9 @@ class ContractEpochLoop(_TrainingEpochLoop):
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self.completed_steps = state_dict["completed_steps"]
+        self.global_step = state_dict["completed_steps"]
         self.exhausted = state_dict["exhausted"]
-        self._batches_that_stepped = self.completed_steps
+        self._batches_that_stepped = self.global_step
 
     @override
     def update_restart_stage(self) -> None:
@@ -261,39 +264,41 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
         self.validates = self.trainer.enable_validation
+        trainer, module, progress = self.trainer, self.module, self.batch_progress
+        run_state = run_state_of(trainer)
         step = _Step(self, data_fetcher)
-        run_state = run_state_of(self.trainer)
+        current, batches = step.current, step.batches
         is_first = True
-        while not self._is_over(step.batches):
+        while not (
+            # `done` has many properties behind it; it is asked where these numbers do not say that there is more to do.
+            (
+                self.global_step >= self.max_steps != -1
+                or current.ready == batches
+                or progress.is_last_batch
+                or trainer.should_stop
+            )
+            and self.done
+        ):
             if not step.run():
-                self.exhausted = self.batch_progress.is_last_batch = True
+                self.exhausted = progress.is_last_batch = True
                 break
             if is_first:
                 is_first = False
-                self.module.check_nothing_new()
-            self.on_advance_end(data_fetcher)
+                module.check_nothing_new()
+            if self.validates or trainer.should_stop or trainer._signal_connector.received_sigterm:
+                self.on_advance_end(data_fetcher)
+            else:
+                self._batches_that_stepped += 1
             if self._restarting or self._resuming_from_checkpoint:
                 self.on_iteration_done()
             if run_state.stop_reason is not None:
                 raise TrainingCanceled(run_state.stop_reason)
-            control = getattr(self.module.step_result, "control", None)
-            if control is not None and not self._is_over(step.batches):
+            control = getattr(module.step_result, "control", None)
+            if control is not None and not self.done:
                 self._pause(getattr(control, "backoff_seconds", None))
         else:
-            self.exhausted = self.batch_progress.current.ready >= step.batches
+            self.exhausted = current.ready >= batches
         self.on_iteration_done()
-
-    def _is_over(self, batches: float) -> bool:
-        """`done`, without the properties behind it where plain numbers say that there is more to do."""
-        progress = self.batch_progress
-        if (
-            (self.completed_steps < self.max_steps or self.max_steps == -1)
-            and progress.current.ready != batches
-            and not progress.is_last_batch
-            and not self.trainer.should_stop
-        ):
-            return False
-        return bool(self.done)
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
@@ -345,13 +350,10 @@ class _Step:
         self.next_batch = _next_batch(trainer, data_fetcher)
         self.profiler = profiler_of(trainer)
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
-        self.on_start = _overriding(trainer, "on_train_batch_start")
-        self.on_end = _overriding(trainer, "on_train_batch_end")
-        self.on_mb_end = [
-            callback.on_mb_end
-            for callback in callbacks_of(trainer)
-            if isinstance(callback, Hook) and type(callback).on_mb_end is not Hook.on_mb_end
-        ]
+        self.train = self._train_profiled if self.profiled else module.train_raw_batch
+        self.on_start = listeners(trainer, "on_train_batch_start")
+        self.on_end = listeners(trainer, "on_train_batch_end")
+        self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
         strategy_hook = trainer.strategy.on_train_batch_start
@@ -360,12 +362,17 @@ class _Step:
         )
         self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
         # Code that is not ours may call `pl_module.log` in any step.
-        self.has_guests = _has_guests(trainer, module)
+        self.has_guests = bool(
+            self.module_on_start or self.module_on_end or any(map(_is_guest, [*self.on_start, *self.on_end]))
+        )
 
     def run(self) -> bool:
-        """Train one batch; False if there is none left or the module ended the epoch."""
-        loop, current, total = self.loop, self.current, self.total
-        loop.step_in_progress = loop.completed_steps + 1
+        """Train one batch; False if there is none left or the module ended the epoch.
+
+        What happens in every step of every run stands here and is not called, at the price of a long method.
+        """
+        loop, trainer, module, current, total = self.loop, self.trainer, self.module, self.current, self.total
+        step = loop.step_in_progress = loop.global_step + 1
         try:
             raw = self.next_batch()
         except StopIteration:
@@ -382,15 +389,33 @@ class _Step:
             return False
         current.started += 1
         total.started += 1
-        outputs = self._train(raw)
+        self.names["_current_fx_name"] = "training_step"
+        try:
+            outputs = self.train(raw)
+        except StopIteration as error:
+            # Lightning would take it for the end of the data and end the run as if it were complete.
+            raise RuntimeError("the trainer raised StopIteration inside a step") from error
         current.processed += 1
         total.processed += 1
-        loop.completed_steps += 1
-        self._batch_end(outputs, raw, index)
+        loop.global_step = step
+        if self.profiled or self.has_guests:
+            self._batch_end_with_guests(outputs, raw, index)
+        else:
+            self.names["_current_fx_name"] = None
+            for hook in self.on_end:
+                try:
+                    hook(trainer, module, outputs, raw, index)
+                except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
+                    after_failure(hook, "on_train_batch_end", error)
+        if self.on_mb_end:
+            _call(self.on_mb_end, "on_mb_end", trainer, module)
         current.completed += 1
         total.completed += 1
-        loop.step_in_progress = None
         return True
+
+    def _train_profiled(self, raw: Any) -> Any:
+        with self.profiler.profile("run_training_batch"):
+            return self.module.train_raw_batch(raw)
 
     def _batch_start(self, raw: Any, index: int) -> bool:
         trainer, module = self.trainer, self.module
@@ -400,38 +425,23 @@ class _Step:
             call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
             return bool(response != -1)
         self.names["_current_fx_name"] = "on_train_batch_start"
-        for hook in self.on_start:
-            hook(trainer, module, raw, index)
+        _call(self.on_start, "on_train_batch_start", trainer, module, raw, index)
         response = self.module_on_start(raw, index) if self.module_on_start else None
         if self.strategy_on_start is not None:
             self.strategy_on_start(raw, index)
         return bool(response != -1)
 
-    def _train(self, raw: Any) -> Any:
-        try:
-            if self.profiled:
-                with self.profiler.profile("run_training_batch"):
-                    return self.module.train_raw_batch(raw)
-            self.names["_current_fx_name"] = "training_step"
-            return self.module.train_raw_batch(raw)
-        except StopIteration as error:
-            # Lightning would take it for the end of the data and end the run as if it were complete.
-            raise RuntimeError("the trainer raised StopIteration inside a step") from error
-
-    def _batch_end(self, outputs: Any, raw: Any, index: int) -> None:
+    def _batch_end_with_guests(self, outputs: Any, raw: Any, index: int) -> None:
         trainer, module = self.trainer, self.module
         if self.profiled:
             call._call_callback_hooks(trainer, "on_train_batch_end", outputs, raw, index)
             call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, raw, index)
         else:
             self.names["_current_fx_name"] = "on_train_batch_end"
-            for hook in self.on_end:
-                hook(trainer, module, outputs, raw, index)
+            _call(self.on_end, "on_train_batch_end", trainer, module, outputs, raw, index)
             if self.module_on_end:
                 self.module_on_end(outputs, raw, index)
-            self.names["_current_fx_name"] = None
-        for minibatch_hook in self.on_mb_end:
-            minibatch_hook(trainer, module)
+        self.names["_current_fx_name"] = None
         if self.has_guests:
             self._take_over_what_was_logged()
 
@@ -496,13 +506,12 @@ def profiler_of(trainer: pl.Trainer) -> Profiler:
     return profiler
 
 
-def _overriding(trainer: pl.Trainer, name: str) -> list[Callable[..., None]]:
-    """The method `name` of each callback that has its own."""
-    return [
-        getattr(callback, name)
-        for callback in callbacks_of(trainer)
-        if getattr(type(callback), name, None) is not getattr(pl.Callback, name) or name in vars(callback)
-    ]
+def _call(hooks: list[Callable[..., Any]], event: str, *args: Any) -> None:
+    for hook in hooks:
+        try:
+            hook(*args)
+        except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
+            after_failure(hook, event, error)
 
 
 def _module_hook(module: pl.LightningModule, name: str) -> Callable[..., Any] | None:
@@ -510,11 +519,7 @@ def _module_hook(module: pl.LightningModule, name: str) -> Callable[..., Any] | 
     return hook if getattr(type(module), name) is not getattr(pl.LightningModule, name) else None
 
 
-def _has_guests(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether a callback or a module hook that is not genlight's own takes part in a step."""
+def _is_guest(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is not genlight's own."""
     ours = __name__.rpartition(".adapter")[0] + "."
-    names = ("on_train_batch_start", "on_train_batch_end")
-    hooks = [hook for name in names for hook in _overriding(trainer, name)]
-    return any(not type(getattr(hook, "__self__", None)).__module__.startswith(ours) for hook in hooks) or any(
-        _module_hook(module, name) for name in names
-    )
+    return not type(getattr(hook, "__self__", None)).__module__.startswith(ours)

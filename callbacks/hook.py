@@ -17,6 +17,7 @@ import functools
 import inspect
 import itertools
 import logging
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,16 @@ from typing_extensions import override
 from ..adapter.exceptions import HookOrderError, TrainingCanceled
 from ..adapter.run_state import RunState
 
-__all__ = ["HOOK_EVENTS", "Hook", "callbacks_of", "fire", "order_callbacks", "run_state_of"]
+__all__ = [
+    "HOOK_EVENTS",
+    "Hook",
+    "after_failure",
+    "callbacks_of",
+    "fire",
+    "listeners",
+    "order_callbacks",
+    "run_state_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +81,7 @@ _ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 _FIRST_RANK_ATTRIBUTE = "_genlight_is_first_rank"
+_POLICED_ATTRIBUTE = "_genlight_is_policed"
 
 
 class Hook(pl.Callback):
@@ -185,21 +196,27 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         self._inside_event = True
         try:
             return method(self, trainer, *args, **kwargs)
-        except TrainingCanceled:
-            raise
-        except Exception as error:
-            # Or it comes from a critical hook that this one fired an event for.
-            if self.critical or hasattr(error, _ENDS_RUN_ATTRIBUTE):
-                setattr(error, _ENDS_RUN_ATTRIBUTE, True)
-                raise
-            _note_failure(self, name, error)
+        except Exception as error:  # noqa: BLE001  # the policy raises it again
+            _judge(self, name, error)
             return None
         finally:
             self._inside_event = False
             if is_last:
                 report_failures(self)
 
+    setattr(event, _POLICED_ATTRIBUTE, True)
     return event
+
+
+def _judge(hook: Hook, event: str, error: Exception) -> None:
+    """Raise `error` again if it ends the run, and note it otherwise."""
+    if isinstance(error, TrainingCanceled):
+        raise error
+    # Or it comes from a critical hook that this one fired an event for.
+    if hook.critical or hasattr(error, _ENDS_RUN_ATTRIBUTE):
+        setattr(error, _ENDS_RUN_ATTRIBUTE, True)
+        raise error
+    _note_failure(hook, event, error)
 
 
 def _is_first_rank(trainer: pl.Trainer) -> bool:
@@ -250,6 +267,43 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
         method = getattr(callback, event, None)
         if method is not None:
             method(trainer, trainer.lightning_module, *args)
+
+
+def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
+    """The method `event` of every callback that has one of its own, to be called in each step.
+
+    A loop that calls them passes what they raise to `after_failure`: applying the policy there, and only then, is what
+    makes a hook cost one call. Hooks that do not listen on this rank are left out.
+    """
+    return [
+        _without_policy(callback, event)
+        for callback in callbacks_of(trainer)
+        if _is_own(callback, event)
+        and (not isinstance(callback, Hook) or callback.ranks == "all" or _is_first_rank(trainer))
+    ]
+
+
+def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:
+    """What the policy says to an exception of one of the `listeners`: raise it again, or note it."""
+    hook = getattr(listener, "__self__", None)
+    if not isinstance(hook, Hook):
+        raise error
+    _judge(hook, event, error)
+
+
+def _is_own(callback: pl.Callback, event: str) -> bool:
+    plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
+    return event in vars(callback) or getattr(type(callback), event, None) not in plain
+
+
+def _without_policy(callback: pl.Callback, event: str) -> Callable[..., Any]:
+    """The bound method of `callback`, as it was written where that is safe."""
+    method: Callable[..., Any] = getattr(callback, event)
+    policed = [cls for cls in type(callback).__mro__ if hasattr(vars(cls).get(event), _POLICED_ATTRIBUTE)]
+    # Where a parent has the event too, a call of super() must find that it is inside of one.
+    if event in vars(callback) or len(policed) != 1 or not hasattr(method, _POLICED_ATTRIBUTE):
+        return method
+    return types.MethodType(method.__wrapped__, callback)  # type: ignore[attr-defined]
 
 
 def order_callbacks(trainer: pl.Trainer) -> None:

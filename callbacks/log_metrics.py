@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from ..adapter.run_state import RunState
-from .cadence import crossed, suppressed
+from .cadence import suppressed
 from .hook import Hook, run_state_of
 
 __all__ = ["LogMetrics"]
@@ -48,6 +48,7 @@ class LogMetrics(Hook):
         self.every_n_steps = every_n_steps
         self._reported_scores: dict[str, float] | None = None
         self._waited = (0.0, 0.0)
+        self._run_state: RunState | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -57,6 +58,7 @@ class LogMetrics(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._run_state = run_state_of(trainer)
         waited_s = getattr(trainer.train_dataloader, "wait_seconds", None)
         if waited_s is not None:
             self._waited = (waited_s, time.monotonic())
@@ -65,9 +67,9 @@ class LogMetrics(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        run_state = run_state_of(trainer)
-        is_crossed = crossed(step - 1, step, self.every_n_steps)
+        run_state = self._run_state or run_state_of(trainer)
+        # A step is one; so its boundary is crossed where it is a multiple.
+        is_crossed = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
         if is_crossed or run_state.eval_scores is not self._reported_scores:
             self._publish_due(trainer, pl_module, run_state, is_crossed=is_crossed)
 

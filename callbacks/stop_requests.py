@@ -20,9 +20,6 @@ from .stop_sources import Deadline, cancel_file_is_set
 
 __all__ = ["StopRequests"]
 
-POLL_S = 0.05
-"""How often files are looked at; a look costs more than the rest of a step's checks."""
-
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
 
@@ -51,6 +48,8 @@ class StopRequests(Hook):
     critical = True
     ranks: Literal["zero", "all"] = "all"
     writes = ("stop_reason",)
+    poll_s = 0.05
+    """How often files are looked at; a look costs more than the rest of a step's checks."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class StopRequests(Hook):
         if self._requested is None:
             now = time.monotonic()
             if now >= self._next_poll:
-                self._next_poll = now + POLL_S
+                self._next_poll = now + self.poll_s
                 self._requested = self._look(now)
         return self._requested
 
@@ -129,7 +128,12 @@ class StopRequests(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        reason = self.requested() if self._agreement is None else _REASONS[self._agreement.after_step(self._code)]
+        if self._agreement is not None:
+            reason: str | None = _REASONS[self._agreement.after_step(self._code)]
+        elif self.signals.reason is None and self._requested is None and time.monotonic() < self._next_poll:
+            return
+        else:
+            reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
 

@@ -68,6 +68,8 @@ class WriteSamples(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self.every_n_steps == 0:
+            return
         step = trainer.global_step
         if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
             self.write(trainer, pl_module, step)

@@ -38,9 +38,7 @@ class Doing(Hook):
 class Agreeable(StopRequests):
     """Looks at files at every step instead of at most every 50 ms."""
 
-    def requested(self):
-        self._next_poll = 0.0
-        return super().requested()
+    poll_s = 0.0
 
 
 @pytest.fixture(params=["contract", "plain"])
