@@ -5,8 +5,9 @@ Names are resolved when they are first used (PEP 562), so that importing the pac
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..reporters.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ..reporters.event_reader import read_events
@@ -64,66 +65,67 @@ if TYPE_CHECKING:
     from .run import RunOptions, run_job, run_training_runtime_from_env
     from .run_state import RunState
     from .training_loop import run_training_loop
-
-_HOME = {
-    "contract": (
-        "TRAINER_API_VERSION",
-        "TrainerPlugin",
-        "TrainingJobSpec",
-        "StepContext",
-        "StepResult",
-        "StepControlHints",
-        "TrainingReporter",
-        "ArtifactWriter",
-        "ArtifactUploader",
-        "TrainerAuthContext",
-        "JobLifecycleClient",
-        "LifecycleLease",
-        "ResolveClient",
-        "ResolvedRef",
-        "InputDownloader",
-        "DownloadedInputs",
-        "ModelRuntimeConfig",
-        "ModelRuntimeLoader",
-        "ArrowFeedConfig",
-        "BatchSource",
-    ),
-    "exceptions": (
-        "GenlightError",
-        "StartupContractError",
-        "ContractError",
-        "InputError",
-        "AuthError",
-        "CheckpointError",
-        "BrokenCheckpointError",
-        "UnstorableStateError",
-        "HookOrderError",
-        "EventLogError",
-        "UploadError",
-        "ReplicaDriftError",
-        "TrainingCanceled",
-    ),
-    "feed": ("ArrowDataModule", "ArrowFeed", "ParquetArrowBatchFeeder"),
-    "helpers": (
-        "OptimizerBundle",
-        "build_default_adamw_bundle",
-        "load_trainable_module_checkpoint",
-        "save_trainable_module_checkpoint",
-        "seed_everything",
-        "to_float_scalar",
-    ),
-    "inputs": ("load_components",),
-    "loading": ("load_trainer_plugin",),
-    "mock_data_module": ("MockDataModule",),
-    "module": ("ContractModule",),
-    "lifecycle": ("HttpLifecycleClient",),
-    "run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
-    "run_state": ("RunState",),
-    "training_loop": ("run_training_loop",),
-    ".reporters.event_reader": ("read_events",),
-}
-"""Names by their module here; one that begins with a dot is beside this package."""
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "..reporters.event_reader": ("read_events",),
+            ".contract": (
+                "TRAINER_API_VERSION",
+                "ArrowFeedConfig",
+                "ArtifactUploader",
+                "ArtifactWriter",
+                "BatchSource",
+                "DownloadedInputs",
+                "InputDownloader",
+                "JobLifecycleClient",
+                "LifecycleLease",
+                "ModelRuntimeConfig",
+                "ModelRuntimeLoader",
+                "ResolveClient",
+                "ResolvedRef",
+                "StepContext",
+                "StepControlHints",
+                "StepResult",
+                "TrainerAuthContext",
+                "TrainerPlugin",
+                "TrainingJobSpec",
+                "TrainingReporter",
+            ),
+            ".exceptions": (
+                "AuthError",
+                "BrokenCheckpointError",
+                "CheckpointError",
+                "ContractError",
+                "EventLogError",
+                "GenlightError",
+                "HookOrderError",
+                "InputError",
+                "ReplicaDriftError",
+                "StartupContractError",
+                "TrainingCanceled",
+                "UnstorableStateError",
+                "UploadError",
+            ),
+            ".feed": ("ArrowDataModule", "ArrowFeed", "ParquetArrowBatchFeeder"),
+            ".helpers": (
+                "OptimizerBundle",
+                "build_default_adamw_bundle",
+                "load_trainable_module_checkpoint",
+                "save_trainable_module_checkpoint",
+                "seed_everything",
+                "to_float_scalar",
+            ),
+            ".inputs": ("load_components",),
+            ".lifecycle": ("HttpLifecycleClient",),
+            ".loading": ("load_trainer_plugin",),
+            ".mock_data_module": ("MockDataModule",),
+            ".module": ("ContractModule",),
+            ".run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
+            ".run_state": ("RunState",),
+            ".training_loop": ("run_training_loop",),
+        },
+    )
 
 __all__ = [
     "TRAINER_API_VERSION",
@@ -180,15 +182,3 @@ __all__ = [
     "seed_everything",
     "to_float_scalar",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))

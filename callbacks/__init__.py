@@ -6,8 +6,9 @@ Lightning.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..reporters.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
     from .upload_artifacts import UploadArtifacts
     from .watch_hangs import WatchHangs
     from .write_samples import WriteSamples
-
-_HOME = {
-    "Checkpoint": "checkpoint.checkpoint",
-    "DurableCheckpointIO": "checkpoint.checkpoint_io",
-    "Evaluate": "evaluate",
-    "Hook": "hook",
-    "JobProgress": "job_progress",
-    "LogMetrics": "log_metrics",
-    "RecordEvents": "record_events",
-    "UploadArtifacts": "upload_artifacts",
-    "ReplicaGuard": "replica_guard",
-    "StopRequests": "stop_requests",
-    "WatchHangs": "watch_hangs",
-    "WriteSamples": "write_samples",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".checkpoint.checkpoint": ("Checkpoint",),
+            ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
+            ".evaluate": ("Evaluate",),
+            ".hook": ("Hook",),
+            ".job_progress": ("JobProgress",),
+            ".log_metrics": ("LogMetrics",),
+            ".record_events": ("RecordEvents",),
+            ".replica_guard": ("ReplicaGuard",),
+            ".stop_requests": ("StopRequests",),
+            ".upload_artifacts": ("UploadArtifacts",),
+            ".watch_hangs": ("WatchHangs",),
+            ".write_samples": ("WriteSamples",),
+        },
+    )
 
 __all__ = [
     "Checkpoint",
@@ -52,15 +56,3 @@ __all__ = [
     "WatchHangs",
     "WriteSamples",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))

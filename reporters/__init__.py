@@ -5,8 +5,9 @@ Names are resolved when they are first used (PEP 562), so that reading an event 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .event_log import EventLog
@@ -14,16 +15,17 @@ if TYPE_CHECKING:
     from .event_reader import follow, read_events
     from .event_schema import event_schema
     from .event_validation import Violation, validate_events
-
-_HOME = {
-    "EventLog": "event_log",
-    "EventLogger": "event_logger",
-    "Violation": "event_validation",
-    "event_schema": "event_schema",
-    "follow": "event_reader",
-    "read_events": "event_reader",
-    "validate_events": "event_validation",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".event_log": ("EventLog",),
+            ".event_logger": ("EventLogger",),
+            ".event_reader": ("follow", "read_events"),
+            ".event_schema": ("event_schema",),
+            ".event_validation": ("Violation", "validate_events"),
+        },
+    )
 
 __all__ = [
     "EventLog",
@@ -34,15 +36,3 @@ __all__ = [
     "read_events",
     "validate_events",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))

@@ -5,8 +5,9 @@ The names below are resolved on first use; importing this package imports neithe
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...reporters.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .arrow_feed import ArrowFeed
@@ -17,21 +18,20 @@ if TYPE_CHECKING:
     from .ledger import Ledger, trained_rows
     from .resolve import BatchFeed, as_feed
     from .sources import Source
-
-_HOME = {
-    "ArrowDataModule": ".data_module",
-    "ArrowFeed": ".arrow_feed",
-    "IterableFeed": ".iterables",
-    "MockBatches": ".iterables",
-    "ParquetArrowBatchFeeder": ".build",
-    "BatchFeed": ".resolve",
-    "Ledger": ".ledger",
-    "Source": ".sources",
-    "as_feed": ".resolve",
-    "build_feed": ".build",
-    "to_torch": ".collate",
-    "trained_rows": ".ledger",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".arrow_feed": ("ArrowFeed",),
+            ".build": ("ParquetArrowBatchFeeder", "build_feed"),
+            ".collate": ("to_torch",),
+            ".data_module": ("ArrowDataModule",),
+            ".iterables": ("IterableFeed", "MockBatches"),
+            ".ledger": ("Ledger", "trained_rows"),
+            ".resolve": ("BatchFeed", "as_feed"),
+            ".sources": ("Source",),
+        },
+    )
 
 __all__ = [
     "ArrowDataModule",
@@ -47,13 +47,3 @@ __all__ = [
     "to_torch",
     "trained_rows",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -5,8 +5,9 @@ The names below are resolved on first use; importing this package imports neithe
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...reporters.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .components import SafetensorsLoader, load_components
@@ -14,16 +15,17 @@ if TYPE_CHECKING:
     from .materialize import MaterializedInputs, materialize_inputs
     from .progress import InputProgress
     from .refs import parse_ref
-
-_HOME = {
-    "HttpResolveClient": ".cozy",
-    "InputProgress": ".progress",
-    "MaterializedInputs": ".materialize",
-    "SafetensorsLoader": ".components",
-    "load_components": ".components",
-    "materialize_inputs": ".materialize",
-    "parse_ref": ".refs",
-}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".components": ("SafetensorsLoader", "load_components"),
+            ".cozy": ("HttpResolveClient",),
+            ".materialize": ("MaterializedInputs", "materialize_inputs"),
+            ".progress": ("InputProgress",),
+            ".refs": ("parse_ref",),
+        },
+    )
 
 __all__ = [
     "HttpResolveClient",
@@ -34,13 +36,3 @@ __all__ = [
     "materialize_inputs",
     "parse_ref",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -6,8 +6,9 @@ Lightning.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...reporters.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, WritesTrainerFiles
@@ -20,20 +21,22 @@ if TYPE_CHECKING:
     from .saving import save
     from .selection import Listed, find_final, list_checkpoints, newest_valid
     from .verification import verify
-
-_HOME = {
-    "checkpoint": ("Checkpoint", "WritesTrainerFiles"),
-    "checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
-    "commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
-    "loading": ("load", "load_weights"),
-    "record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
-    "retention": ("Retention",),
-    "rng": ("capture_rng", "restore_rng"),
-    "saving": ("save",),
-    "selection": ("Listed", "find_final", "list_checkpoints", "newest_valid"),
-    "verification": ("verify",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".checkpoint": ("Checkpoint", "WritesTrainerFiles"),
+            ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
+            ".commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
+            ".loading": ("load", "load_weights"),
+            ".record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
+            ".retention": ("Retention",),
+            ".rng": ("capture_rng", "restore_rng"),
+            ".saving": ("save",),
+            ".selection": ("Listed", "find_final", "list_checkpoints", "newest_valid"),
+            ".verification": ("verify",),
+        },
+    )
 
 __all__ = [
     "Checkpoint",
@@ -61,11 +64,3 @@ __all__ = [
     "sweep",
     "verify",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .config import SPOOL_DIRECTORY, UploadConfig
     from .outcome import SettleResult, Undelivered
     from .uploader import Uploader
     from .wire import TerminalPayload, UploadedFile
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            ".config": ("SPOOL_DIRECTORY", "UploadConfig"),
+            ".outcome": ("SettleResult", "Undelivered"),
+            ".uploader": ("Uploader",),
+            ".wire": ("TerminalPayload", "UploadedFile"),
+        },
+    )
 
 __all__ = [
     "SPOOL_DIRECTORY",
@@ -20,20 +31,3 @@ __all__ = [
     "UploadedFile",
     "Uploader",
 ]
-
-_HOMES = {
-    "SPOOL_DIRECTORY": ".config",
-    "UploadConfig": ".config",
-    "SettleResult": ".outcome",
-    "Undelivered": ".outcome",
-    "Uploader": ".uploader",
-    "TerminalPayload": ".wire",
-    "UploadedFile": ".wire",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: an HTTP client is not loaded by a command that sends nothing."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)

@@ -1,0 +1,42 @@
+"""Public names of a package, each imported when it is first used (PEP 562).
+
+A package's ``__init__`` lists its names for type checkers under ``if TYPE_CHECKING:`` and hands them out with::
+
+    else:
+        __getattr__, __dir__ = lazy_exports(__name__, {".module": ("Name", "other_name")})
+
+In the ``else``, because a type checker that sees a module's ``__getattr__`` takes every misspelled name for a good one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+__all__ = ["lazy_exports"]
+
+
+def lazy_exports(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of `package`.
+
+    Args:
+        package: Its ``__name__``.
+        names: What it exports, by the module that has it, relative to the package: ``.module``, ``..beside.module``.
+    """
+    home = {name: module for module, exported in names.items() for name in exported}
+
+    def get_attribute(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home[name], package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home})
+
+    return get_attribute, list_names
