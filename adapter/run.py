@@ -30,6 +30,7 @@ from .failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure
 from .inputs import MaterializedInputs, materialize_inputs
 from .inputs.progress_display import shown_progress
 from .lifecycle import LifecycleSession
+from .lightning_import import import_lightning
 from .loading import find_trainer, make_trainer, on_sys_path
 from .log_redaction import redacted_logs
 from .rank_failures import RankFailures, watch_ranks
@@ -250,6 +251,7 @@ class _Training:
         return Completion(start.record.step, start.record.path)
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
+        import_lightning()
         from .assembly import instantiate
         from .module import ContractModule, trainer_directory
 

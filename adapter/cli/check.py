@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..lightning_import import import_lightning
+
 if TYPE_CHECKING:
     from ..conformance.finding import Finding
     from ..conformance.subject import Subject
@@ -59,6 +61,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     if trainer is None:
         raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
     search_path = [str(Path.cwd())] if job is None else [str(job.spec_dir), str(Path.cwd())]
+    import_lightning()
     from ..conformance.subject import Subject
 
     return Subject(

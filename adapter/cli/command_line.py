@@ -16,6 +16,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from ..lightning_import import import_lightning
+
 __all__ = ["main"]
 
 COMMANDS = {
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _configure_messages()
     if words and words[0] in LIGHTNING_COMMANDS:
+        import_lightning()
         from .lightning_cli import run_lightning_cli
 
         return run_lightning_cli(words)
