@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...reporters.http import failure_text
 from ...reporters.uploads.retry import is_transient
@@ -17,7 +17,17 @@ from .http import RetryPolicy
 from .progress import InputProgress, Tracker
 from .refs import HubRef
 
-__all__ = ["fetch_from_hub", "probe_hub"]
+if TYPE_CHECKING:
+    import httpx2
+
+__all__ = ["fetch_from_hub", "hub_client", "probe_hub"]
+
+
+def hub_client() -> httpx2.Client:
+    """The client that huggingface_hub uses for everything, in all threads."""
+    from huggingface_hub import get_session
+
+    return get_session()
 
 
 def fetch_from_hub(

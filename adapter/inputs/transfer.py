@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,11 @@ import httpx2
 from ...reporters.http import build_client
 from ..exceptions import AuthError, InputError
 from ..run_config import RunConfig
+from .connections import Connections
 from .cozy import HttpResolveClient, fetch_from_cozy
+from .daemon_threads import DaemonThreads
 from .http import Download, RetryPolicy, download
-from .hub import fetch_from_hub
+from .hub import fetch_from_hub, hub_client
 from .local import Found, local_checkpoint, local_input
 from .progress import Tracker, TransferAbandoned
 from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
@@ -25,6 +28,10 @@ from .resume import fetch_checkpoint
 __all__ = ["Fetcher", "fetch_all"]
 
 PARALLEL_TRANSFERS = 4
+LOOK_EVERY_S = 0.1
+"""How often it is asked whether the run was stopped while all transfers wait for their servers."""
+LEFT_AFTER_S = 2.0
+"""How long transfers that were ended are waited for, so that they note what has arrived."""
 
 
 def fetch_all(
@@ -48,19 +55,36 @@ def fetch_all(
         AuthError: A server refused the credentials.
         InputError: Something is missing, malformed, unreachable, or cannot be stored.
     """
-    with (
-        build_client(config.token, config.token_origins, max_connections=PARALLEL_TRANSFERS) as client,
-        ThreadPoolExecutor(PARALLEL_TRANSFERS, thread_name_prefix="genlight-input") as pool,
-    ):
+    connections = Connections()
+    with contextlib.ExitStack() as stack:
+        client = build_client(config.token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
+        stack.enter_context(client)
+        stack.enter_context(connections.watching(client))
+        if any(isinstance(ref, HubRef) for _, ref in wanted):
+            stack.enter_context(connections.watching(hub_client()))
         fetcher = Fetcher(config, client, directory, retry or RetryPolicy(), tracker)
-        futures = {key: pool.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
+        threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
+        futures = {key: threads.submit(fetcher.fetch, *key) for key in dict.fromkeys(wanted)}
         try:
-            wait(futures.values(), return_when="FIRST_EXCEPTION")
+            _wait(futures.values(), tracker)
         finally:
             if any(not future.done() or future.exception() is not None for future in futures.values()):
                 tracker.abandon()
-    _raise_first(list(futures.values()))
+                connections.end()
+                wait(futures.values(), LEFT_AFTER_S)
+    _raise_first([future for future in futures.values() if future.done()])
     return {key: future.result() for key, future in futures.items()}
+
+
+def _wait(futures: Iterable[Future[Found]], tracker: Tracker) -> None:
+    """Return when all have ended, or one has failed; raises when the run is stopped."""
+    left = set(futures)
+    while left:
+        done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_EXCEPTION")
+        if any(future.exception() is not None for future in done):
+            return
+        if left:
+            tracker.check()
 
 
 def _raise_first(futures: list[Future[Found]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,8 @@ class Resource:
     """Bytes of a partial answer at most, as some caches have it."""
     headers: dict[str, str] = field(default_factory=dict)
     before_answer: object = None
+    stall_after: int | None = None
+    """After so many bytes of the body the rest waits until the server is closed."""
 
 
 @dataclass
@@ -50,6 +53,9 @@ class FileServer:
     def __init__(self):
         self.resources: dict[str, Resource] = {}
         self.requests: list[Request] = []
+        self.stalled = queue.SimpleQueue()
+        """Gets an item for each answer that stalls."""
+        self.closing = threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,9 +76,15 @@ class FileServer:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def close(self):
+        self.closing.set()
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
+
+    def stall(self):
+        """Do not go on with an answer."""
+        self.stalled.put(None)
+        self.closing.wait(120)
 
     def put(self, path, content=b"", **options):
         """Serve `content` at `path`; returns the URL."""
@@ -115,9 +127,9 @@ class FileServer:
             identity["Content-Range"] = f"bytes {start}-{end - 1}/{len(body)}"
             body, status = body[start:end], 206
         cut = resource.break_after.pop(0) if resource.break_after else None
-        return self._send(handler, status, {**identity, **resource.headers}, body, cut)
+        return self._send(handler, status, {**identity, **resource.headers}, body, cut, resource.stall_after)
 
-    def _send(self, handler, status, headers, body=b"", cut=None):
+    def _send(self, handler, status, headers, body=b"", cut=None, stall_after=None):
         handler.send_response(status)
         for name, value in headers.items():
             handler.send_header(name, value)
@@ -126,6 +138,10 @@ class FileServer:
         if handler.command == "HEAD":
             return
         try:
+            if stall_after is not None:
+                handler.wfile.write(body[:stall_after])
+                self.stall()
+                body = body[stall_after:]
             handler.wfile.write(body if cut is None else body[:cut])
             handler.wfile.flush()
             if cut is not None:

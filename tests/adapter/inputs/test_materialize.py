@@ -135,6 +135,57 @@ def test_a_stop_ends_all_transfers_and_is_raised_itself(config_of, materialize, 
         materialize(config_of(inputs={"dataset_parquet_urls": urls}), raise_if_stopped=stop)
 
 
+def stalled(kind, server, hub_with):
+    """The inputs of a job whose server begins to answer, or takes a request, and says no more."""
+    if kind == "body":
+        return {"base_model_url": server.put("/m", b"0123456789", stall_after=4)}
+    if kind == "answer":
+        return {"base_model_url": server.put("/m", b"x", before_answer=server.stall)}
+    if kind == "tensor hub":
+        server.put("/api/v1/resolve/o/r?tag=latest", before_answer=server.stall)
+        return {"base_model_ref": "cozy:o/r"}
+    hub = hub_with({"weights.bin": b"0123456789"})
+    path = next(path for path in hub.resources if path.endswith("weights.bin"))
+    hub.resources[path].stall_after = 4
+    return {"base_model_ref": "owner/name"}
+
+
+@pytest.mark.parametrize("kind", ["body", "answer", "tensor hub", "hub"])
+def test_a_stop_ends_a_transfer_whose_server_says_nothing(config_of, materialize, server, hub_with, kind):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        if not server.stalled.empty():
+            raise Stop
+
+    config = config_of(inputs=stalled(kind, server, hub_with), environ={"TENSORHUB_URL": server.url})
+    began = time.monotonic()
+    with pytest.raises(Stop):
+        materialize(config, raise_if_stopped=stop)
+    assert time.monotonic() - began < 9  # The shortest time after which a client gives up by itself is the hub's, 10 s.
+
+
+def test_what_arrived_before_a_stop_is_kept_also_where_the_server_stalls(config_of, materialize, server):
+    class Stop(Exception):
+        pass
+
+    told = []
+
+    def stop():
+        if told and told[-1].done_bytes >= 2 << 20 and not server.closing.is_set():
+            raise Stop
+
+    content = bytes(range(256)) * 10_000
+    config = config_of(inputs={"base_model_url": server.put("/m", content, stall_after=2_200_000)})
+    with pytest.raises(Stop):
+        materialize(config, raise_if_stopped=stop, progress=told.append)
+    server.resources["/m"].stall_after = None
+    server.closing.set()
+    assert (materialize(config, raise_if_stopped=stop).model_dir / "m").read_bytes() == content
+    assert server.requests[-1].headers["range"] == f"bytes={2 << 20}-"
+
+
 def test_progress_names_every_input_without_its_query(config_of, materialize, server):
     told = []
     urls = [server.put(f"/{n}.parquet?canary", b"x") for n in range(3)]
