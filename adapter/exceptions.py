@@ -12,6 +12,8 @@
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── RankFailed                another rank failed or died
+    ├── TrainingHung              no step was finished for far longer than steps take
     └── TrainingCanceled          the run was told to stop; exit code 75
 
 Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
@@ -20,6 +22,7 @@ genlight: everybody may import it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 __all__ = [
@@ -32,10 +35,12 @@ __all__ = [
     "GenlightError",
     "HookOrderError",
     "InputError",
+    "RankFailed",
     "ReplicaDriftError",
     "StartupContractError",
     "StopReason",
     "TrainingCanceled",
+    "TrainingHung",
     "UnstorableStateError",
     "UploadError",
 ]
@@ -145,6 +150,31 @@ class UploadError(GenlightError):
 
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class RankFailed(GenlightError):
+    """Another rank failed or died."""
+
+
+class TrainingHung(GenlightError):
+    """No step was finished for far longer than steps take.
+
+    Args:
+        rank: Where.
+        seconds: For how long.
+        stacks: The file with the stacks of all threads of that rank.
+    """
+
+    def __init__(self, rank: int, seconds: float, stacks: Path) -> None:
+        super().__init__(rank, seconds, stacks)
+        self.rank = rank
+        self.seconds = seconds
+        self.stacks = stacks
+
+    def __str__(self) -> str:
+        return (
+            f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {self.stacks}"
+        )
 
 
 class TrainingCanceled(GenlightError):

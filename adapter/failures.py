@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from ..reporters.event_error import failure_category, safe_text, stop_reason
-from .exceptions import FailureCategory, StopReason
+from .exceptions import FailureCategory, StopReason, TrainingCanceled
 
-__all__ = ["EXIT_COMPLETED", "EXIT_FAILED", "EXIT_STARTUP", "EXIT_STOPPED", "Failure", "describe_failure"]
+__all__ = [
+    "EXIT_COMPLETED",
+    "EXIT_FAILED",
+    "EXIT_STARTUP",
+    "EXIT_STOPPED",
+    "Failure",
+    "describe_failure",
+    "is_lost_worker",
+    "stop_before",
+]
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -60,3 +70,29 @@ def describe_failure(
     return Failure(
         category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code
     )
+
+
+_LOST_WORKER: Final = re.compile(
+    r"DataLoader worker \(pid.*\) "
+    r"(is killed by signal: (Terminated|Interrupt|User defined signal 1)|exited unexpectedly)"
+)
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether a torch data loader lost a worker to a signal; torch says so in words alone."""
+    return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(str(part)) for part in _chain(error))
+
+
+def stop_before(error: BaseException) -> TrainingCanceled | None:
+    """The stop during whose handling a failure arose; None where there is none."""
+    return next((part for part in _chain(error) if isinstance(part, TrainingCanceled)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from or in the handling of."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        yield current
+        seen.append(current)
+        current = current.__cause__ or current.__context__

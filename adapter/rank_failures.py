@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 from ..reporters.durable import write_bytes_durably
-from .exceptions import GenlightError
-from .failures import EXIT_FAILED, Failure
+from .exceptions import RankFailed, TrainingCanceled
+from .failures import EXIT_FAILED, EXIT_STOPPED, Failure
 
-__all__ = ["RankFailed", "RankFailures", "watch_ranks"]
+__all__ = ["RankFailures", "watch_ranks"]
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,8 @@ POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
 ACKNOWLEDGED_WITHIN_S = 15.0
-
-
-class RankFailed(GenlightError):
-    """Another rank failed or died."""
+LAUNCHED_WITHIN_S = 10.0
+"""How much sooner than rank zero another rank of the same launch may have begun, and failed."""
 
 
 class ChildProcess(Protocol):
@@ -98,6 +96,17 @@ class RankFailures:
         older = [note for note in notes if note["at_s"] < at_s]
         return None if notes and not older else self.found()
 
+    def stop_reason(self) -> str | None:
+        """Why another rank was told to stop before the ranks had met; None while none was."""
+        failure = self.found() if self.folder.exists() else None
+        return failure.category if failure is not None and failure.exit_code == EXIT_STOPPED else None
+
+    def forget_earlier(self, began_s: float) -> None:
+        """Remove what an attempt left that was killed; this one began at `began_s`, in seconds since 1970."""
+        for path in self.folder.glob("rank-*.json"):
+            if json.loads(path.read_bytes())["at_s"] < began_s - LAUNCHED_WITHIN_S:
+                path.unlink()
+
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -106,6 +115,8 @@ class RankFailures:
 def _failure_of(note: dict[str, object]) -> Failure:
     names = {field.name for field in dataclasses.fields(Failure)}
     failure = Failure(**{name: value for name, value in note.items() if name in names})  # type: ignore[arg-type]
+    if failure.exit_code == EXIT_STOPPED:
+        return failure
     return dataclasses.replace(failure, text=f"{failure.text} (rank {note['rank']})")
 
 
@@ -117,7 +128,8 @@ def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], 
         while not stopped.wait(POLL_S):
             failure = failures.found()
             if failure is not None:
-                end(RankFailed(failure.text), failure)
+                stopped_there = failure.exit_code == EXIT_STOPPED
+                end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)
                 return
 
     threading.Thread(target=watch, name="genlight-ranks", daemon=True).start()

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 from ..callbacks.checkpoint.layout import FINAL_NAME
 from ..callbacks.checkpoint.record import RecordMeta
 from ..callbacks.stop_signals import StopSignals
-from ..callbacks.stop_sources import Deadline, cancel_file_is_set
+from ..callbacks.stop_sources import Deadline, cancel_file_is_set, process_age_s
 from ..reporters.event_log import EventLog
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .contract import JobLifecycleClient
 from .exceptions import ContractError, EventLogError, FailureCategory, StartupContractError, TrainingCanceled
 from .failure_sinks import resolve_failure_sinks
-from .failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure
+from .failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP, describe_failure
+from .first_rank import watch_first_rank
 from .inputs import MaterializedInputs, materialize_inputs
 from .inputs.progress_display import shown_progress
 from .lifecycle import LifecycleSession
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from .contract import TrainerPlugin
     from .module import ContractModule
+    from .run_state import RunState
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
 
@@ -55,7 +57,7 @@ log = logging.getLogger(__name__)
 class RunOptions:
     """What the command line adds to a job."""
 
-    spec_path: Path | None = None
+    spec_path: str | os.PathLike[str] | None = None
     overrides: Sequence[str] = ()
     environ: Mapping[str, str] | None = None
     fresh: bool = False
@@ -64,6 +66,8 @@ class RunOptions:
     """Resume although the job is not that of the checkpoint."""
     lifecycle: JobLifecycleClient | None = None
     """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
+    heartbeat_s: float | None = None
+    """Seconds between heartbeats to that control plane; None means 5."""
 
 
 def run_training_runtime_from_env() -> int:
@@ -118,14 +122,17 @@ def _is_first_rank() -> bool:
 def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> int:
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
-    ranks.clear()
+    ranks.forget_earlier(time.time() - process_age_s())
     ending = Ending(config, event_log, signals, ranks, options.environ)
     training = _Training(config, signals, ending, ending.fail_and_exit)
+    training.checks.append(ranks.stop_reason)
     ending.failed_step, ending.stage = lambda: training.failed_step, lambda: training.stage
+    ending.raise_if_stopped = training.raise_if_stopped
     with contextlib.ExitStack() as stack:
         try:
             if options.lifecycle is not None:
-                ending.lifecycle = stack.enter_context(LifecycleSession(options.lifecycle, config.run_id))
+                session = LifecycleSession(options.lifecycle, config.run_id, interval_s=options.heartbeat_s)
+                ending.lifecycle = stack.enter_context(session)
                 training.checks.append(ending.lifecycle.reason)
             if options.fresh:
                 _start_afresh(config)
@@ -153,13 +160,18 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int
         os._exit(_tell_first_rank(config, options, training.stage, error))
 
     training = _Training(config, signals, None, end_now)
+    stop_watch = watch_first_rank(config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
     try:
         training.run(allow_changed=options.allow_changed)
-    except TrainingCanceled:
+    except TrainingCanceled as error:
+        if not training.stop_is_agreed:
+            _tell_first_rank(config, options, training.stage, error)
         # A launcher ends the other processes when one leaves with an error, rank 0 while it still reports.
         return EXIT_COMPLETED
     except BaseException as error:  # noqa: BLE001 - rank 0 reports it
         return _tell_first_rank(config, options, training.stage, error)
+    finally:
+        stop_watch()
     return EXIT_COMPLETED
 
 
@@ -192,12 +204,18 @@ class _Training:
         self.module: ContractModule | None = None
         self.checks: list[Callable[[], str | None]] = []
         """Further sources of a stop; each returns a reason, or None."""
+        self.state: RunState | None = None
         self._stage: FailureCategory = "model-load"
         self._deadline = Deadline(config.max_runtime_s)
 
     @property
     def failed_step(self) -> int:
         return self.module.failed_step if self.module is not None else 0
+
+    @property
+    def stop_is_agreed(self) -> bool:
+        """Whether the ranks stop together, so that none has to be told."""
+        return self.state is not None and self.state.stop_reason is not None
 
     @property
     def stage(self) -> FailureCategory:
@@ -215,9 +233,9 @@ class _Training:
             log.warning(warning)
         if start.is_finished:
             return self._already_finished(start)
-        self._raise_if_stopped()
+        self.raise_if_stopped()
         with shown_progress() as progress:
-            inputs = materialize_inputs(config, progress=progress, raise_if_stopped=self._raise_if_stopped)
+            inputs = materialize_inputs(config, progress=progress, raise_if_stopped=self.raise_if_stopped)
         if from_ref:
             start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
         self._stage = "model-load"
@@ -228,7 +246,7 @@ class _Training:
         if self.signals.reason is not None:
             raise TrainingCanceled(self.signals.reason)
 
-    def _raise_if_stopped(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Before there are callbacks that watch, as while inputs are fetched."""
         self._raise_if_signalled()
         config = self.config
@@ -315,7 +333,7 @@ class _Training:
 
         callbacks = callbacks_of(trainer)
         attempt = self.ending.event_log.attempt if self.ending is not None else 1
-        state = run_state_of(trainer)
+        state = self.state = run_state_of(trainer)
         state.run_id, state.attempt = self.config.run_id, attempt
         for callback in callbacks:
             if isinstance(callback, StopRequests):
@@ -386,16 +404,18 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
     """Say where everything is."""
+    has_samples = any(config.samples_dir.iterdir())
     places = {
         "final checkpoint": completion.final_checkpoint,
         "checkpoints": config.checkpoints_dir,
-        "samples": config.samples_dir,
+        "samples": config.samples_dir if has_samples else None,
         "events": config.events_path,
     }
     ended = f"completed at step {completion.step}" + (f" ({completion.stopped})" if completion.stopped else "")
     lines = [f"run {config.run_id} {ended}"]
     lines += [f"  {name:<17} {_shown(path)}" for name, path in places.items() if path is not None and path.exists()]
-    sys.stderr.write("\n".join(lines) + "\n")
+    with contextlib.suppress(OSError):  # it has completed, also where nobody reads that
+        sys.stderr.write("\n".join(lines) + "\n")
 
 
 def _shown(path: Path) -> str:

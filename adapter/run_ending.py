@@ -8,10 +8,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ..callbacks.checkpoint.layout import step_name
 from ..callbacks.stop_signals import StopSignals
 from ..reporters.event_log import EventLog
 from ..reporters.redaction import hide_secrets
@@ -25,7 +26,7 @@ from .exceptions import (
     TrainingCanceled,
     UploadError,
 )
-from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure
+from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure, is_lost_worker, stop_before
 from .rank_failures import RankFailures
 from .run_config import RunConfig
 from .run_uploads import settle
@@ -61,7 +62,7 @@ class Ending:
     Args:
         config: The run.
         event_log: Its log, open.
-        signals: A stop signal that comes while uploads settle ends the wait.
+        signals: A failure that a stop signal caused is reported as the stop.
         rank_failures: What other ranks say went wrong first.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -84,6 +85,8 @@ class Ending:
         self.stage: Callable[[], FailureCategory] = lambda: "model-load"
         """What is going on, for a failure that tells nothing by its type."""
         self.failed_step: Callable[[], int] = lambda: 0
+        self.raise_if_stopped: Callable[[], None] = lambda: None
+        """Ends the wait for uploads by a `TrainingCanceled` when a stop is asked for."""
         self.end_ranks: Callable[[], None] = lambda: None
         """Ends the processes of other ranks that this one started."""
         self._claim = threading.Lock()
@@ -95,11 +98,11 @@ class Ending:
 
         Raises:
             UploadError: Something required did not arrive by the deadline, and nothing was reported.
-            TrainingCanceled: A stop signal came first, and nothing was reported.
+            TrainingCanceled: A stop was asked for first, and nothing was reported.
         """
         self._claim_in_training_thread()
         self._settled = True
-        settle(self.uploader, raise_if_stopped=self._raise_if_stopped)
+        settle(self.uploader, raise_if_stopped=self.raise_if_stopped)
         self._tell_completed(completion)
         if self.lifecycle is not None:
             self.lifecycle.completed(completion.step, completion.final_checkpoint)
@@ -115,9 +118,24 @@ class Ending:
     def fail(self, error: BaseException) -> int:
         """Report what ended the run, in the training thread; returns the exit code."""
         self._claim_in_training_thread()
+        error = self._stop_behind(error) or error
         own = self._describe(error)
         first = own if isinstance(error, TrainingCanceled) else self.rank_failures.first_cause(own, time.time())
         return self._report(error, first)
+
+    def _stop_behind(self, error: BaseException) -> TrainingCanceled | None:
+        """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
+        stop = stop_before(error)
+        if stop is not None and stop is not error and self._has_checkpoint(self.failed_step()):
+            log.error("after the run had stopped: %s", self._describe(error).text)
+            return stop
+        if stop is None and self.signals.reason is not None and is_lost_worker(error):
+            log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+            return TrainingCanceled(self.signals.reason)
+        return None
+
+    def _has_checkpoint(self, step: int) -> bool:
+        return (self.config.checkpoints_dir / f"{step_name(step)}.json").exists()
 
     def fail_and_exit(self, error: BaseException, failure: Failure | None = None) -> None:
         """Report what ended the run and end this process, whatever the training thread does.
@@ -128,7 +146,8 @@ class Ending:
             return
         code = EXIT_FAILED
         try:
-            code = self._report(error, failure or self._describe(error))
+            own = self._describe(error)
+            code = self._report(error, own if failure is None else replace(failure, resumable=own.resumable))
             self.end_ranks()
         except BaseException:
             log.exception("the end of the run could not be reported")
@@ -164,10 +183,6 @@ class Ending:
             log.error("the failure could not be recorded: %s", problem)  # noqa: TRY400
         self.rank_failures.clear()
         return failure.exit_code
-
-    def _raise_if_stopped(self) -> None:
-        if self.signals.reason is not None:
-            raise TrainingCanceled(self.signals.reason)
 
     def _tell_completed(self, completion: Completion) -> None:
         if self.uploader is None:

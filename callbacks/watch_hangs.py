@@ -14,10 +14,10 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.exceptions import GenlightError
+from ..adapter.exceptions import TrainingHung
 from .hook import Hook
 
-__all__ = ["TrainingHung", "WatchHangs"]
+__all__ = ["WatchHangs"]
 
 log = logging.getLogger(__name__)
 
@@ -26,27 +26,6 @@ LOOKS_PER_LIMIT = 10
 LONGEST_PAUSE_S = 5.0
 MEMORY = 0.9
 """Share of what was learned before in what is learned from one more step."""
-
-
-class TrainingHung(GenlightError):
-    """No step was finished for far longer than steps take.
-
-    Args:
-        rank: Where.
-        seconds: For how long.
-        stacks: The file with the stacks of all threads of that rank.
-    """
-
-    def __init__(self, rank: int, seconds: float, stacks: Path) -> None:
-        super().__init__(rank, seconds, stacks)
-        self.rank = rank
-        self.seconds = seconds
-        self.stacks = stacks
-
-    def __str__(self) -> str:
-        return (
-            f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {self.stacks}"
-        )
 
 
 class WatchHangs(Hook):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ EXAMPLES = [
     exceptions.EventLogError("locked"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
+    exceptions.RankFailed("rank 1 was killed by signal 9"),
+    exceptions.TrainingHung(1, 300.0, Path("hangs/rank-1-1.txt")),
     exceptions.TrainingCanceled("preempted"),
 ]
 

@@ -34,10 +34,10 @@ PUBLIC = {
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
         BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs EventLogError
         GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobLifecycleClient LifecycleLease
-        MockDataModule
-        ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder ReplicaDriftError ResolveClient
-        ResolvedRef RunOptions RunState StartupContractError StepContext StepControlHints StepResult TrainerAuthContext
-        TrainerPlugin TrainingCanceled TrainingJobSpec TrainingReporter UnstorableStateError UploadError
+        MockDataModule ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder RankFailed
+        ReplicaDriftError ResolveClient ResolvedRef RunOptions RunState StartupContractError StepContext
+        StepControlHints StepResult TrainerAuthContext TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec
+        TrainingReporter UnstorableStateError UploadError
         build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
         read_events run_job run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint
         seed_everything to_float_scalar

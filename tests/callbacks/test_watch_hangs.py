@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from genlight.callbacks.watch_hangs import TrainingHung, WatchHangs
+from genlight.adapter.exceptions import TrainingHung
+from genlight.callbacks.watch_hangs import WatchHangs
 
 WAIT_S = 30.0
 
