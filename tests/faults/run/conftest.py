@@ -1,5 +1,6 @@
 """A job of a few steps in a folder of its own, and a loopback server that answers as a test wants it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -22,11 +23,15 @@ HERE = Path(__file__).parent
 
 
 class Server:
-    """Serves the files of a folder below ``/files``, takes every POST; `status` and `delay_s` go by path."""
+    """Serves the files of a folder below ``/files``, takes every POST; `status`, `delay_s` and `gates` go by path.
+
+    A request to a path with a gate is half answered, and the rest comes once the gate is open.
+    """
 
     def __init__(self, folder):
         self.folder = folder
         self.status, self.delay_s, self.answers, self.posts, self.headers = {}, {}, {}, [], []
+        self.gates, self.at_gate = {}, []
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -53,9 +58,16 @@ class Server:
             def _answer(self, code, body):
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", '"1"')
                 self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
+                path = self.path.partition("?")[0]
+                half = len(body) // 2 if path in server.gates else 0
+                self.wfile.write(body[:half])
+                if path in server.gates:
+                    server.at_gate.append(path)
+                    server.gates[path].wait(120)
+                with contextlib.suppress(ConnectionError):  # nobody may wait for it any more
+                    self.wfile.write(body[half:])
 
             def log_message(self, *_): ...
 
@@ -72,9 +84,65 @@ class Server:
         return [body for posted_to, body in self.posts if posted_to == path]
 
     def close(self):
+        for gate in self.gates.values():
+            gate.set()
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
+
+
+class ForkServer:
+    """Starts processes as `subprocess.Popen` does, from one that has everything loaded."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "fork_server.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, job, *arguments, program="genlight.adapter.cli", **environ):
+        wanted = {"folder": str(job.folder), "log": str(job.folder / "stderr"), "arguments": list(arguments)}
+        return Forked(self, self.ask(program=program, **wanted, environ=job.process_environ(**environ)))
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+class Forked:
+    """A process of the fork server, which leads a session of its own."""
+
+    def __init__(self, server, pid):
+        self.server, self.pid, self.returncode = server, pid, None
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self.server.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    started = ForkServer()
+    yield started
+    started.close()
 
 
 class Job:
@@ -111,13 +179,25 @@ class Job:
         overrides = (f"artifacts_dir={self.out}", *overrides)
         return run_job(RunOptions(spec_path=self.spec, overrides=overrides, environ=environ, **options))
 
+    def process_environ(self, **more):
+        cache = {"XDG_CACHE_HOME": str(self.folder / "cache")}
+        places = {"PYTHONPATH": str(HERE), "TRAINER_ARTIFACTS_DIR": str(self.out)}
+        return {**os.environ, **cache, **places, **self.environ, **more}
+
     def start(self, *arguments):
         command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(self.spec), *arguments]
-        environ = {**os.environ, **self.environ, "PYTHONPATH": str(HERE), "TRAINER_ARTIFACTS_DIR": str(self.out)}
         with (self.folder / "stderr").open("wb") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=environ, stderr=log, stdout=log)
+            return subprocess.Popen(command, cwd=self.folder, env=self.process_environ(), stderr=log, stdout=log)
 
-    def wait_until(self, condition, process=None, limit_s=90):
+    def reached(self, rank=0):
+        """Whether the trainer of this rank is at the place where it holds."""
+        return (self.folder / f"reached-{rank}").exists()
+
+    def go(self):
+        """Let the trainers that hold go on."""
+        (self.folder / "go").touch()
+
+    def wait_until(self, condition, process=None, limit_s=120):
         end = time.monotonic() + limit_s
         while not condition():
             assert process is None or process.poll() is None, (self.folder / "stderr").read_text()
@@ -161,10 +241,13 @@ def job(tmp_path, monkeypatch, server):
 
 @pytest.fixture
 def kill_after():
-    """Processes that must not outlive the test."""
+    """Processes that must not outlive the test, nor those of their sessions."""
     started = []
     yield started.append
     for process in started:
+        if isinstance(process, Forked):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             process.wait()

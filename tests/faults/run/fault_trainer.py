@@ -1,8 +1,9 @@
 """A trainer that does what its hyperparameters tell it, at the place they name.
 
-``at`` is a hook (or ``train_step:3``), ``raises`` an exception by name, ``text`` its text. ``holds`` seconds are spent
-at that place after the file ``reached`` was made in the working directory, with the process's id, so that a test can
-send a signal meanwhile.
+``at`` is a hook, at any step or at one (``train_step:3``), ``raises`` an exception by name, ``text`` its text.
+``holds`` seconds are spent at that place, or less if the file ``go`` appears, after the file ``reached-<rank>`` was
+made in the working directory with the process's id, so that a test can send a signal meanwhile. ``accumulates`` makes
+a model that is updated every so many steps; ``cancels`` makes the file ``cancel`` in that step.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import lightning.pytorch as pl
 from gen_worker.trainer import StepResult
 
 
@@ -22,6 +24,22 @@ def make_error(plan):
     return kinds[plan["raises"]](plan.get("text", "injected"))
 
 
+def make_model():
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-6)}
+
+
+def accumulate(state, batch, steps):
+    import torch
+
+    state["model"](torch.tensor([float(batch)])).sum().backward()
+    if state["steps"] % steps == 0:
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
 class Faulty:
     def setup(self, ctx):
         self.plan = dict(ctx.job.hyperparams)
@@ -29,20 +47,28 @@ class Faulty:
         self.act("setup")
 
     def act(self, place):
-        if self.plan.get("at") != place or self.plan.get("rank", self.rank) != self.rank:
+        if self.plan.get("at") not in (place, place.partition(":")[0]) or self.plan.get("rank", self.rank) != self.rank:
             return
         if "holds" in self.plan:
-            Path("reached.part").write_text(str(os.getpid()))
-            Path("reached.part").rename("reached")
-            time.sleep(self.plan["holds"])
+            self.hold(self.plan["holds"])
         if self.plan.get("dies"):
             os._exit(9)
         if "raises" in self.plan:
             raise make_error(self.plan)
 
+    def hold(self, seconds):
+        part = Path(f"reached-{self.rank}.part")
+        part.write_text(str(os.getpid()))
+        part.rename(f"reached-{self.rank}")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not Path("go").exists():
+            time.sleep(0.01)
+
     def configure(self, ctx):
         self.act("configure")
         state = {"steps": 0, "total": 0}
+        if self.plan.get("accumulates"):
+            state |= make_model()
         if self.plan.get("samples"):
             state["generate_sample"] = self.generate_sample
         return state
@@ -61,6 +87,10 @@ class Faulty:
             return StepResult(metrics={"loss": "low"})
         state["steps"] += 1
         state["total"] += batch
+        if state["steps"] == self.plan.get("cancels"):
+            Path("cancel").touch()
+        if "model" in state:
+            accumulate(state, batch, self.plan["accumulates"])
         time.sleep(self.plan.get("step_s", 0))
         return StepResult(metrics={"loss": 1.0 / state["steps"]})
 
@@ -81,6 +111,10 @@ class Faulty:
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
         self.act("load_checkpoint")
 
+    def evaluate(self, state, ctx):
+        self.act(f"evaluate:{state['steps']}")
+        return {"score": 1.0}
+
     def generate_sample(self, *, step):
         self.act(f"generate_sample:{step}")
         return ["a", "list"] if self.plan.get("samples") == "list" else {"step": step}
@@ -94,6 +128,11 @@ class BreaksInConstructor(Faulty):
 class ExitsInConstructor(Faulty):
     def __init__(self):
         sys.exit(3)
+
+
+class RaisesWhenItEnds(pl.Callback):
+    def on_exception(self, trainer, pl_module, exception):
+        raise RuntimeError("could not tidy up")
 
 
 class LacksHooks:

@@ -341,6 +341,36 @@ def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
     assert "bad row" in failed["error"]
 
 
+# a failure of a run that is being stopped
+
+
+def cancelled(job, *, plan=None, **fields):
+    """Cancel a run in its second step, and let it go on for as long as that takes to be seen."""
+    plan = {"cancels": 2, "step_s": 0.06, **(plan or {})}
+    job.write(plan=plan, cancel_file_path="cancel", max_steps=100, mock_batches=list(range(100)), **fields)
+    return job.run()
+
+
+def test_a_failure_after_the_checkpoint_of_a_stop_does_not_hide_the_stop(job, caplog):
+    lightning = {"accelerator": "cpu", "callbacks": [{"class_path": "fault_trainer.RaisesWhenItEnds"}]}
+
+    assert cancelled(job, lightning=lightning) == 75
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("canceled", True)
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+    assert "could not tidy up" in caplog.text
+
+
+def test_a_stop_whose_checkpoint_fails_is_a_failure(job):
+    plan = raises("OSError", "save_checkpoint", "quota")
+
+    assert cancelled(job, plan=plan, checkpoint_every=0) == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("train-step", False)
+    assert "quota" in failed["error"]
+    assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
+
+
 @pytest.mark.parametrize("spec", ["[1]", "null", '{"max_steps": 1e400}', "{}"])
 def test_every_spec_leaves_one_failed_event(job, spec):
     job.spec.write_text(spec)

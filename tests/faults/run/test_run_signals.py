@@ -11,10 +11,6 @@ def told(job):
     return job.server.posted("/terminal")[-1]["error"]
 
 
-def reached(job):
-    return (job.folder / "reached").exists
-
-
 PHASES = {
     "setup": ({"at": "setup"}, {}, 0),
     "first step": ({"at": "train_step:1"}, {}, 1),
@@ -30,7 +26,7 @@ def test_sigterm_while_training(job, kill_after, phase):
     job.write(plan={**plan, "holds": 1.0, "step_s": 0.05}, resume_from_latest=True, **fields)
     process = job.start()
     kill_after(process)
-    job.wait_until(reached(job), process)
+    job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(60) == 75
@@ -82,7 +78,7 @@ def test_sigterm_while_the_last_artifact_is_written(job, kill_after):
     job.write(plan={"at": "save_final", "holds": 1.0})
     process = job.start()
     kill_after(process)
-    job.wait_until(reached(job), process)
+    job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(60) == 0
@@ -93,7 +89,7 @@ def test_a_second_signal_ends_the_process_at_once_and_the_next_start_goes_on(job
     job.write(plan={"at": "train_step:4", "holds": 60.0}, resume_from_latest=True)
     process = job.start()
     kill_after(process)
-    job.wait_until(reached(job), process)
+    job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR1)
 
@@ -165,7 +161,7 @@ def test_a_signal_to_one_rank_stops_all(job, kill_after):
     many(job, {"at": "train_step:12", "rank": 0, "holds": 0.5, "step_s": 0.02})
     process = job.start()
     kill_after(process)
-    job.wait_until(reached(job), process)
+    job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(90) == 75

@@ -1,75 +1,272 @@
 """What asks for a stop, on which rank, in which phase: every run ends, at one step, with its reason and a checkpoint.
 
-Cells in which every two of a trigger, a rank and a phase meet run here; ``GENLIGHT_LONG_FAULTS=1``, as ``make
-faults`` sets it, runs all of them.
+Each trigger of the matrix meets each phase here, with the processes in turn; ``GENLIGHT_LONG_FAULTS=1``, as ``make
+faults`` sets it, runs all cells.
 """
 
 import itertools
 import os
 import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-TRIGGERS = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled", "cancel file": "canceled"}
+HERE = Path(__file__).parent
+PLANE = "/plane/runs/faulty"
+HELD_S = 60.0
+"""How long a trainer holds that nobody lets go on."""
+LIMIT_S = 150
+"""When a process that has not ended hangs."""
+
+SIGNALS = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
+TRIGGERS = {**SIGNALS, "cancel file": "canceled", "limit": "timeout", "cancel": "canceled", "lease lost": "canceled"}
+KINDS = [tuple(SIGNALS), ("cancel file",), ("limit",), ("cancel", "lease lost")]
+"""Triggers that take the same way; the short matrix has one of each."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where the trainers hold when the trigger comes, or the request that the server does not answer."""
+
+    plan: dict = field(default_factory=dict)
+    fields: dict = field(default_factory=dict)
+    gate: str | None = None
+    ranks: tuple = (0, 1)
+    """Those that come to this place."""
+    opens: bool = False
+    """Whether the server answers after the trigger."""
+    ends: tuple = ("failed", 75)
+
+
+def sampled(at):
+    return Phase({"at": at, "samples": True}, {"sample_every": 3, "sample_prompts": ["a cat"]}, ranks=(0,))
+
+
 PHASES = {
-    "setup": ({"at": "setup"}, {}),
-    "first step": ({"at": "train_step:1"}, {}),
-    "later step": ({"at": "train_step:5"}, {}),
-    "batch": ({"at": "prepare_batch:3"}, {}),
-    "sample": ({"at": "generate_sample:3", "samples": True}, {"sample_every": 3, "sample_prompts": ["a cat"]}),
-    "save": ({"at": "save_checkpoint:2"}, {}),
-    "state": ({"at": "state_dict:4"}, {}),
+    "inputs": Phase(
+        fields={
+            "mock_batches": ...,
+            "dataset": {"batch_size": 1},
+            "inputs": {"dataset_parquet_urls": ["SERVER/files/x.parquet"]},
+        },
+        gate="/files/x.parquet",
+    ),
+    "setup": Phase({"at": "setup"}),
+    "first step": Phase({"at": "train_step:1"}),
+    "later step": Phase({"at": "train_step:5"}),
+    "batch": Phase({"at": "prepare_batch:3"}),
+    "accumulation": Phase({"at": "train_step:6", "accumulates": 4}),
+    "sample": sampled("generate_sample:3"),
+    "save": Phase({"at": "save_checkpoint:2"}, ranks=(0,)),
+    "state": Phase({"at": "state_dict:4"}),
+    "evaluate": Phase({"at": "evaluate:3"}, {"validate": {"every_n_steps": 3}}),
+    "upload": Phase(fields={"checkpoint_every": 2}, gate="/checkpoint", opens=True, ranks=(0,)),
+    "end": Phase(fields={"max_steps": 6, "checkpoint_every": 0}, gate="/checkpoint", ranks=(0,)),
+    "teardown": Phase({"at": "save_final"}, {"max_steps": 6}, ranks=(0,), ends=("completed", 0)),
 }
-RANKS = [(1, 0), (2, 0), (2, 1)]
-OF_RANK_ZERO_ALONE = ("sample", "save")
-"""What no other rank does."""
-
-CELLS = [
-    (trigger, world, rank, phase)
-    for trigger, (world, rank), phase in itertools.product(TRIGGERS, RANKS, PHASES)
-    if rank == 0 or phase not in OF_RANK_ZERO_ALONE
-]
 
 
-def _pairwise():
-    """For each trigger and phase one rank, in turn, so that each trigger and each phase meets every rank."""
-    for (t, trigger), (p, phase) in itertools.product(enumerate(TRIGGERS), enumerate(PHASES)):
-        turns = (RANKS[(t + p + turn) % len(RANKS)] for turn in range(len(RANKS)))
-        yield next(cell for rank in turns if (cell := (trigger, *rank, phase)) in CELLS)
+@dataclass(frozen=True)
+class Processes:
+    """How many there are, who starts them, and which of them the trigger meets."""
+
+    world: int = 1
+    launched: bool = False
+    """Lightning starts the second one; else both are started as torchrun does it."""
+    met: tuple = (0,)
 
 
-PAIRWISE = set(_pairwise())
+PROCESSES = {
+    "alone": Processes(),
+    "two, first": Processes(2),
+    "two, second": Processes(2, met=(1,)),
+    "two, both": Processes(2, met=(0, 1)),
+    "launched, first": Processes(2, launched=True),
+    "launched, second": Processes(2, launched=True, met=(1,)),
+    "launched, both": Processes(2, launched=True, met=(0, 1)),
+}
 
 
-@pytest.mark.parametrize(("trigger", "world", "rank", "phase"), CELLS)
-def test_a_stop_ends_the_run(job, kill_after, is_long, trigger, world, rank, phase):
-    if not is_long and (trigger, world, rank, phase) not in PAIRWISE:
+def makes_sense(cell):
+    trigger, processes, phase = cell
+    met = PROCESSES[processes].met
+    # Lightning starts the second one when the inputs are there; when uploads settle it has ended.
+    if (PROCESSES[processes].launched and phase == "inputs" and 1 in met) or (phase == "end" and met != (0,)):
+        return False
+    # What only the first process does is met by the second one as a wait for it: only a signal goes to one of them.
+    return trigger in SIGNALS or met == (0,) or PHASES[phase].ranks != (0,)
+
+
+CELLS = [cell for cell in itertools.product(TRIGGERS, PROCESSES, PHASES) if makes_sense(cell)]
+
+
+def _short():
+    """For each kind of trigger and each phase one cell, with triggers of the kind and processes in turn."""
+    for (k, kind), (p, phase) in itertools.product(enumerate(KINDS), enumerate(PHASES)):
+        trigger = kind[p % len(kind)]
+        # Ones that Lightning launches take seconds to start, so there are few of them.
+        names = ("alone", "two, second", "two, first", "two, both", "alone", "launched, second")
+        turns = ((trigger, names[(k * 2 + p + turn) % len(names)], phase) for turn in range(len(names)))
+        yield next(cell for cell in turns if cell in CELLS)
+
+
+SHORT = set(_short())
+
+
+class Stop:
+    """One run that is stopped."""
+
+    def __init__(self, job, fork_server, kill_after, cell):
+        self.job, self.fork_server, self.kill_after = job, fork_server, kill_after
+        self.trigger, processes, phase = cell
+        self.phase, self.processes = PHASES[phase], PROCESSES[processes]
+
+    @property
+    def holding(self):
+        return [rank for rank in self.processes.met if rank in self.phase.ranks] or [0]
+
+    def write(self, limit_s):
+        lightning = {"accelerator": "cpu", "devices": self.processes.world}
+        plan = {**self.phase.plan, "step_s": 0.02}
+        if "at" in plan:
+            plan["holds"] = HELD_S
+            plan |= {"rank": self.holding[0]} if len(self.holding) == 1 else {}
+        wanted = {
+            "max_steps": 4000,
+            "mock_batches": list(range(4000 * self.processes.world)),
+            "cancel_file_path": "cancel",
+            "lightning": {**lightning, **({"strategy": "ddp"} if self.processes.world > 1 else {})},
+            "uploads": {f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint")},
+            "max_runtime_seconds": limit_s if self.trigger == "limit" else 0,
+            "resume_from_latest": True,
+            **self.phase.fields,
+        }
+        self.job.write(plan=plan, **wanted)
+
+    def start(self):
+        """The processes, that of rank 0 first."""
+        under_plane = self.trigger in ("cancel", "lease lost")
+        program = str(HERE / "under_control_plane.py") if under_plane else "genlight.adapter.cli"
+        self.job.server.answers[f"{PLANE}/claim"] = {"lease_id": "one"}
+        settings = {"TRAINER_JOB_SPEC_PATH": str(self.job.spec), "CONTROL_PLANE": f"{self.job.server.url}/plane"}
+        started = []
+        by_hand = self.processes.world if not self.processes.launched else 1
+        port = free_port()
+        for rank in range(by_hand):
+            ranks = environ_of(rank, by_hand, port) if by_hand > 1 else {}
+            arguments = [] if under_plane else ["run", str(self.job.spec)]
+            started.append(self.fork_server.start(self.job, *arguments, program=program, **settings, **ranks))
+            self.kill_after(started[-1])
+        return started
+
+    def is_reached(self):
+        if self.phase.gate is not None:
+            return self.phase.gate in self.job.server.at_gate
+        return all(self.job.reached(rank) for rank in self.holding)
+
+    def pull(self, started):
+        """Make the trigger happen."""
+        job = self.job
+        if self.trigger in SIGNALS:
+            children = children_of(started[0].pid)
+            pids = [process.pid for process in started] + [pid for pid in children if self.processes.launched]
+            for rank in self.processes.met:
+                os.kill(pids[rank], getattr(signal, self.trigger))
+        elif self.trigger == "cancel file":
+            (job.folder / "cancel").touch()
+        elif self.trigger == "cancel":
+            job.server.answers[f"{PLANE}/cancel"] = {"cancel": True}
+        elif self.trigger == "lease lost":
+            job.server.status[f"{PLANE}/heartbeat"] = 410
+
+    def let_go(self):
+        self.job.go()
+        if self.phase.opens:
+            self.job.server.gates[self.phase.gate].set()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environ_of(rank, world, port):
+    """What torchrun gives to a process."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    return {name: str(value) for name, value in names.items()}
+
+
+def children_of(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" / ".join)
+def test_a_stop_ends_the_run(job, fork_server, kill_after, is_long, cell):
+    if not is_long and cell not in SHORT:
         pytest.skip("runs with GENLIGHT_LONG_FAULTS=1")
-    plan, fields = PHASES[phase]
-    lightning = {"accelerator": "cpu", "devices": world, **({"strategy": "ddp"} if world > 1 else {})}
-    job.write(
-        plan={**plan, "holds": 1.0, "rank": rank, "step_s": 0.05},
-        lightning=lightning,
-        max_steps=400,
-        mock_batches=list(range(400 * world)),
-        cancel_file_path="cancel",
-        **fields,
-    )
-    process = job.start()
-    kill_after(process)
-    reached = job.folder / "reached"
-    job.wait_until(reached.exists, process)
+    stop = Stop(job, fork_server, kill_after, cell)
+    started = stop_it(stop)
 
-    if trigger == "cancel file":
-        (job.folder / "cancel").touch()
+    codes = [process.wait(LIMIT_S) for process in started]
+    event, code = stop.phase.ends
+    assert codes[0] == code, (job.folder / "stderr").read_text()
+    ended = job.terminal_event()
+    assert ended["event"] == event
+    if event == "failed":
+        reason = TRIGGERS[stop.trigger]
+        assert (ended["error"], ended["category"], ended["resumable"]) == (reason, reason, True)
+        assert job.server.posted("/terminal")[-1]["error"] == reason
+        names = [f"step-{ended['step']:08d}.json", "final.json"]
+        assert any((job.out / "checkpoints" / name).exists() for name in names) == (ended["step"] > 0)
+    assert ended["step"] < 4000
+
+
+def stop_it(stop):
+    """Start the run and stop it in its phase; the processes.
+
+    A limit counts from the start of a process: where that did not come to the phase within it, a longer one is tried.
+    """
+    limit_s = 4.0
+    while True:
+        started = run_into_phase(stop, limit_s)
+        if stop.is_reached():
+            break
+        assert stop.trigger == "limit", (stop.job.folder / "stderr").read_text()
+        for process in started:
+            process.wait(LIMIT_S)
+        for file in stop.job.folder.glob("reached-*"):
+            file.unlink()
+        limit_s *= 2
+    if stop.trigger == "limit":
+        time.sleep(max(0.0, stop.began + limit_s + 0.5 - time.monotonic()))
     else:
-        os.kill(int(reached.read_text()), getattr(signal, trigger))
+        stop.pull(started)
+        time.sleep(0.3)
+    stop.let_go()
+    return started
 
-    assert process.wait(120) == 75
-    failed = job.terminal_event()
-    assert (failed["error"], failed["category"], failed["resumable"]) == (*[TRIGGERS[trigger]] * 2, True)
-    assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists() == (failed["step"] > 0)
-    assert failed["step"] < 400
+
+def run_into_phase(stop, limit_s):
+    stop.write(limit_s)
+    if stop.phase.gate is not None:
+        stop.job.server.gates[stop.phase.gate] = threading.Event()
+    started = stop.start()
+    stop.began = time.monotonic()
+    stop.job.wait_until(lambda: stop.is_reached() or any(process.poll() is not None for process in started))
+    return started
