@@ -49,6 +49,15 @@ class Looks:
 """
 
 
+WITHOUT_TORCH = """
+import atexit, sys
+from genlight.adapter.cli import main
+heavy = ("torch", "lightning", "numpy", "pyarrow", "huggingface_hub", "scipy")
+atexit.register(lambda: print("heavy:", [name for name in heavy if name in sys.modules]))
+sys.exit(main())
+"""
+
+
 def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a process of its own."""
     return subprocess.run(
@@ -56,18 +65,60 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(tmp_path: Path) -> None:
-    """Torch and Lightning take their time; nothing else heavy is loaded to make one step."""
-    (tmp_path / "looks.py").write_text(TRAINER)
-    job = {"run_id": "r", "trainer": "looks:Looks", "max_steps": 1, "mock_batches": [1]}
-    (tmp_path / "job.json").write_text(json.dumps({**job, "lightning": {"accelerator": "cpu"}}))
-
-    done = python("import sys; from genlight.adapter.cli import main; sys.exit(main())", tmp_path, "run", "job.json")
-
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job that has run, a job that cannot, and the modules that were loaded in the first step."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "looks.py").write_text(TRAINER)
+    job = {"run_id": "r", "trainer": "looks:Looks", "max_steps": 1, "mock_batches": [1], "resume_from_latest": True}
+    (folder / "job.json").write_text(json.dumps({**job, "lightning": {"accelerator": "cpu"}}))
+    (folder / "plain.py").write_text(TRAINER.replace("import torch", ""))
+    (folder / "bad.json").write_text(json.dumps({**job, "trainer": "plain:Looks", "max_steps": -1}))
+    done = python("import sys; from genlight.adapter.cli import main; sys.exit(main())", folder, "run", "job.json")
     assert done.returncode == 0, done.stderr
-    loaded = set(json.loads((tmp_path / "loaded.json").read_text()))
+    return folder
+
+
+def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_folder: Path) -> None:
+    """Torch and Lightning take their time; nothing else heavy is loaded to make one step."""
+    loaded = set(json.loads((run_folder / "loaded.json").read_text()))
     assert {"torch", "lightning.pytorch"} <= loaded
     assert {name: why for name, why in NEVER_BEFORE_THE_FIRST_STEP.items() if name in loaded} == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("run --help", 0),
+        ("doctor --help", 0),
+        ("check --help", 0),
+        ("events --help", 0),
+        ("checkpoint --help", 0),
+        ("uploads --help", 0),
+        ("trian", 2),
+        ("run bad.json", 2),
+        ("doctor bad.json", 2),
+        ("check", 2),
+        ("check --job bad.json", 2),
+        ("run job.json", 0),
+        ("events runs/r", 0),
+        ("events runs/r --check", 0),
+        ("checkpoint ls runs/r", 0),
+        ("checkpoint verify runs/r", 0),
+        ("checkpoint show runs/r/checkpoints/final", 0),
+        ("uploads runs/r", 2),  # nothing was to be uploaded
+    ],
+)
+def test_a_command_that_trains_nothing_loads_neither_torch_nor_lightning(
+    run_folder: Path, arguments: str, code: int
+) -> None:
+    """Help, refusals, listings and the re-run of a finished job answer at once."""
+    done = python(WITHOUT_TORCH, run_folder, *arguments.split())
+
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
 def test_scipy_is_whole_for_whoever_uses_it_after_lightning(tmp_path: Path) -> None:
