@@ -24,6 +24,18 @@ def is_long():
     return os.environ.get("GENLIGHT_LONG_FAULTS") == "1"
 
 
+@pytest.fixture
+def report(is_long, capsys):
+    """Show what a long run has counted, for the table of results."""
+
+    def show(line):
+        if is_long:
+            with capsys.disabled():
+                print(f"\n{line}")
+
+    return show
+
+
 class Injector:
     """Counts the mutating calls of the code under test and lets one of them, or all from one on, fail."""
 

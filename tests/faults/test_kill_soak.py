@@ -1,68 +1,219 @@
-"""A real process that saves all the time and is killed at random times ends with the same weights."""
+"""The digits job, killed at random times and resumed until it is done, leaves the bytes of an undisturbed run.
+
+On one process, and on two that Lightning's launcher starts, of which a kill hits one or both.
+"""
 
 import contextlib
+import hashlib
+import itertools
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from genlight.callbacks.checkpoint import list_checkpoints
+from genlight.callbacks.checkpoint import list_checkpoints, verify
+from genlight.reporters import read_events
+from genlight.reporters.event_validation import validate_events
+
+HERE = Path(__file__).parent
+DIGITS = HERE.parents[1] / "examples" / "digits"
+STEPS, CADENCE = 40, 2
+LIMIT_S = 60
+"""Less than a job that hangs takes to end itself."""
+
+
+class ForkServer:
+    """A process of ``fork_server.py``."""
+
+    def __init__(self, folder):
+        self.socket, self.log = folder / "socket", folder / "log"
+        with self.log.open("w") as log:
+            command = [sys.executable, HERE / "fork_server.py", self.socket]
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+
+    def wait_until_ready(self):
+        end = time.monotonic() + LIMIT_S
+        while not self.socket.exists():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Run:
+    """One artifacts directory, from the first start to the end."""
+
+    server: ForkServer
+    spec: Path
+    artifacts: Path
+    started_pids: set = field(default_factory=set)
+
+    def start(self):
+        self.processes = self.artifacts.with_name(f"{self.artifacts.name}-attempt")
+        self.processes.mkdir(exist_ok=True)
+        for note in self.processes.iterdir():
+            note.unlink()
+        command = [sys.executable, HERE / "forked_job.py", self.server.socket, self.spec, self.processes]
+        environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
+        return subprocess.Popen(command, env=environ)
+
+    def ranks(self):
+        """Process ids of the ranks that have started."""
+        named = dict(map(int, note.name.split("-")) for note in self.processes.iterdir())
+        self.started_pids |= set(named.values())
+        return named
+
+    def kill(self, chance):
+        """A random rank, or all; of one process, that one. Returns which were hit."""
+        victims = self.ranks()
+        if chance.random() < 0.7:
+            victims = dict(chance.sample(sorted(victims.items()), min(1, len(victims))))
+        for pid in victims.values():
+            with contextlib.suppress(ProcessLookupError):  # It may have ended by itself.
+                os.kill(pid, signal.SIGKILL)
+        return set(victims)
+
+    def attempt(self, chance=None, reference=None):
+        """Start the job, and kill it at a random moment, if asked; returns whether it was done before.
+
+        One kill in four comes while the job starts, the others while it trains: moments are told by how far the
+        reference was then, because a busy machine is slower.
+        """
+        job, victims = self.start(), set()
+        if chance is not None:
+            growth = chance.uniform(0, reference.log_size()) if chance.random() < 0.75 else 0
+            self.wait_for_growth(job, growth)
+            time.sleep(chance.uniform(0, 0.05 if growth else 0.5))
+            victims = self.kill(chance)
+        status = job.wait(LIMIT_S)
+        self.ranks()
+        if status == 0:
+            return True
+        # A rank that is killed alone is reported by rank zero, which then ends by itself.
+        assert victims, self.server.log.read_text()
+        assert status == (-signal.SIGKILL if 0 in victims else 1), self.server.log.read_text()
+        return False
+
+    @property
+    def events(self):
+        return self.artifacts / "metrics" / "events.jsonl"
+
+    def log_size(self):
+        return self.events.stat().st_size if self.events.exists() else 0
+
+    def wait_for_growth(self, job, growth):
+        """Return when the event log is so many bytes longer, or the job has ended."""
+        size, end = self.log_size(), time.monotonic() + LIMIT_S
+        while self.log_size() < size + growth and job.poll() is None:
+            assert time.monotonic() < end, self.server.log.read_text()
+            time.sleep(0.002)
+
+    def digests(self):
+        """Of the model's and the trainer's own final files."""
+        final = self.artifacts / "checkpoints" / "final"
+        files = [final / "model.safetensors", final / "trainer" / "digits.safetensors"]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+    def steps_lost(self):
+        """Steps that an attempt did again after the one before it had; for each resume that came so far."""
+        attempts = []
+        for event in read_events(self.events):
+            if event["event"] == "started":
+                attempts.append({"from": 0, "to": 0})
+            elif event["event"] == "metric":
+                attempts[-1]["to"] = event["step"]
+                if event["name"] == "trainer/resumed_from_step":
+                    attempts[-1]["from"] = event["step"]
+        trained = [attempt for attempt in attempts if attempt["to"]]
+        return [before["to"] - after["from"] for before, after in itertools.pairwise(trained)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    started = ForkServer(tmp_path_factory.mktemp("server"))
+    started.wait_until_ready()
+    yield started
+    started.close()
 
 
 @pytest.fixture
-def fork_server():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("training_process.py")
-    server = subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    yield server
-    server.stdin.close()
-    server.stdout.close()
-    server.wait()
+def kills(is_long):
+    """How many; so that a long run can be made as long as there is time for."""
+    return int(os.environ.get("GENLIGHT_KILLS", 1000 if is_long else 8))
 
 
-def run(server, directory, kill_after_s=None):
-    """Start a run; kill it after a while, if asked. Returns its exit status, negative for a signal."""
-    print(directory, file=server.stdin, flush=True)
-    pid = int(server.stdout.readline())
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        with contextlib.suppress(ProcessLookupError):  # It may have finished by itself.
-            os.kill(pid, signal.SIGKILL)
-    return int(server.stdout.readline())
+@pytest.fixture(params=[1, 2])
+def ranks(request):
+    return request.param
+
+
+@pytest.fixture
+def spec(ranks, tmp_path):
+    """The example's own job, smaller and with a short cadence."""
+    job = json.loads((DIGITS / "job.json").read_text())
+    job |= {"max_steps": STEPS, "checkpoint_every": CADENCE, "metric_every": 1, "sample_every": 0}
+    job["resume_from_latest"] = True
+    job["hyperparams"] |= {"width": 32, "depth": 2, "warmup_steps": 5}
+    job["dataset"] |= {"parquet_paths": [str(DIGITS / "digits.parquet")], "batch_size": 120 // ranks}
+    if ranks > 1:
+        job["lightning"] |= {"devices": ranks, "strategy": "ddp"}
+    del job["sample_prompts"]
+    (tmp_path / "trainer.py").write_bytes((DIGITS / "trainer.py").read_bytes())
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    return tmp_path / "job.json"
+
+
+def assert_nothing_is_left(run):
+    """Whole checkpoints and a sound event log; no temporary file, and no process."""
+    assert validate_events(run.events) == []
+    checkpoints = run.artifacts / "checkpoints"
+    kept = [listed.path for listed in list_checkpoints(checkpoints)]
+    for path in kept:
+        verify(path)
+    # A kill between the commit of the last one and the removal of an old one leaves both: nothing is left to train.
+    assert [path.stem for path in kept][-3:] == [f"step-{STEPS - CADENCE:08d}", f"step-{STEPS:08d}", "final"]
+    assert len(kept) <= 4
+    assert sorted(os.listdir(checkpoints)) == sorted([*(p.stem for p in kept), *(p.name for p in kept)])
+    assert [path for path in run.artifacts.rglob("*") if path.name.startswith((".tmp-", ".ranks"))] == []
+    end = time.monotonic() + LIMIT_S
+    while alive := [pid for pid in run.started_pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, alive
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # The long run kills 1,000 times.
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(tmp_path, fork_server, is_long):
-    reference = tmp_path / "reference"
-    reference.mkdir()
-    started = time.monotonic()
-    assert run(fork_server, reference) == 0
-    duration = time.monotonic() - started
-    expected = (reference / "digest").read_text()
+def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(server, ranks, spec, tmp_path, kills, report):
+    def new_run(name):
+        return Run(server, spec, tmp_path / name)
 
-    kills, target, soak = 0, 1000 if is_long else 15, 0
-    while kills < target:
-        soak += 1
-        directory = tmp_path / f"soak{soak}"
-        directory.mkdir()
-        status = None
-        while status != 0:
-            chance, started = random.Random(kills * 1000 + soak), time.monotonic()
-            status = run(fork_server, directory, chance.uniform(0, duration / 2) if kills < target else None)
-            assert status in (0, -signal.SIGKILL)
-            kills += status != 0
-            if status == 0:  # The first run is the slowest; kills later than a run takes would hit nobody.
-                duration = min(duration, time.monotonic() - started)
-        assert (directory / "digest").read_text() == expected
-        left = sorted(path.name for path in directory.iterdir() if path.name != "digest")
-        kept = [listed.path.name.removesuffix(".json") for listed in list_checkpoints(directory)]
-        assert left == sorted([*kept, *(f"{name}.json" for name in kept)])
-        assert kept == ["step-00000019", "step-00000020"]
+    reference = new_run("reference")
+    assert reference.attempt()
+
+    done, runs, lost = 0, 0, []
+    while done < kills:
+        runs += 1
+        run, is_done = new_run(f"run{runs}"), False
+        while not is_done:
+            is_done = run.attempt(random.Random(done * 1000 + runs) if done < kills else None, reference)
+            done += not is_done
+        assert run.digests() == reference.digests()
+        assert_nothing_is_left(run)
+        lost += run.steps_lost()
+        shutil.rmtree(run.artifacts)
+    # A save waits for the one before it: at most one is in flight, and at most one more is due.
+    assert max(lost) <= 2 * CADENCE
+    report(f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {max(lost)} steps lost, 0 failures")
