@@ -23,7 +23,7 @@ from ..overrides import COMMAND_LINE_SETTINGS
 from ..run_config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
 from ..settings import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ..spec_rules import NESTED_FIELDS, SPEC_FIELDS
-from .doctor_checks import Finding, check_artifacts, check_dataset, check_devices, check_trainer
+from .doctor_checks import Finding, asks_for_devices, check_artifacts, check_dataset, check_devices, check_trainer
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -87,7 +87,8 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
     trainer = settings.pick("trainer")
     if trainer is not None:
         yield from check_trainer(trainer, [settings.spec_dir, Path.cwd()])
-    yield from check_devices(settings.spec.lightning)
+    if error is None or asks_for_devices(settings.spec.lightning):
+        yield from check_devices(settings.spec.lightning)
     yield from network.findings(deadline)
 
 

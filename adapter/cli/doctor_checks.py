@@ -17,7 +17,7 @@ from ..inputs.local import parquet_files
 from ..job_spec import DatasetSpec
 from ..loading import find_trainer, on_sys_path
 
-__all__ = ["Finding", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
+__all__ = ["Finding", "asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
 
 LITTLE_SPACE_BYTES = 1 << 30
 FILES_OPENED = 16
@@ -119,6 +119,12 @@ def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         yield Finding("ok", "trainer", f"{import_path} is {name}, with all hooks")
+
+
+def asks_for_devices(lightning: Mapping[str, Any]) -> bool:
+    """Whether a machine could lack what the ``lightning`` block asks for; where not, torch need not be loaded."""
+    accelerator = lightning.get("accelerator", "auto")
+    return accelerator != "cpu" and (accelerator != "auto" or _wanted_devices(lightning.get("devices", "auto")) > 0)
 
 
 def check_devices(lightning: Mapping[str, Any]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from genlight.adapter.cli import doctor, doctor_network
-from genlight.adapter.cli.doctor_checks import check_devices
+from genlight.adapter.cli.doctor_checks import asks_for_devices, check_devices
 from genlight.adapter.environment import VARIABLES
 
 TRAINER = """
@@ -300,6 +300,15 @@ def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job
 )
 def test_devices_that_this_machine_lacks_are_a_fault(lightning, level):
     assert [finding.level for finding in check_devices(lightning)] == [level]
+    assert level == "ok" or asks_for_devices(lightning)
+
+
+def test_devices_that_are_lacking_are_told_with_the_other_faults(job, diagnose):
+    code, out = diagnose(job(max_steps=-1, lightning={"accelerator": "gpu", "devices": 999}))
+
+    assert code == 2
+    assert "max_steps" in out
+    assert "the job asks for" in out
 
 
 def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
