@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
-
-from .failures import EXIT_FAILED
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["RankProcesses", "first_rank_announced", "first_rank_is_gone", "leave_with_first_rank"]
-
-_FIRST_RANK = "GENLIGHT_FIRST_RANK_PID"
-_POLL_S = 0.1
-
-
-@contextlib.contextmanager
-def first_rank_announced() -> Iterator[None]:
-    """Let the processes that are started meanwhile know which one they belong to."""
-    os.environ[_FIRST_RANK] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[_FIRST_RANK]
-
-
-def first_rank_is_gone() -> bool:
-    """Whether the process that started this one as a rank has died; False where another launcher did."""
-    announced = os.environ.get(_FIRST_RANK)
-    if announced is None:
-        return False
-    try:
-        os.kill(int(announced), 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def leave_with_first_rank() -> None:
-    """End this process, whatever it does, soon after the one that started it has died.
-
-    A rank that waits for others to meet, or in a collective on a device, would notice only after half an hour.
-    """
-
-    def watch() -> None:
-        while not first_rank_is_gone():
-            time.sleep(_POLL_S)
-        os._exit(EXIT_FAILED)
-
-    if _FIRST_RANK in os.environ:
-        threading.Thread(target=watch, name="genlight-first-rank", daemon=True).start()
+__all__ = ["RankProcesses"]
 
 
 class RankProcesses(Sequence[subprocess.Popen[bytes]]):

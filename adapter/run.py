@@ -27,7 +27,7 @@ from .contract import JobLifecycleClient
 from .exceptions import ContractError, EventLogError, FailureCategory, StartupContractError, TrainingCanceled
 from .failure_sinks import resolve_failure_sinks
 from .failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP, describe_failure
-from .first_rank import watch_first_rank
+from .first_rank import first_rank_announced, first_rank_is_gone, watch_first_rank
 from .inputs import MaterializedInputs, materialize_inputs
 from .inputs.progress_display import shown_progress
 from .lifecycle import LifecycleSession
@@ -180,6 +180,8 @@ def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCateg
     secrets = (config.token or "",)
     failure = describe_failure(error, stage=stage, has_checkpoint=False, secrets=secrets, environ=options.environ)
     log_failure(error, failure, secrets=secrets, environ=options.environ)
+    if first_rank_is_gone():  # The next attempt must not take this for a failure of its own.
+        return failure.exit_code
     ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
     ranks.note(_rank(), failure)
     ranks.wait_until_reported()
@@ -317,7 +319,8 @@ class _Training:
         self.ending.end_ranks = children.kill
         stop = watch_ranks(ranks, self.ending.fail_and_exit)
         try:
-            yield
+            with first_rank_announced():
+                yield
         finally:
             stop()
 
