@@ -16,6 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from .exceptions import StartupContractError
+from .parser_errors import root_cause, shortened
 from .run_config import RunConfig
 
 __all__ = ["instantiate", "lightning_config"]
@@ -155,8 +156,8 @@ def instantiate(
         The trainer, and None for the data where the job names none.
 
     Raises:
-        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` or ``validate`` block has an argument
-            that is unknown or cannot be used.
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
+            used.
     """
     described = _data(config, parquet_paths)
     data = None if described is None else _make(described)
@@ -167,17 +168,28 @@ def instantiate(
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise StartupContractError(
-            "startup.invalid_job_spec", f"The `lightning` or `validate` block of the job cannot be used: {error}"
+            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {root_cause(error)}"
         ) from error
 
 
 def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(pl.Trainer, "trainer", instantiate=False)
-    parsed = parser.parse_object({"trainer": dict(arguments)})
-    made = parser.instantiate(parsed).trainer
+    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False)
+    faults = [fault for name, value in arguments.items() if (fault := _argument_fault(parser, name, value))]
+    if faults:
+        raise ValueError("\n  - ".join(["", *faults]) if len(faults) > 1 else faults[0])
+    made = parser.instantiate(parser.parse_object({"lightning": dict(arguments)})).lightning
     return {name: getattr(made, name) for name in arguments}
+
+
+def _argument_fault(parser: ArgumentParser, name: str, value: Any) -> str | None:
+    """What is wrong with one argument; jsonargparse stops at the first that is."""
+    try:
+        parser.parse_object({"lightning": {name: value}})
+    except ArgumentError as error:
+        return shortened(str(error))
+    return None
 
 
 def _make(described: Mapping[str, Any]) -> Any:

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from .faults import FaultList, nearest
-from .spec_rules import NESTED_FIELDS, NON_BLANK, PROMPT_FIELDS, SPEC_FIELDS, Rule
+from .spec_rules import LARGEST, NESTED_FIELDS, NON_BLANK, PROMPT_FIELDS, SPEC_FIELDS, VALIDATE_FIELDS, Rule
 
 __all__ = [
+    "WHOLE_SPEC",
     "DatasetSpec",
     "InputsSpec",
     "JobSpec",
@@ -115,6 +116,12 @@ class JobSpec:
     validate: Mapping[str, Any] | None = None
 
 
+MOST_DIGITS = 400
+"""Of an integer; Python itself refuses more than it was told to, which differs between processes."""
+
+WHOLE_SPEC = "job spec"
+"""Name of faults that leave no field of the spec to speak of."""
+
 DEEPEST = 100
 """Levels of nesting; whatever walks through hyperparameters later may recurse."""
 
@@ -133,7 +140,9 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
         faults.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
         return None
     try:
-        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+        decoded = json.loads(
+            content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
+        )
     except RecursionError:
         faults.add(f"The job spec {str(path)!r} is nested too deeply.")
         return None
@@ -151,6 +160,12 @@ def _decode_reason(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not {error.encoding}"
     return str(error).rstrip(".")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> Any:
@@ -178,7 +193,7 @@ def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
     finding further faults.
     """
     if _is_deeper_than(raw, DEEPEST):
-        faults.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
+        faults.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.", name=WHOLE_SPEC)
         return JobSpec()
     values = _fields("", _without_alias(raw, faults), SPEC_FIELDS, faults)
     for name, rules in NESTED_FIELDS.items():
@@ -192,6 +207,8 @@ def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
         values["uploads"] = _uploads(values["uploads"], faults)
     if "mock_batches" in values:
         values["mock_batches"] = tuple(values["mock_batches"])
+    if "validate" in values:
+        values["validate"] = _validate(values["validate"], faults)
     if "sample_prompts" in values:
         values["sample_prompts"] = _sample_prompts(values["sample_prompts"], faults)
     return JobSpec(**values)
@@ -251,7 +268,9 @@ def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
     except (msgspec.ValidationError, OverflowError):
         converted = None
     if converted is None or not rule.holds(converted):
-        faults.invalid(name, rule.expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
+        too_large = type(value) is int and value > LARGEST
+        expected = f"{rule.expected} and below 2**63" if too_large and ">=" in rule.expected else rule.expected
+        faults.invalid(name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
         return None
     return converted
 
@@ -273,9 +292,19 @@ def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:
     for name in ("parquet_paths", "columns"):
         if name in values:
             values[name] = _texts(f"dataset.{name}", values[name], faults)
-    if values.get("columns") == ():
+    if values.get("columns") == () and not faults.concern_part("dataset.columns"):
         faults.invalid("dataset.columns", "at least one column", [], way_out="Leave it out to read all columns.")
     return DatasetSpec(**values)
+
+
+def _validate(given: dict[str, Any], faults: FaultList) -> dict[str, Any]:
+    values = _fields("validate.", given, VALIDATE_FIELDS, faults)
+    if given and given.get("every_n_steps") is None:
+        faults.add(
+            '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.',
+            name="validate.every_n_steps",
+        )
+    return values
 
 
 def _inputs(values: dict[str, Any], faults: FaultList) -> InputsSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .environment import BY_SETTING, parse_setting
 from .faults import FaultList, nearest
-from .spec_rules import NESTED_FIELDS, SPEC_FIELDS, Rule
+from .spec_rules import NESTED_FIELDS, SPEC_FIELDS, VALIDATE_FIELDS, Rule
 
 __all__ = ["COMMAND_LINE_SETTINGS", "Overrides", "apply_overrides", "parse_overrides"]
 
@@ -25,6 +25,9 @@ COMMAND_LINE_SETTINGS = (
     "canceled",
 )
 """Settings that have an environment variable and no key in the job spec; ``--set`` takes them too."""
+
+KNOWN_INNER: Mapping[str, Mapping[str, Rule]] = {**NESTED_FIELDS, "validate": VALIDATE_FIELDS}
+LONGEST_NAME = 60
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def parse_overrides(texts: Sequence[str], faults: FaultList) -> Overrides:
         name, separator, value = text.partition("=")
         path = tuple(part.strip() for part in name.strip().split("."))
         if not separator or not all(path):
-            faults.add("Invalid `--set` argument. Expected key=value or key.sub=value.")
+            # Not what stands behind the sign: it may be a token.
+            shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
+            faults.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         elif name.strip() in COMMAND_LINE_SETTINGS:
             settings[name.strip()] = parse_setting(f"--set {name.strip()}", BY_SETTING[name.strip()], value, faults)
         else:
@@ -87,6 +92,10 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, faults: FaultL
         if path[0] not in SPEC_FIELDS:
             offered = nearest(path[0], [*SPEC_FIELDS, *COMMAND_LINE_SETTINGS])
             faults.add(f"Unknown key `{path[0]}` in `--set`.{offered}")
+            continue
+        inner = KNOWN_INNER.get(path[0])
+        if inner is not None and len(path) > 1 and path[1] not in inner:
+            faults.add(f"Unknown key `{path[0]}.{path[1]}` in `--set`.{nearest(path[1], inner)}")
             continue
         _put(merged, path, value, faults)
     return merged

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from .environment import BY_SETTING, read_environment
 from .faults import FaultList, nearest
-from .job_spec import JobSpec, parse_job_spec, read_job_spec
+from .job_spec import WHOLE_SPEC, JobSpec, parse_job_spec, read_job_spec
 from .lightning_arguments import trainer_arguments
 from .overrides import Overrides, apply_overrides, parse_overrides
 from .spec_rules import NESTED_FIELDS
@@ -92,7 +92,8 @@ def read_settings(
         environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
     )
     secrets = tuple(token for token in tokens if isinstance(token, str) and token)
-    return Settings(spec, environment, set_by_hand, path, raw is not None, frozenset(_names(merged)), secrets)
+    readable = raw is not None and not faults.concern(WHOLE_SPEC)
+    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), secrets)
 
 
 def _names(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -149,7 +150,8 @@ def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
         faults.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
     if spec.mock_batches is not None and (paths or refs):
         faults.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
-    if spec.dataset and not paths and not refs and spec.mock_batches is None:
+    unsound = faults.concern_part("dataset.parquet_paths") or faults.concern_part("inputs")
+    if spec.dataset and not paths and not refs and spec.mock_batches is None and not unsound:
         faults.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
     if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
         faults.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")

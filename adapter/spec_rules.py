@@ -11,7 +11,16 @@ import msgspec
 from ..reporters.urls import url_fault
 from .contract import TRAINER_API_VERSION
 
-__all__ = ["NESTED_FIELDS", "NON_BLANK", "PROMPT_FIELDS", "SPEC_FIELDS", "Rule", "is_storable"]
+__all__ = [
+    "LARGEST",
+    "NESTED_FIELDS",
+    "NON_BLANK",
+    "PROMPT_FIELDS",
+    "SPEC_FIELDS",
+    "VALIDATE_FIELDS",
+    "Rule",
+    "is_storable",
+]
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ PROMPT_FIELDS: Mapping[str, Rule] = {
     "source_image": TEXT,
     "seed": SEED,
 }
+
+VALIDATE_FIELDS: Mapping[str, Rule] = {"every_n_steps": COUNT, "critical": FLAG}
 
 NESTED_FIELDS: Mapping[str, Mapping[str, Rule]] = {
     "dataset": DATASET_FIELDS,

@@ -33,6 +33,8 @@ class Evaluate(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     writes = ("eval_scores",)
+    _not_events = Hook._not_events | {"on_fit_start"}
+    # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
 
     def __init__(self, every_n_steps: int, *, critical: bool = False) -> None:
         if every_n_steps < 0:

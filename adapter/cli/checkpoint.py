@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.layout import name_of, record_path
+from ...callbacks.checkpoint.parts import PART_FILE, parse_part, rank_of
 from ...callbacks.checkpoint.record import CheckpointRecord, read_record
-from ...callbacks.checkpoint.safetensors_format import parse_header
+from ...callbacks.checkpoint.safetensors_format import RAW, TORCH_TYPES, parse_header
 from ...callbacks.checkpoint.selection import Listed, list_checkpoints
-from ...callbacks.checkpoint.verification import find_file, verify_files
+from ...callbacks.checkpoint.verification import find_file, read_proven, verify_files
 from ..exceptions import BrokenCheckpointError, CheckpointError
 
 __all__ = ["add_arguments", "run"]
 
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
+_NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +53,12 @@ def run(args: argparse.Namespace) -> int:
         return _export(args)
     except BrokenCheckpointError as error:
         return _complain(str(error), _BROKEN)
+    except FileNotFoundError as error:
+        path = error.filename or args.path
+        return _complain(f"there is nothing at {path}; name a run's directory or a checkpoint", _USAGE)
     except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None:  # of the output, which the command line looks after
+            raise
         return _complain(str(error), _USAGE)
 
 
@@ -73,7 +80,7 @@ def _one(path: Path) -> CheckpointRecord:
         return read_record(record_path(path))
     sound = [listed.record for listed in list_checkpoints(folder) if listed.record is not None]
     if not sound:
-        raise FileNotFoundError(f"no checkpoint in {folder}")
+        raise CheckpointError(_NOTHING.format(folder))
     return sound[-1]
 
 
@@ -90,6 +97,8 @@ def _listed(path: Path) -> list[Listed]:
 
 def _list(path: Path, *, as_json: bool) -> int:
     rows = [_row(listed) for listed in _listed(path)]
+    if not rows:
+        return _complain(_NOTHING.format(path), _SOUND)
     if as_json:
         _write_lines(json.dumps(row) for row in rows)
         return _SOUND
@@ -129,7 +138,7 @@ def _note(record: CheckpointRecord) -> str:
 def _verify(path: Path, *, as_json: bool) -> int:
     outcomes = [_verdict(listed) for listed in _listed(path)]
     if not outcomes:
-        return _complain(f"no checkpoint in {path}", _USAGE)
+        return _complain(_NOTHING.format(path), _USAGE)
     if as_json:
         _write_lines(json.dumps({"name": name, "problem": problem}) for name, problem, _ in outcomes)
     else:
@@ -185,15 +194,19 @@ _FACTS = (
 
 
 def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
-    """Element type and shape of every tensor, from the headers alone."""
+    """Element type and shape of every tensor, from headers and indices alone; one that was saved in slices is whole."""
     found = {}
     for entry in record.files:
-        if not entry.path.endswith(".safetensors"):
+        name = record.file_name(entry)
+        if rank_of(name) is not None and name.endswith(PART_FILE):
+            for part in parse_part(read_proven(record, entry)):
+                found[f"{part.file}:{part.key}"] = (TORCH_TYPES.get(part.dtype, RAW), list(part.whole))
+        if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         with open(find_file(record, entry), "rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         for key, stored in parse_header(header).items():
-            found[f"{record.file_name(entry)}:{key}"] = (stored.dtype, list(stored.shape))
+            found[f"{name}:{key}"] = (stored.dtype, list(stored.shape))
     return found
 
 

@@ -14,11 +14,16 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from typing import Any
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 
 from ..lightning_import import import_lightning
+from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
+from .parsing import CommandParser
 
 __all__ = ["main"]
+
+INTERRUPTED = 130
+"""128 + SIGINT, as a shell says it."""
 
 COMMANDS = {
     "run": "run a job from its spec, or from the environment",
@@ -63,9 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Arguments after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
+        The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable, 130 on Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    fill_closed_descriptors()
+    for_any_character()
+    trains = words[:1] == ["run"] or (words and words[0] in LIGHTNING_COMMANDS)
+    code = 0
+    with outliving_readers() if trains else until_the_reader_leaves():
+        try:
+            code = _run(words)
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+    return code
+
+
+def _run(words: list[str]) -> int:
     _configure_messages()
     if words and words[0] in LIGHTNING_COMMANDS:
         import_lightning()
@@ -82,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """The parser of all commands.
 
     Args:
@@ -90,22 +108,22 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
             command stands on; for a completion script all do.
     """
     set_parsing_settings(add_print_completion_argument=True)
-    parser = ArgumentParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+    parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
     for name, summary in COMMANDS.items():
         declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
         commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
     for name, summary in LIGHTNING_COMMANDS.items():
-        commands.add_subcommand(name, ArgumentParser(description=summary), help=summary)
+        commands.add_subcommand(name, CommandParser(description=summary), help=summary)
     return parser
 
 
-def _command_parser(name: str, *, declares: bool) -> ArgumentParser:
+def _command_parser(name: str, *, declares: bool) -> CommandParser:
     if not declares:
-        return ArgumentParser()
+        return CommandParser()
     command: Any = import_module(f".{name}", __package__)
-    parser = ArgumentParser(description=command.__doc__)
+    parser = CommandParser(description=command.__doc__)
     command.add_arguments(parser)
     return parser
 

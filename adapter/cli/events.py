@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from ..exceptions import EventLogError
 
 __all__ = ["add_arguments", "run"]
 
-_SOUND, _BROKEN, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+_SOUND, _BROKEN, _USAGE = 0, 1, 2
 _STYLES = {
     "started": "bold cyan",
     "metric": "",
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code.
 
-    0 when all went well, 1 for a log that breaks its rules, 2 for arguments that cannot be used, 130 on Ctrl-C.
+    0 when all went well, 1 for a log that breaks its rules, 2 for arguments that cannot be used.
     """
     path = _log_of(Path(args.file))
     try:
@@ -55,12 +54,6 @@ def run(args: argparse.Namespace) -> int:
         return _check(path, as_json=args.json) if args.check else _show(path, args)
     except EventLogError as error:
         return _complain(str(error), _BROKEN)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of the pipe has seen enough; without this the interpreter complains once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _SOUND
 
 
 def _log_of(path: Path) -> Path:
@@ -90,7 +83,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
     events = follow(path) if args.follow else read_events(path)
     if args.json:
         for event in events:
-            sys.stdout.write(json.dumps(event, sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(event, sort_keys=True, separators=(",", ":")) + "\n")
             sys.stdout.flush()
         return _SOUND
     console = _Console(highlight=False, soft_wrap=True)
@@ -102,7 +95,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `run`, where rich would end the process."""
+        """Leave it to the command line, where rich would end the process."""
         raise BrokenPipeError
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -18,11 +20,17 @@ from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
-from ..failures import describe_failure
+from ..failures import EXIT_STARTUP, describe_failure
+from ..parser_errors import root_cause
+from .parsing import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
+
+
+class _Parser(CommandParser, LightningArgumentParser):
+    """LightningCLI's parser, with our errors."""
 
 
 class GenlightCLI(LightningCLI):
@@ -46,6 +54,7 @@ class GenlightCLI(LightningCLI):
                 "callbacks": [StopRequests()],
             },
             seed_everything_default=False,
+            parser_class=_Parser,
             # LightningCLI warns of arguments beside those of the process, even where they are the same.
             args=None if list(arguments) == sys.argv[1:] else list(arguments),
         )
@@ -99,4 +108,19 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
     except GenlightError as error:
         log.error("%s", error)  # noqa: TRY400 - its message says all
         return describe_failure(error, has_checkpoint=False).exit_code
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        mistake = _users_mistake(error)
+        if mistake is None:
+            raise
+        log.error("%s", mistake)  # noqa: TRY400 - its message says all
+        return EXIT_STARTUP
     return 0
+
+
+def _users_mistake(error: Exception) -> Exception | None:
+    """What a configuration asks for and cannot have; None for an error of the classes that it names."""
+    error = root_cause(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    told = isinstance(error, (GenlightError, MisconfigurationException)) or raised_in.startswith("genlight.")
+    return error if told else None

@@ -6,8 +6,8 @@ Exit codes: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from ..run import RunOptions, run_job
 
     options = RunOptions(
-        spec_path=None if args.job is None else Path(args.job),
+        spec_path=args.job,
         overrides=args.set,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)
 
 
-def _print_config(spec_path: Path | None, overrides: list[str]) -> int:
+def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]) -> int:
     import yaml
 
     from ..assembly import lightning_config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig, token_origins_in
-from ...reporters.uploads.journal import Entry, read_description, read_journal
+from ...reporters.uploads.journal import DESCRIPTION, JOURNAL, Entry, read_description, read_journal
 from ...reporters.uploads.parcel import Parcel, unpack
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.wire import encode, metrics_payload
@@ -45,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     cannot be used.
     """
     spool = _spool_of(Path(args.run_dir))
+    if not spool.is_dir():
+        return _complain(f"there is no directory {spool}", _USAGE)
+    if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
+        return _complain(f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
     try:
         about, entries = read_description(spool), read_journal(spool)
     except UploadError as error:

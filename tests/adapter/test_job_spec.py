@@ -49,7 +49,7 @@ WRONG = [
     ("max_steps", -1, "an integer >= 1, but received -1"),
     ("max_steps", 1.5, "an integer >= 1, but received 1.5"),
     ("max_steps", True, "an integer >= 1, but received true"),
-    ("max_steps", 10**30, "an integer >= 1"),
+    ("max_steps", 10**30, "an integer >= 1 and below 2**63, but received 1000000000000000000000000000000"),
     ("metric_every", -3, "an integer >= 0, but received -3"),
     ("checkpoint_every", "10", 'an integer >= 0, but received "10"'),
     ("sample_every", {}, "an integer >= 0, but received {}"),
@@ -184,7 +184,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b"3", "holds a number"),
         (b'{"a": "\xff"}', "is not utf-8"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON: a number has 5000 digits."),
     ],
 )
 def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, reason):
@@ -209,3 +209,15 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = tmp_path / "job.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
     assert read_job_spec(path, FaultList()) == {"run_id": "r"}
+
+
+def test_a_validate_block_names_its_cadence():
+    _, faults, warnings = parse(validate={"every_n_step": 10})
+    assert faults == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
+    assert warnings == ["Unknown key `validate.every_n_step` is ignored. Did you mean `every_n_steps`?"]
+    spec, faults, _ = parse(validate={"every_n_steps": 10, "critical": True})
+    assert (spec.validate, faults) == ({"every_n_steps": 10, "critical": True}, [])
+    assert parse(validate={})[1] == []
+    assert parse(validate={"every_n_steps": "x"})[1] == [
+        'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
+    ]

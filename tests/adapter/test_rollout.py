@@ -155,12 +155,13 @@ def test_a_checkpoint_may_be_kept_by_an_evaluation_score(tmp_path: Path) -> None
     assert checkpoint.best_model_path.endswith("step-00000006.json")
 
 
-def test_evaluation_of_a_trainer_without_one_is_refused(tmp_path: Path) -> None:
-    """At the start, and named."""
+@pytest.mark.parametrize("critical", [True, False])
+def test_evaluation_of_a_trainer_without_one_is_refused(tmp_path: Path, critical: bool) -> None:
+    """At the start, and named; also where an evaluation that fails would be forgiven."""
     agent = Agent()
     agent.evaluate = None  # type: ignore[assignment,method-assign]
     with pytest.raises(ContractError, match="Agent has no evaluate"):
-        fit(tmp_path, agent, Evaluate(2, critical=True))
+        fit(tmp_path, agent, Evaluate(2, critical=critical))
 
 
 def test_a_job_needs_no_dataset_where_the_trainer_has_a_rollout(tmp_path: Path) -> None:

@@ -78,6 +78,12 @@ class BreaksInConstructor:
 '''
 
 
+STOPS_EARLY = {
+    "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+    "init_args": {"monitor": "train/loss", "mode": "y"},
+}
+
+
 @pytest.fixture
 def write_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes a job and its trainer; the run's artifacts go to ``out`` beside it."""
@@ -208,6 +214,10 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"max_steps": 0}, "startup", "max_steps", 2),
         ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
+        ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
+        ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
+        ({"validate": {"every_n_steps": 1}}, "model-load", "Summing has no evaluate(state, ctx)", 1),
         ({"dataset": ...}, "startup", "names no data", 2),
     ],
 )

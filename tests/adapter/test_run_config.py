@@ -418,3 +418,39 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(StartupContractError):
         resolve_run_config(spec_path=path, environ={})
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("dataset.batchsize=3", "Unknown key `dataset.batchsize` in `--set`. Did you mean `batch_size`?"),
+        ("validate.every_n_step=3", "Unknown key `validate.every_n_step` in `--set`. Did you mean `every_n_steps`?"),
+        ("max_steps", "Invalid `--set max_steps`. Expected key=value or key.sub=value."),
+        ("=hush", "Invalid `--set =…`. Expected key=value or key.sub=value."),
+        ("a..b=hush", "Invalid `--set a..b=…`. Expected key=value or key.sub=value."),
+    ],
+)
+def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_value(job, override, fault):
+    error = refused(job(), override)
+    assert error.message == fault
+
+
+@pytest.mark.parametrize(
+    ("fields", "faults"),
+    [
+        ({"dataset": {"parquet_paths": "a.parquet"}}, 1),
+        ({"dataset": {"parquet_paths": [7]}}, 1),
+        ({"dataset": {"parquet_paths": ["a"], "columns": [7]}}, 1),
+        ({"dataset": {}, "inputs": {"dataset_parquet_refs": "a.parquet"}}, 1),
+        ({"dataset": {}}, 1),
+    ],
+)
+def test_one_mistake_is_one_fault(job, fields, faults):
+    assert len(refused(job(**fields)).message.splitlines()) == faults
+
+
+def test_a_spec_that_is_nested_too_deeply_has_no_missing_fields(job):
+    nested: object = 1
+    for _ in range(200):
+        nested = [nested]
+    assert "missing" not in refused(job(hyperparams={"a": nested})).message

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser
+from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser, main
 
 
 @pytest.fixture
@@ -20,10 +20,11 @@ def genlight(tmp_path):
     """Run ``genlight`` in an empty folder, without variables that name a job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
 
-    def run(*arguments, **more):
+    def run(*arguments, stdout=subprocess.PIPE, **more):
         return subprocess.run(
             [sys.executable, "-c", "import sys; from genlight.adapter.cli import main; sys.exit(main())", *arguments],
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
             env={**environ, **more},
@@ -158,3 +159,74 @@ def test_a_completion_script_knows_commands_and_their_options(genlight):
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
     assert "--allow-changed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "invalid choice: 'rnu' (choose from 'run', "),
+        (["rnu"], ". Did you mean `run`?"),
+        (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),
+        (["checkpoint", "lst", "x"], "Did you mean `ls`?"),
+        (["events"], "are required: FILE\n"),
+        (["checkpoint", "ls"], "are required: PATH\n"),
+        (["uploads"], "usage: genlight [options] uploads "),
+    ],
+)
+def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_was_meant(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):
+    done = genlight("run", "", TRAINER_JOB_SPEC_PATH="other.json")
+
+    assert done.returncode == 2
+    assert "startup.missing_job_spec_path: No job spec was given." in done.stderr
+
+
+@pytest.fixture
+def directory_of_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.json").write_text('{"step": 1, "state": {"note": "\u2026"}}')
+    return tmp_path
+
+
+def test_a_listing_shows_what_the_terminal_lacks_in_another_way(genlight, directory_of_checkpoints):
+    ascii_terminal = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    done = genlight("checkpoint", "show", str(directory_of_checkpoints), **ascii_terminal)
+
+    assert done.returncode == 0, done.stderr
+    assert "note: \\u2026" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("checkpoint", "ls", "{}"), ("checkpoint", "show", "{}"), ("--help",)])
+def test_a_listing_ends_quietly_when_its_reader_has_gone(genlight, directory_of_checkpoints, arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = genlight(*(word.format(directory_of_checkpoints) for word in arguments), stdout=writer)
+
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_listing_that_cannot_be_written_fails_and_says_why(genlight, directory_of_checkpoints):
+    with open("/dev/full", "wb") as full:
+        done = genlight("checkpoint", "ls", str(directory_of_checkpoints), stdout=full)
+
+    assert done.returncode == 1
+    assert done.stderr == "genlight: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", [("checkpoint", "ls"), ("checkpoint", "show"), ("uploads",), ("events",)])
+def test_a_directory_that_is_not_there_is_named(genlight, command):
+    done = genlight(*command, "nowhere")
+
+    assert done.returncode == 2
+    assert re.fullmatch(r"genlight \w+: .*nowhere.*\n", done.stderr)
+    assert "Errno" not in done.stderr

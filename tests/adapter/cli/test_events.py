@@ -14,11 +14,9 @@ from genlight.adapter.cli import events as command
 from genlight.reporters.event_log import EventLog
 
 PROGRAM = """
-import argparse, sys
-from genlight.adapter.cli import events
-parser = argparse.ArgumentParser()
-events.add_arguments(parser)
-code = events.run(parser.parse_args())
+import sys
+from genlight.adapter.cli import main
+code = main(["events", *sys.argv[1:]])
 assert not {"torch", "lightning"} & set(sys.modules), "imported too much"
 sys.exit(code)
 """

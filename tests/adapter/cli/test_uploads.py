@@ -184,10 +184,11 @@ def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, 
     assert chaos.messages("/terminal") == []
 
 
-def test_a_folder_without_a_spool_is_a_usage_error(tmp_path, genlight_uploads):
-    code, _, err = genlight_uploads(tmp_path)
-    assert code == 2
-    assert "no upload spool" in err
+@pytest.mark.parametrize("action", ["list", "retry", "export"])
+def test_of_a_run_that_had_nothing_to_upload_nothing_is_waiting(tmp_path, genlight_uploads, action):
+    code, out, err = genlight_uploads(tmp_path, action)
+    assert (code, out) == (0, "")
+    assert f"nothing is waiting: {tmp_path} has no upload spool" in err
 
 
 def test_a_run_whose_folder_was_moved_still_delivers(left_over, chaos, environment, tmp_path, genlight_uploads):

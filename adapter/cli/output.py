@@ -1,0 +1,101 @@
+"""Standard output and error of the command line: any character, and no reader that has to stay.
+
+A run must not end because its log is no longer read (a closed pipe, a full disk), and a listing must end quietly when
+its reader has seen enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from typing_extensions import Buffer, override
+
+__all__ = ["fill_closed_descriptors", "for_any_character", "outliving_readers", "until_the_reader_leaves"]
+
+
+class _NeverFails(io.FileIO):
+    """A file whose writes succeed; what cannot be written is lost."""
+
+    @override
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def fill_closed_descriptors() -> None:
+    """Open the null device for each standard stream that is closed; the next file opened would stand in its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+
+
+def for_any_character() -> None:
+    """Write what the terminal's encoding lacks as its number, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Standard output and error lose what nobody reads, instead of raising `BrokenPipeError`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
+    try:
+        yield
+    finally:
+        for lossy, stream in zip((sys.stdout, sys.stderr), before, strict=True):
+            if lossy is not stream:
+                lossy.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lossy(stream: TextIO, descriptor: int) -> TextIO:
+    """`stream` without failures, where it is the process's own."""
+    if not isinstance(stream, io.TextIOWrapper) or getattr(stream, "name", "") not in ("<stdout>", "<stderr>"):
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_NeverFails(descriptor, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+    )
+
+
+@contextlib.contextmanager
+def until_the_reader_leaves() -> Iterator[None]:
+    """End quietly when whoever reads the output has gone, as after ``| head``.
+
+    Raises:
+        SystemExit: With 1: the output cannot be written for another reason.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_output()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _give_up_output()
+        sys.stderr.write(f"genlight: the output cannot be written: {error.strerror}\n")
+        raise SystemExit(1) from None
+
+
+def _give_up_output() -> None:
+    """Else the interpreter would try to write what is left once more at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

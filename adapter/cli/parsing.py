@@ -1,0 +1,75 @@
+"""An argument parser whose errors say what was probably meant, in the words of the command's own usage."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser
+from typing_extensions import override
+
+from ..faults import nearest
+from ..parser_errors import shortened
+
+__all__ = ["CommandParser"]
+
+LONGEST_USAGE = 10
+"""Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
+
+_UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
+_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
+_MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
+
+
+class CommandParser(ArgumentParser):
+    """Offers the nearest name for a misspelled one, and tells missing arguments by their names in the usage."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and end the process with 2, as argparse does."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        message = shortened(message)
+        missing = _MISSING.search(message)
+        if missing is not None:
+            # jsonargparse tells them by its own keys, `events.file`, and shows the usage of the whole program.
+            parser, names = _lacking(self, missing["names"].split(", "))
+            message = f"the following arguments are required: {', '.join(names)}"
+        usage = parser.format_usage()
+        program = parser.prog.replace(" [options]", "")
+        sys.stderr.write(usage if usage.count("\n") <= LONGEST_USAGE else "")
+        sys.stderr.write(f"tip: For details of accepted options run: {program} --help\n")
+        sys.stderr.write(f"error: {message}{_offer(parser, message)}\n")
+        sys.exit(2)
+
+
+def _offer(parser: ArgumentParser, message: str) -> str:
+    """A sentence that offers the known name nearest to a misspelled one."""
+    choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
+    if choice is not None:
+        offered = nearest(choice["given"], re.findall(r"'([^']+)'", choice["choices"]), alike=0.6)
+    elif unknown is not None:
+        offered = nearest(unknown["given"], [option for action in parser._actions for option in action.option_strings])
+    else:
+        return ""
+    return f".{offered}" if offered else ""
+
+
+def _lacking(parser: ArgumentParser, keys: list[str]) -> tuple[ArgumentParser, list[str]]:
+    """The parser of the subcommand that lacks arguments, and what its usage calls them."""
+    command, _, _ = keys[0].partition(".")
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+            subparser: ArgumentParser = action.choices[command]
+            return subparser, [_usage_name(subparser, key.removeprefix(f"{command}.")) for key in keys]
+    return parser, keys
+
+
+def _usage_name(parser: ArgumentParser, key: str) -> str:
+    action = next((action for action in parser._actions if action.dest == key), None)
+    if action is None or action.option_strings:
+        return action.option_strings[0] if action else key
+    return str(action.metavar or f"{{{','.join(map(str, action.choices or (key,)))}}}")

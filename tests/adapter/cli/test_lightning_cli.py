@@ -1,0 +1,85 @@
+"""``genlight fit``: what it refuses, and how."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from genlight.adapter.cli import main
+
+TRAINER = """
+class Trainer:
+    def setup(self, ctx): pass
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw_batch, state, ctx): return raw_batch
+    def train_step(self, batch, state, ctx): return {}
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): pass
+"""
+
+
+@pytest.fixture
+def genlight(tmp_path, monkeypatch, capsys, caplog):
+    """Run ``genlight`` in a folder with a configuration; returns its exit code and what it said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # about Lightning's own use of it
+    (tmp_path / "refused_trainer.py").write_text(TRAINER)
+
+    def run(command="fit", *arguments, plugin="refused_trainer:Trainer", callback=None, **trainer):
+        arguments = [command, "--config", "fit.yaml", *arguments]
+        checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "c", **(callback or {})}}
+        config = {
+            "trainer": {"max_steps": 1, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint], **trainer},
+            "model": {"class_path": "genlight.adapter.ContractModule", "init_args": {"plugin": plugin}},
+            "data": {"class_path": "genlight.adapter.MockDataModule", "init_args": {"batches": [1]}},
+        }
+        (tmp_path / "fit.yaml").write_text(yaml.safe_dump(config))
+        monkeypatch.setattr(sys, "argv", ["genlight", *arguments])
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr().err + "".join(f"{record.getMessage()}\n" for record in caplog.records)
+        return code, said
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Trainer"),
+        ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
+        ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
+        ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
+        ({"precision": "bf17"}, "`trainer.precision`: Expected int or "),
+        ({"logger": "no.Such"}, "`trainer.logger`: Problem with given class_path 'no.Such': No module named 'no'"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
+        ({"command": "validate"}, "No `validation_step()` method defined"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, given, said):
+    code, words = genlight(given.pop("command", "fit"), **given)
+
+    assert code == 2
+    assert said in words
+    assert "Traceback" not in words
+    assert len(words.splitlines()) < 6, words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--confg", "x"], "unrecognized arguments: --confg x. Did you mean `--config`?"),
+        (["--resume", "aut"], "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
+    ],
+)
+def test_a_misspelled_option_of_fit_is_told_without_forty_lines_of_usage(genlight, arguments, said):
+    code, words = genlight("fit", *arguments)
+
+    assert code == 2
+    assert said in words
+    assert len(words.splitlines()) < 4

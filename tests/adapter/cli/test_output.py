@@ -1,0 +1,61 @@
+"""Standard output and error of the command line, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LOOKS = """
+import os, sys
+from genlight.adapter.cli.output import fill_closed_descriptors, outliving_readers
+fill_closed_descriptors()
+with outliving_readers():
+    for number in range(1000):
+        print("to output", number)
+        print("to error", number, file=sys.stderr)
+    sys.stdout.buffer.write(b"bytes")
+    with open(sys.argv[1], "w") as file:
+        file.write("not a standard stream" if file.fileno() > 2 else "in place of one")
+"""
+
+
+def ended(tmp_path, **streams):
+    """Exit code of a process that writes a thousand lines to both of its streams, and what it wrote to a file."""
+    file = tmp_path / "file"
+    done = subprocess.run([sys.executable, "-c", LOOKS, file], **streams, timeout=120, check=False)
+    return done.returncode, file.read_text()
+
+
+@pytest.mark.parametrize("gone", [("stdout",), ("stderr",), ("stdout", "stderr")])
+def test_what_trains_goes_on_when_nobody_reads_its_output(tmp_path, gone):
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL) | dict.fromkeys(gone, writer)
+    assert ended(tmp_path, **streams) == (0, "not a standard stream")
+    os.close(writer)
+
+
+def test_what_trains_goes_on_when_its_log_is_on_a_full_disk(tmp_path):
+    with open("/dev/full", "wb") as full:
+        assert ended(tmp_path, stdout=full, stderr=full) == (0, "not a standard stream")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_no_file_of_a_run_takes_the_place_of_a_closed_stream(tmp_path, closed):
+    def close():
+        for descriptor in closed:
+            os.close(descriptor)
+
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    assert ended(tmp_path, preexec_fn=close, **streams) == (0, "not a standard stream")
+
+
+def test_what_is_read_arrives_whole_and_in_order(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS, tmp_path / "file"], capture_output=True, timeout=120, check=True
+    )
+    assert done.stdout.decode() == "".join(f"to output {number}\n" for number in range(1000)) + "bytes"
+    assert done.stderr.decode() == "".join(f"to error {number}\n" for number in range(1000))
