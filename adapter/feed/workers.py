@@ -24,6 +24,7 @@ from .plan import Share
 from .position import Position
 from .sources import Part
 from .supply import CLOSED, Block, Spec, batches_of, blocks
+from .worker_signals import heed_parent_alone, starting_workers
 
 __all__ = ["WorkerSupply"]
 
@@ -112,10 +113,12 @@ class WorkerSupply:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=max(spec.readahead, 1),
+            worker_init_fn=heed_parent_alone,
             # A generator of its own: the default would draw from the training process's random numbers.
             generator=torch.Generator().manual_seed(spec.layout.order.seed),
         )
-        self._made: Iterator[_Made] = iter(loader)
+        with starting_workers():
+            self._made: Iterator[_Made] = iter(loader)
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import subprocess
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from genlight.adapter.feed import ArrowFeed, trained_rows
+from genlight.adapter.feed.worker_signals import heed_parent_alone
 
 
 def with_noise(batch):
@@ -98,3 +102,30 @@ def test_a_feed_inside_a_foreign_worker_is_refused_instead_of_repeating_every_ro
     loader = torch.utils.data.DataLoader(InWorker(ArrowFeed(rows_file(9))), batch_size=None, num_workers=1)
     with pytest.raises(RuntimeError, match="Give the feed `workers` instead"):
         next(iter(loader))
+
+
+def test_workers_outlive_a_sigterm_that_their_parent_did_not_send(rows_file, ids):
+    feed = ArrowFeed(rows_file(*[10] * 12), batch_size=5, epochs=1, workers=2, readahead=1)
+    batches = iter(feed)
+    first = ids(batches, 1)
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert first + ids(batches) == [list(range(n, n + 5)) for n in range(0, 120, 5)]
+    assert len(workers) == 2
+
+
+def test_a_worker_ends_when_its_parent_terminates_it():
+    started = multiprocessing.Barrier(2)
+    worker = multiprocessing.Process(target=_heeds_parent_alone, args=(started,))
+    worker.start()
+    started.wait(60)
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+def _heeds_parent_alone(started):
+    heed_parent_alone()
+    started.wait(60)
+    time.sleep(600)

@@ -120,6 +120,13 @@ class Faulty:
         return ["a", "list"] if self.plan.get("samples") == "list" else {"step": step}
 
 
+class LoadsInWorkers(Faulty):
+    def rollout(self, state, ctx):
+        from torch.utils.data import DataLoader
+
+        return DataLoader(range(100), batch_size=None, num_workers=2)
+
+
 class BreaksInConstructor(Faulty):
     def __init__(self):
         raise TypeError("missing 1 required positional argument: 'path'")
