@@ -400,7 +400,18 @@ def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[.
     assert names(job).count("failed") == 1
 
 
-def start(job: Path) -> subprocess.Popen[bytes]:
+def test_a_run_completes_once_though_nobody_reads_its_progress(write_job: Callable[..., Path]) -> None:
+    """As under ``| head``, or when whatever collects the logs of a container has died."""
+    job = write_job(max_steps=20)
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(job, stderr=writer)
+    os.close(writer)
+    assert process.wait(120) == 0
+    assert [name for name in names(job) if name in ("started", "completed", "failed")] == ["started", "completed"]
+
+
+def start(job: Path, *, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     """The job in a process of its own, through the command line."""
     command = [
         sys.executable,
@@ -411,7 +422,7 @@ def start(job: Path) -> subprocess.Popen[bytes]:
         "--set",
         f"artifacts_dir={job.parent}/out",
     ]
-    return subprocess.Popen(command, cwd=job.parent, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=job.parent, stderr=stderr)
 
 
 def wait_for_event(job: Path, name: str) -> None:
