@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import LBFGS, Optimizer
 
 from ..callbacks.checkpoint.sharded_strategy import save_through_plugin
-from ..callbacks.checkpoint.whole_tensor import WholeTensor, sharded_like, whole
+from ..callbacks.checkpoint.slicing import sharded_like
+from ..callbacks.checkpoint.whole_tensor import WholeTensor, whole
 from .discovery import Discovered, Found
 from .exceptions import ContractError
 from .replication import broadcast_from_zero

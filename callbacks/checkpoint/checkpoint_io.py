@@ -120,7 +120,8 @@ class DurableCheckpointIO(CheckpointIO):
         request = self._requests.pop(record, None) or SaveRequest()
         try:
             self.wait()
-            share = _try_to_prepare(checkpoint, request.meta)
+            meta = replace(request.meta, world_size=groups.training.size)
+            share = _try_to_prepare(checkpoint, meta)
             asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
             plan = plan_save(groups.training, record, share, request.staging, asynchronous=asynchronous)
         except BaseException:

@@ -24,12 +24,16 @@ LONGEST_WAIT = dt.timedelta(hours=1)
 
 
 class Channel:
-    """What ranks tell each other, each time all of them in the same order."""
+    """What ranks tell each other, each time all of them in the same order.
 
-    def __init__(self) -> None:
+    Args:
+        longest_wait: For a rank that does not answer; None takes torch's default.
+    """
+
+    def __init__(self, longest_wait: dt.timedelta | None = None) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=longest_wait)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in order, on rank zero; an empty list elsewhere."""
@@ -79,7 +83,7 @@ class RankGroups:
     @functools.cached_property
     def writing(self) -> Channel:
         """For the threads that write, or for the training threads while none does."""
-        return Channel()
+        return Channel(LONGEST_WAIT)
 
 
 class EndOfSave:

@@ -9,10 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from .rng import capture_rng, restore_rng
-from .whole_tensor import WholeTensor, sharded_like, unsharded
+from .slicing import sharded_like
+from .whole_tensor import unsharded
 
 __all__ = [
     "SHARDED_GRADIENTS",
@@ -96,8 +97,4 @@ def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Ten
             log.warning("The checkpoint holds a gradient of %s, which this model does not have", name)
             continue
         gradient = gradient.to(parameter.device, parameter.dtype)
-        if isinstance(gradient, WholeTensor) and isinstance(parameter, DTensor):
-            gradient = sharded_like(gradient, parameter)
-        elif isinstance(parameter, DTensor):
-            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-        parameter.grad = unsharded(gradient) if isinstance(gradient, WholeTensor) else gradient
+        parameter.grad = sharded_like(gradient, parameter) if isinstance(parameter, DTensor) else unsharded(gradient)

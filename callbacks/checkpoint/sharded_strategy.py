@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from .checkpoint_io import DurableCheckpointIO
 from .rank_groups import RankGroups
-from .whole_tensor import WholeTensor, keep_sharded, sharded_like
+from .slicing import sharded_like
+from .whole_tensor import keep_sharded
 
 __all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin"]
 
@@ -101,8 +102,9 @@ class _SavesThroughPlugin(ModelParallelStrategy):
 
 
 def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
-    """A stored tensor as slices of its parameter, where that is sharded and has its shape."""
-    if isinstance(value, WholeTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+    """A loaded tensor sharded as its parameter is, where it has its shape."""
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return sharded_like(value, parameter)
     return value
 

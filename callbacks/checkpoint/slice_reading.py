@@ -16,7 +16,7 @@ from ...adapter.exceptions import BrokenCheckpointError
 from .buffers import element_type
 from .parts import BLOCK, PART_FILE, SliceEntry, parse_part, rank_of
 from .record import CheckpointRecord
-from .slicing import Box, is_sharded, make_whole, slice_of
+from .slicing import Box, from_slice, is_sharded, make_whole, slice_of
 from .verification import read_proven
 from .whole_tensor import Change
 
@@ -124,19 +124,11 @@ class StoredSlices:
         """All of it, put together from all slices."""
         return self.change(self.read(Box((0,) * len(self.shape), self.shape)))
 
-    def like(self, parameter: DTensor) -> torch.Tensor:
+    def like(self, parameter: DTensor) -> DTensor:
         """Only this rank's slice, where `parameter` has it."""
         if not is_sharded(parameter):
             return distribute_tensor(self.whole().to(parameter.device), parameter.device_mesh, parameter.placements)
-        local = self.change(self.read(slice_of(parameter)))
-        return DTensor.from_local(
-            local.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return from_slice(self.change(self.read(slice_of(parameter))), parameter)
 
     def changed(self, change: Change) -> StoredSlices:
         """The same slices, each of which goes through `change` when it is read."""

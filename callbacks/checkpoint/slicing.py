@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .whole_tensor import HeldSlices, WholeTensor
+from .whole_tensor import HeldSlices, WholeTensor, unsharded
 
-__all__ = ["Box", "Held", "held_by_this_rank", "is_sharded", "make_whole", "slice_of"]
+__all__ = [
+    "Box",
+    "Held",
+    "from_slice",
+    "held_by_this_rank",
+    "is_sharded",
+    "make_whole",
+    "sharded_like",
+    "slice_of",
+]
 
 
 @dataclass(frozen=True, order=True)
@@ -101,6 +110,29 @@ def slice_of(sharded: DTensor) -> Box:
     """Where this rank's part of `sharded` lies."""
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     return Box(tuple(offset), tuple(shape))
+
+
+def sharded_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
+    """The values of `value`, which has the shape of `parameter`, sharded as that is; each rank takes its own slice."""
+    if isinstance(value, WholeTensor) and value.is_as_saved:
+        return value.slices.like(parameter)
+    value = unsharded(value)
+    if not is_sharded(parameter):
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    part = slice_of(parameter)
+    return from_slice(part.within(value, of=Box((0,) * value.dim(), tuple(value.shape))).clone(), parameter)
+
+
+def from_slice(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    """A sharded tensor like `parameter`, of which this rank has the part `local`."""
+    return DTensor.from_local(
+        local.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _placements(tensor: torch.Tensor) -> Sequence[object]:

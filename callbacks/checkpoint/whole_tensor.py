@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["HeldSlices", "Slices", "WholeTensor", "keep_sharded", "sharded_like", "unsharded", "whole"]
+__all__ = ["HeldSlices", "Slices", "WholeTensor", "keep_sharded", "unsharded", "whole"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is done to each element alone, so that it can be done to a slice: a copy, another device or type."""
@@ -45,7 +45,7 @@ class Slices(Protocol):
         """The whole tensor, as a plain one."""
         ...
 
-    def like(self, parameter: DTensor) -> torch.Tensor:
+    def like(self, parameter: DTensor) -> DTensor:
         """The same values sharded as `parameter` is, which has the same shape."""
         ...
 
@@ -59,6 +59,7 @@ class WholeTensor(torch.Tensor):
 
     slices: Slices
     _plain: torch.Tensor | None
+    _plain_version: int
 
     @staticmethod
     def __new__(cls: type[WholeTensor], slices: Slices) -> WholeTensor:
@@ -71,16 +72,18 @@ class WholeTensor(torch.Tensor):
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
         self._plain = None
+        self._plain_version = 0
 
     @property
     def is_as_saved(self) -> bool:
         """Whether the slices still have the values: nobody changed them after they were put together."""
-        return self._plain is None or self._plain._version == 0
+        return self._plain is None or self._plain._version == self._plain_version
 
     def put_together(self) -> torch.Tensor:
         """The values as a plain tensor; the same one each time, so that a change in place is not lost."""
         if self._plain is None:
             self._plain = self.slices.whole().detach()
+            self._plain_version = self._plain._version
         return self._plain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -164,11 +167,6 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(value: WholeTensor, parameter: DTensor) -> torch.Tensor:
-    """The values of `value`, sharded as `parameter` is."""
-    return value.slices.like(parameter) if value.is_as_saved else _distributed(value.put_together(), parameter)
-
-
 class HeldSlices:
     """Slices that the ranks of this run hold in memory."""
 
@@ -197,7 +195,7 @@ class HeldSlices:
         """Gathered from all ranks, which all must ask."""
         return self._as_sharded().full_tensor().to(self.local.device)
 
-    def like(self, parameter: DTensor) -> torch.Tensor:
+    def like(self, parameter: DTensor) -> DTensor:
         """The same values, sharded as `parameter` is."""
         return self._as_sharded().redistribute(parameter.device_mesh, parameter.placements)
 
@@ -215,7 +213,3 @@ class HeldSlices:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-
-
-def _distributed(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
