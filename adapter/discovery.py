@@ -7,6 +7,7 @@ the same order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -36,6 +37,8 @@ SEARCHED_ITEMS = 10_000
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
+_TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
+_KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 
 
@@ -79,6 +82,14 @@ class Discovered:
         trained = {m.name for m in self.trained}
         return tuple(m for m in self.modules if m.name not in trained)
 
+    def updated(self) -> Iterator[Tensor]:
+        """What training changes: the optimizers' tensors, or, of a trainer without any, all that wants a gradient."""
+        if self.optimizers:
+            return self.optimized()
+        parameters = (p for found in self.modules for p in found.value.parameters())
+        tensors = (found.value for found in self.tensors if found.value.is_leaf)
+        return (tensor for tensor in (*parameters, *tensors) if tensor.requires_grad)
+
     def optimized(self) -> Iterator[Tensor]:
         """Every tensor that an optimizer holds at this moment, each once, in the optimizers' order."""
         seen: set[int] = set()
@@ -93,8 +104,9 @@ class Discovered:
 def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()) -> Discovered:
     """Find the modules, optimizers, schedulers and scalers in `state` and on `trainer`.
 
-    Dicts, lists, tuples, sets, dataclasses, attrs classes and plain objects are searched, cycles and all; classes of
-    the standard library, and containers of more than `SEARCHED_ITEMS` items, are not.
+    Dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that functions close over
+    are searched, cycles and all; classes of the standard library, and containers of more than `SEARCHED_ITEMS` items,
+    are not.
 
     Args:
         state: What ``configure`` returned.
@@ -186,7 +198,7 @@ def walk(
     stack = [(path, root)]
     while stack:
         path, value = stack.pop()
-        if isinstance(value, _ATOMS):
+        if isinstance(value, _ATOMS) and getattr(value, "__closure__", None) is None:
             yield path, value
         elif id(value) not in seen and value is not without:
             seen[id(value)] = value
@@ -218,6 +230,8 @@ def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
         return ((f"{path}[{i}]", item) for i, item in enumerate(items))
     if isinstance(value, functools.partial):
         return ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
+    if isinstance(value, types.FunctionType):
+        return _closed_over(path, value)
     if isinstance(value, types.MethodType):
         return ((f"{path}.__self__", value.__self__),)
     if _is_opaque(type(value)):
@@ -233,15 +247,21 @@ def _is_opaque(cls: type) -> bool:
     top = module.partition(".")[0]
     if top == "__main__":
         return False
-    return (
-        top in sys.stdlib_module_names or top in {"numpy", "pyarrow", "pandas"} or module.startswith("torch.utils.data")
-    )
+    return top in sys.stdlib_module_names | _DATA_LIBRARIES or module.startswith(_TORCH_WITHOUT_USERS_OBJECTS)
+
+
+def _closed_over(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield f"{path}.<closure>.{name}", cell.cell_contents
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     # No property is called: it may compute, print or fail.
-    yield from list(getattr(value, "__dict__", {}).items())
+    own = dict(getattr(value, "__dict__", {}))
+    yield from own.items()
     for cls in type(value).__mro__:
+        yield from ((n, v) for n, v in vars(cls).items() if isinstance(v, _KEPT_ON_CLASSES) and n not in own)
         slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..callbacks.checkpoint.record import read_record
@@ -84,6 +85,7 @@ class ContractModule(pl.LightningModule):
         """What was last sent to loggers, by name."""
         self.configured = False
         self.ended = False
+        self._found_optimizers: list[Optimizer] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = 0
@@ -163,8 +165,7 @@ class ContractModule(pl.LightningModule):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
-        optimizers = [found.value for found in self.discovered.optimizers] if self.discovered is not None else []
-        metrics = named_metrics(self.step_result, self.contract_state, self.ctx, optimizers)
+        metrics = named_metrics(self.step_result, self.contract_state, self.ctx, self._found_optimizers)
         if self._router is not None and self._router.scales:
             metrics["trainer/overflow_steps"] = self._router.overflow_steps
         return read_scalars(metrics)
@@ -268,6 +269,11 @@ class ContractModule(pl.LightningModule):
         assert self.discovered is not None
         self._router = step_router(self.trainer, self, self.discovered)
 
+    @override
+    def on_fit_end(self) -> None:
+        if self._router is not None:
+            self._router.close()
+
     def _context(self) -> StepContext:
         trainer = self.trainer
         job = self.job or dataclasses.replace(self.ctx.job, max_steps=0)
@@ -287,6 +293,7 @@ class ContractModule(pl.LightningModule):
     def _register(self, discovered: Discovered) -> None:
         check_devices(discovered, self.trainer.strategy.root_device, world_size=self.trainer.world_size)
         self.discovered = discovered
+        self._found_optimizers = [found.value for found in discovered.optimizers]
         for module in discovered.modules:
             self.add_module(module.name, module.value)
         if discovered.parameters:

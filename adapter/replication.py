@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .discovery import Discovered
 from .exceptions import ContractError
 
-__all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
+__all__ = ["BufferSync", "GradientSync", "average", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
@@ -31,6 +31,8 @@ BUCKET_BYTES = 25 * 2**20
 
 class GradientSync:
     """Averages the gradients of all managed optimizers over the ranks; called by all ranks after each backward.
+
+    A trainer without optimizers updates by hand: then it is the gradients of all that wants one.
 
     Args:
         discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
@@ -44,7 +46,7 @@ class GradientSync:
         self._world_size = dist.get_world_size(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._sent: tuple[int, tuple[Tensor, torch.cuda.Event | None]] | None = None
-        self._sizes: list[int] = []
+        self._sizes: list[int] | None = None
         self._candidates: list[Tensor] = []
         self._plans: dict[tuple[bool, ...], list[_Bucket]] = {}
 
@@ -95,7 +97,7 @@ class GradientSync:
             self._sizes = sizes
             self._plans.clear()
             self._candidates = [
-                p for p in self._discovered.optimized() if id(p) not in self._foreign and not isinstance(p, DTensor)
+                p for p in self._discovered.updated() if id(p) not in self._foreign and not isinstance(p, DTensor)
             ]
 
     def _buckets(self) -> list[_Bucket]:
@@ -209,6 +211,17 @@ def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | No
             tensor.detach().copy_(view.view(tensor.shape))
 
 
+@torch.no_grad()
+def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite `tensors` with their mean over the ranks; to be called by all of them, with tensors of equal shapes."""
+    world_size = dist.get_world_size(group)
+    for bucket in _buckets(list(tensors)):
+        flat = torch.cat([t.reshape(-1) for t in bucket]).div_(world_size)
+        dist.all_reduce(flat, group=group)
+        for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(view.view(tensor.shape))
+
+
 def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
     """The mean of a loss over the ranks, of the type it came in; None and other things come back as they are."""
     if not isinstance(value, Tensor | float | int):
@@ -245,6 +258,10 @@ def _inventory(discovered: Discovered) -> list[str]:
         for name, t in (*m.value.named_parameters(), *m.value.named_buffers())
     ]
     lines += [f"{p.path} {tuple(p.value.shape)} {p.value.dtype}" for p in discovered.parameters]
+    if not discovered.optimizers:
+        lines += [
+            f"{t.path} {tuple(t.value.shape)} {t.value.dtype}" for t in discovered.tensors if t.value.requires_grad
+        ]
     for found in discovered.optimizers:
         shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
         lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")

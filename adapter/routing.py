@@ -21,6 +21,7 @@ is bit-equal to plain torch, and free.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,7 +39,14 @@ from .accumulation import Accumulation
 from .discovery import Discovered, check_devices
 from .exceptions import ContractError
 from .precision import StepPrecision, cast_inputs, step_precision
-from .replication import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
+from .replication import (
+    BufferSync,
+    GradientSync,
+    average,
+    average_scalar,
+    broadcast_from_zero,
+    check_same_on_all_ranks,
+)
 from .step_hooks import StepHooks, step_hooks
 from .unscaling import Unscaling
 
@@ -113,6 +121,13 @@ class StepRouter:
             if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
         ]
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
+        self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
+        """Parameters that the trainer updates itself, without an optimizer."""
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers that nobody found, and the step in which each was first used."""
+        self._steps = 0
+        self._refusal: ContractError | None = None
+        self._is_closed = False
         self._may_be_written = False
         """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
         self._averaged: set[int] = set()
@@ -138,7 +153,12 @@ class StepRouter:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return self._scaler.overflow_steps if self._scaler is not None else 0
 
+    def close(self) -> None:
+        """Training is over: from now on the optimizers are used as torch has them."""
+        self._is_closed = True
+
     def __enter__(self) -> StepRouter:
+        self._steps += 1
         if self._precision.context is not None:
             self._context = self._precision.context()
             self._context.__enter__()
@@ -150,6 +170,9 @@ class StepRouter:
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
+            raise refusal
         if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in str(exc):
             exc.add_note(
                 "A submodule was called by itself while its parameters are sharded with its parent. "
@@ -167,6 +190,11 @@ class StepRouter:
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """Run one backward call of the trainer; `args` are those of torch's engine."""
         hooks = self._hooks
+        if self._scaler is not None and self._by_hand:
+            raise ContractError(
+                "16-mixed needs an optimizer, in the state or on the trainer, whose update it can skip when gradients "
+                "overflow; this trainer updates by hand. Use bf16-mixed or 32-true."
+            )
         if self._accumulation is not None:
             self._accumulation.before_backward()
         self.in_backward = True
@@ -213,15 +241,31 @@ class StepRouter:
         for module in self._sharded if create_graph else ():
             module.set_reshard_after_backward(False)
         try:
-            return interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+            result = interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         finally:
             for module in self._sharded if create_graph else ():
                 module.set_reshard_after_backward(True)
+        if self._gradients is not None and self._by_hand and args and not create_graph:
+            # Nothing else tells when the trainer uses them.
+            pairs = zip(args[0], result, strict=True)
+            average([g for p, g in pairs if id(p) in self._by_hand and g is not None], self._gradients.group)
+        return result
 
     def check_managed(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that trains a known module and that was not there after ``configure``."""
+        """Refuse an optimizer that was not found after ``configure``, where it trains a known module or goes on and on.
+
+        One that lives for a single step (to invert a latent, say) is the trainer's own affair.
+        """
         if id(optimizer) in self._managed:
             return
+        if self._gradients is not None or self._scaler is not None:
+            first_used = self._strangers.setdefault(optimizer, self._steps)
+            if first_used != self._steps:
+                raise ContractError(
+                    f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
+                    "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
+                    "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
+                )
         for group in optimizer.param_groups:
             if any(id(p) in self._parameters for p in group["params"]):
                 raise ContractError(
@@ -236,7 +280,10 @@ class StepRouter:
         return inner(*args, **kwargs)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._in_step or not interception.is_active(self):
+        if self._in_step or self._is_closed:
+            return inner(*args, **kwargs)
+        if not interception.is_active(self):
+            self._check_outside(optimizer)
             return inner(*args, **kwargs)
         if self.in_backward and self._gradients is not None:
             raise ContractError(
@@ -255,6 +302,17 @@ class StepRouter:
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         return self._inside(inner, **kwargs)
+
+    def _check_outside(self, optimizer: Optimizer) -> None:
+        """Refuse an update that no other rank would hear of."""
+        if self._gradients is None:
+            return
+        self._refusal = ContractError(
+            f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where the "
+            "gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own thread, or "
+            "use one device."
+        )
+        raise self._refusal
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
@@ -322,3 +380,5 @@ def _start_equal(discovered: Discovered, group: dist.ProcessGroup | None) -> Non
     modules = [found.value for found in discovered.modules]
     broadcast_from_zero([t for m in modules for t in (*m.parameters(), *m.buffers())], group)
     broadcast_from_zero([found.value for found in discovered.parameters], group)
+    if not discovered.optimizers:
+        broadcast_from_zero([found.value for found in discovered.tensors if found.value.requires_grad], group)

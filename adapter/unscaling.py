@@ -49,7 +49,7 @@ class Unscaling:
 
     def begin(self, outputs: Any, grads: Any) -> Any:
         """The root gradients of a backward call, scaled; `end` must follow the call."""
-        for parameter in self._discovered.optimized():
+        for parameter in self._discovered.updated():
             if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._hooked[id(parameter)] = parameter
                 _register_first(parameter, self._unscale)

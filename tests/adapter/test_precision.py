@@ -159,7 +159,10 @@ def test_fp16_overflow_that_clipping_by_value_hides_is_still_an_overflow():
     assert_equal(actual, initial)
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in ("Lbfgs", "SparseEmbedding", "ClippingByValue")])
+NOT_FP16 = ("Lbfgs", "SparseEmbedding", "ClippingByValue", "UpdatesByHand", "UpdatesByHandFromAutograd")
+
+
+@pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in NOT_FP16])
 def test_every_class_runs_close_to_fp32_in_fp16_mixed(name):
     expected = zoo.plain_run(name)
 
@@ -216,6 +219,50 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
 def test_lbfgs_under_fp16_mixed_is_refused_by_its_path():
     with pytest.raises(ContractError, match=r'state\["optimizer"\] is LBFGS.*bf16-mixed'):
         run("Lbfgs", fp16())
+
+
+def test_updates_by_hand_under_fp16_mixed_are_refused_because_nothing_can_skip_them():
+    with pytest.raises(ContractError, match=r"16-mixed needs an optimizer.*bf16-mixed"):
+        run("UpdatesByHand", fp16())
+
+
+class ComplexWeights(zoo.Base):
+    def configure(self, ctx):
+        model = nn.ParameterList([nn.Parameter(torch.randn(6, 3, dtype=torch.cfloat))])
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        out = (batch["x"].to(torch.cfloat) @ state["model"][0]).abs().mean(1, keepdim=True)
+        state["optimizer"].zero_grad()
+        mse_loss(out, batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_complex_weights_can_be_scaled():
+    zoo.ZOO["ComplexWeights"] = ComplexWeights
+    expected = zoo.plain_run("ComplexWeights")
+
+    actual, module, _ = run("ComplexWeights", fp16(init_scale=256.0))
+    del zoo.ZOO["ComplexWeights"]
+
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert module._router.overflow_steps == 0
+
+
+def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
+    weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
+    state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}
+    discovered = discover(state)
+    router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(fp16(init_scale=8.0), discovered))
+
+    with router:
+        (weight.imag.sum() * float("inf")).backward()
+        state["opt"].step()
+
+    assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.cfloat))
+    assert router.overflow_steps == 1
 
 
 def test_true_half_precision_takes_inputs_of_any_precision():

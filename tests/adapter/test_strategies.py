@@ -114,6 +114,7 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
         jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
+    jobs += [{"key": f"refused {name}", "name": name} for name in ("Hidden", "InThread", "InPrepareBatch")]
     half_sharded = {"strategy": "fsdp", "precision": "16-mixed"}
     jobs += [{"key": f"fsdp 16-mixed {name}", "name": name, **half_sharded} for name in HALF]
     jobs += [{"key": f"fsdp {name}", "name": name, **half_sharded} for name in OVERFLOWING]
@@ -251,9 +252,12 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
         ("Lbfgs", r'state\["optimizer"\] is LBFGS'),
         ("SparseEmbedding", r'state\["model"\]\. is an embedding with sparse gradients'),
         ("Checkpointed", "mixed torch.Tensor and DTensor"),
+        ("Hidden", r"optimizer \(Adam\) that is neither in the state nor on the trainer"),
+        ("InThread", r"Adam.step\(\) is called outside of `train_step` or in another thread"),
+        ("InPrepareBatch", r"Adam.step\(\) is called outside of `train_step`"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_with_the_reason(two_ranks, name, reason):
+def test_what_cannot_be_sharded_or_kept_equal_is_refused_with_the_reason(two_ranks, name, reason):
     for rank in two_ranks:
         assert isinstance(rank[f"refused {name}"], str)
         assert re.search(reason, rank[f"refused {name}"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import threading
 import traceback
 import warnings
 from dataclasses import dataclass, field
@@ -446,6 +447,68 @@ class LooseTensor(Base):
         return StepResult({})
 
 
+class UpdatesByHand(Base):
+    """No optimizer: weights and a loose tensor, changed by their gradients."""
+
+    def configure(self, ctx):
+        return {"model": mlp(), "scale": torch.full((1,), 1.0 + ctx.rank, requires_grad=True)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]) * state["scale"], batch["y"])
+        state["model"].zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in (*state["model"].parameters(), state["scale"]):
+                p -= 0.1 * p.grad
+            state["scale"].grad = None
+        return StepResult({"loss": loss.detach()})
+
+
+class UpdatesByHandFromAutograd(Base):
+    """No optimizer, and no gradient in ``.grad``."""
+
+    def configure(self, ctx):
+        return {"model": mlp()}
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.data.sub_(grad, alpha=0.1)
+        return StepResult({"loss": loss.detach()})
+
+
+class InClosures(Base):
+    """Only functions in the state."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step(batch):
+            loss = mse_loss(model(batch["x"]), batch["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return {"step": step, "weights": lambda: {"model": model}}
+
+    def train_step(self, batch, state, ctx):
+        return StepResult({"loss": state["step"](batch)})
+
+
+class HiddenForOneStep(Base):
+    """A latent is fitted anew in every step, by an optimizer that does not outlive it."""
+
+    def train_step(self, batch, state, ctx):
+        latent = torch.zeros_like(batch["y"], requires_grad=True)
+        inner = torch.optim.SGD([latent], lr=1.0)
+        ((latent - batch["y"]).square().sum() / 4).backward()
+        inner.step()
+        return super().train_step({**batch, "y": latent.detach()}, state, ctx)
+
+
 class UnusedOnOneRank(Base):
     """Each kind of row has its own head, a rank sees one kind only, and a third head is never used."""
 
@@ -653,6 +716,10 @@ ZOO = {
         OnTrainer,
         EvaluatingInside,
         LooseTensor,
+        UpdatesByHand,
+        UpdatesByHandFromAutograd,
+        InClosures,
+        HiddenForOneStep,
         UnusedOnOneRank,
         SparseEmbedding,
         OwnAutocast,
@@ -680,7 +747,38 @@ class LookingOnOneRank(Base):
         return StepResult({})
 
 
-ZOO_OF_FAULTS = {cls.__name__: cls for cls in (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank)}
+HIDDEN: dict[str, Any] = {}
+
+
+class Hidden(Base):
+    """Module and optimizer are nowhere on the trainer or in its state."""
+
+    def configure(self, ctx):
+        HIDDEN.update(super().configure(ctx))
+
+    def train_step(self, batch, state, ctx):
+        return super().train_step(batch, HIDDEN, ctx)
+
+
+class InThread(Base):
+    def train_step(self, batch, state, ctx):
+        results = []
+        worker = threading.Thread(target=lambda: results.append(Base.train_step(self, batch, state, ctx)))
+        worker.start()
+        worker.join()
+        return results[0]
+
+
+class InPrepareBatch(Base):
+    def prepare_batch(self, raw, state, ctx):
+        return super().train_step(super().prepare_batch(raw, state, ctx), state, ctx)
+
+    def train_step(self, batch, state, ctx):
+        return batch
+
+
+FAULTS = (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank, Hidden, InThread, InPrepareBatch)
+ZOO_OF_FAULTS = {cls.__name__: cls for cls in FAULTS}
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
@@ -712,6 +810,8 @@ def weights(state: Any, trainer: Any) -> dict[str, torch.Tensor]:
                 collect(f"{path}.{i}", v)
         elif isinstance(value, SimpleNamespace | SacState | Base):
             collect(path, vars(value))
+        elif path == "state.weights":
+            collect("closures", value())
 
     collect("state", state)
     collect("trainer", trainer)
