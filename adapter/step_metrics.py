@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .contract import StepContext, StepResult
@@ -20,8 +21,10 @@ _ALIASES = {
     "train_lr": "train/lr",
 }
 _LR = "train/lr"
+_NOTHING: Mapping[Any, Any] = {}
 
 
+@functools.lru_cache(maxsize=1024)
 def metric_name(name: object) -> str:
     """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
 
@@ -50,7 +53,7 @@ def validated_result(result: Any) -> StepResult | Any:
     return result
 
 
-def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Any = ()) -> dict[str, Any]:
+def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, Any]:
     """The metrics of a step under their reported names, with the learning rate where it can be found.
 
     Values are as the trainer gave them, possibly tensors on a device.
@@ -61,29 +64,40 @@ def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Any = (
         ctx: The context of the run.
         optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
     """
-    metrics = {metric_name(name): value for name, value in result.metrics.items()}
+    metrics = {}
+    for name, value in result.metrics.items():
+        metrics[metric_name(name)] = value
     if _LR not in metrics:
-        rate = next(_learning_rates(result, state, ctx, optimizers), None)
+        rate = _learning_rate(result, state, ctx, optimizers)
         if rate is not None:
             metrics[_LR] = rate
     return metrics
 
 
-def _learning_rates(result: Any, state: Any, ctx: StepContext, optimizers: Any) -> Iterator[Any]:
-    """Where a learning rate may stand, in the order in which it is looked for."""
-    debug = getattr(result, "debug", None) or {}
-    candidates = [value for name, value in debug.items() if isinstance(name, str) and metric_name(name) == _LR]
-    candidates += [_entry(state, name) for name in (_LR, "learning_rate", "lr")]
-    for optimizer in (ctx.optimizer, _entry(state, "optimizer"), *optimizers):
+def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
+    """The first learning rate among the places where one may stand; None where there is none.
+
+    It is looked for anew at each cadence: a trainer may put one where there was none before.
+    """
+    for name, value in (getattr(result, "debug", None) or _NOTHING).items():
+        if isinstance(name, str) and metric_name(name) == _LR and _may_be_scalar(value):
+            return value
+    entry = state.get if isinstance(state, dict) else functools.partial(_entry, state)
+    for name in (_LR, "learning_rate", "lr"):
+        value = entry(name)
+        if value is not None and _may_be_scalar(value):
+            return value
+    for optimizer in (ctx.optimizer, entry("optimizer"), *optimizers):
         groups = getattr(optimizer, "param_groups", None)
-        if groups:
-            candidates.append(groups[0].get("lr"))
-    return filter(_may_be_scalar, candidates)
+        rate = groups[0].get("lr") if groups else None
+        if rate is not None and _may_be_scalar(rate):
+            return rate
+    return None
 
 
 def _may_be_scalar(value: Any) -> bool:
     """Whether a value that nobody declared a learning rate can be one: a schedule or a list of rates is passed over."""
-    if isinstance(value, numbers.Real):
+    if type(value) is float or isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and math.prod(shape) == 1
@@ -101,9 +115,12 @@ def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     scalars: dict[str, float] = {}
     for name, value in metrics.items():
+        if type(value) is float:
+            scalars[name] = value
+            continue
         try:
-            # A trainer may hand out its loss as it is; torch warns where a tensor with a graph becomes a number.
-            scalars[name] = float(value.detach() if hasattr(value, "detach") else value)
+            # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
+            scalars[name] = float(value.item() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             shape = getattr(value, "shape", None)
             what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"

@@ -47,7 +47,7 @@ class LogMetrics(Hook):
             raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._reported_scores: dict[str, float] | None = None
-        self._waited = (0.0, 0.0)
+        self._waited: tuple[float, float] | None = None
         self._run_state: RunState | None = None
 
     @override
@@ -59,9 +59,8 @@ class LogMetrics(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
-        waited_s = getattr(trainer.train_dataloader, "wait_seconds", None)
-        if waited_s is not None:
-            self._waited = (waited_s, time.monotonic())
+        waited_s = _waited_s(trainer)
+        self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
     @override
     def on_train_batch_end(
@@ -78,42 +77,47 @@ class LogMetrics(Hook):
     ) -> None:
         metrics: dict[str, float] = {}
         if is_crossed and _hosts_trainer(pl_module) and not suppressed(pl_module):
-            metrics |= pl_module.metrics()  # type: ignore[operator]
+            metrics = pl_module.metrics()  # type: ignore[operator]
             run_state.loss_stats = dict(metrics)
-            metrics |= self._data_metrics(trainer)
+            if self._waited is not None:
+                metrics[WAIT_FRACTION] = self._wait_fraction(trainer)
         if run_state.eval_scores is not self._reported_scores:
             self._reported_scores = run_state.eval_scores
             metrics |= run_state.eval_scores or {}
         if metrics:
-            publish(trainer, metrics, trainer.global_step)
+            publish(trainer, pl_module, metrics, trainer.global_step)
 
-    def _data_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The share of the time since the last cadence in which the step waited for data, where the loader tells."""
-        waited_s = getattr(trainer.train_dataloader, "wait_seconds", None)
-        if waited_s is None:
-            return {}
-        now = time.monotonic()
+    def _wait_fraction(self, trainer: pl.Trainer) -> float:
+        """The share of the time since the last cadence in which the step waited for data."""
+        assert self._waited is not None
         before_s, since = self._waited
-        self._waited = (waited_s, now)
-        return {WAIT_FRACTION: min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))}
+        self._waited = waited_s, now = _waited_s(trainer) or 0.0, time.monotonic()
+        return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
+
+
+def _waited_s(trainer: pl.Trainer) -> float | None:
+    """How long training has waited for data so far; None where the loader does not tell."""
+    waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
+    return waited_s
 
 
 def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
     return hasattr(pl_module, "step_result")
 
 
-def publish(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+def publish(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: dict[str, float], step: int) -> None:
     """Give the metrics of `step` to whoever asked for them: loggers, monitors, the progress bar."""
     connector = trainer._logger_connector
-    published = getattr(trainer.lightning_module, "published", None)
+    published = getattr(pl_module, "published", None)
     if published is not None:
         published.update(metrics)  # becomes tensors once a monitor looks
     else:
         connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     connector._progress_bar_metrics.update(metrics)
-    if trainer.loggers:
+    loggers = trainer.loggers
+    if loggers:
         # `log_metrics` of the connector, less its search for tensors among what are numbers.
         connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
-        for logger in trainer.loggers:
+        for logger in loggers:
             logger.log_metrics(metrics=metrics, step=step)
             logger.save()

@@ -66,27 +66,28 @@ class LineFile:
             raise
         _open_files.add(self)
 
-    def append(self, line: bytes) -> None:
-        """Write one line, which ends with its newline, whole or not at all.
+    def append(self, *lines: bytes) -> None:
+        """Write lines, which end with their newline, one after the other and each whole or not at all.
 
         Raises:
-            EventLogError: The file is closed, or the line could not be written; the file then ends as before.
+            EventLogError: The file is closed, or a line could not be written; the file then ends with the one before.
         """
         if self.closed or self._torn or self._flush_error is not None:
             self._recover()
-        start, count = self.size, self.lines
-        try:
-            written = os.write(self._descriptor, line)
-            if written != len(line):
-                write_all(self._descriptor, line[written:])
-            self.size = start + len(line)
-            self.lines = count + 1
-        except BaseException as error:
-            # Also for a KeyboardInterrupt that lands between the write and its bookkeeping.
-            self._settle(start, start + len(line), count)
-            if isinstance(error, OSError):
-                raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
-            raise
+        for line in lines:
+            start, count = self.size, self.lines
+            try:
+                written = os.write(self._descriptor, line)
+                if written != len(line):
+                    write_all(self._descriptor, line[written:])
+                self.size = start + len(line)
+                self.lines = count + 1
+            except BaseException as error:
+                # Also for a KeyboardInterrupt that lands between the write and its bookkeeping.
+                self._settle(start, start + len(line), count)
+                if isinstance(error, OSError):
+                    raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
+                raise
         if not self._dirty:
             self._dirty = True
             if self._flusher is None:

@@ -6,10 +6,11 @@ log that was written through it always passes ``genlight events FILE --check``.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -140,11 +141,24 @@ class EventLog:
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
         """
-        if type(name) is not str or not name:
-            name = checked_text("name", name)
+        self.metrics({name: value}, step=step)
+
+    def metrics(self, values: Mapping[str, Any], *, step: int) -> None:
+        """Scalars of one step, a line for each, in their order; none where one of them is refused.
+
+        Raises as `metric` does.
+        """
+        # This is on the path of every step of some runs: what is plain is not handed on to be checked.
         if type(step) is not int or step < 0 or step > MAX_STEP:
             step = checked_step(step)
-        number, text = finite_float(name, value)
+        scalars: list[tuple[str, float | None, str | msgspec.UnsetType]] = []
+        for name, value in values.items():
+            if type(name) is not str or not name:
+                name = checked_text("name", name)
+            if type(value) is float and -math.inf < value < math.inf:
+                scalars.append((name, value, msgspec.UNSET))
+            else:
+                scalars.append((name, *finite_float(name, value)))
         if self._file.closed:
             raise self._refusal("metric", "closed")
         with self._lock:
@@ -152,27 +166,18 @@ class EventLog:
                 raise self._refusal("metric", self._phase)
             if step in self._checkpointed:
                 raise EventLogError(
-                    f"metric {name!r} of step {step} comes after a checkpoint of that step in {self.path}; "
-                    "report the metrics of a step before its checkpoint"
+                    f"metric {', '.join(values)!r} of step {step} comes after a checkpoint of that step in "
+                    f"{self.path}; report the metrics of a step before its checkpoint"
                 )
-            if name == RESUMED_METRIC:
-                self._note_resume(number, step)
-            # What follows is on the path of every step: no helper, no keyword.
-            self._file.append(
-                encode_line(
-                    Metric(
-                        "metric",
-                        name,
-                        self.run_id,
-                        SCHEMA_VERSION,
-                        self._last_seq_found + self._file.lines + 1,
-                        step,
-                        self._clock() // 1_000_000,
-                        number,
-                        text,
-                    )
+            lines, seq, now = [], self._last_seq_found + self._file.lines, self._clock() // 1_000_000
+            for name, number, text in scalars:
+                if name == RESUMED_METRIC:
+                    self._note_resume(number, step)
+                seq += 1
+                lines.append(
+                    encode_line(Metric("metric", name, self.run_id, SCHEMA_VERSION, seq, step, now, number, text))
                 )
-            )
+            self._file.append(*lines)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.

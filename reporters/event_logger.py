@@ -139,13 +139,16 @@ class EventLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         at = self._completed_steps() if step is None else step
-        event_log = self._started_log() if self._owns_log else self.experiment
+        event_log = self._log
+        if event_log is None or (self._owns_log and event_log.phase == "new"):
+            event_log = self._started_log() if self._owns_log else self.experiment
         self._last_step = max(self._last_step, at)
-        self._report_checkpoints(before=at)
+        if self._pending:
+            self._report_checkpoints(before=at)
+        if "epoch" in metrics:
+            metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
-            for name, value in metrics.items():
-                if name != "epoch":
-                    event_log.metric(name=name, value=value, step=at)
+            event_log.metrics(metrics, step=at)
         except EventLogError:
             # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
             if event_log.takes_metrics_of(at):
