@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..callbacks.checkpoint.commit import sweep
 from ..callbacks.checkpoint.layout import FINAL_NAME
 from ..callbacks.checkpoint.record import RecordMeta
 from ..callbacks.stop_signals import StopSignals
@@ -264,6 +265,7 @@ class _Training:
     def _already_finished(self, start: Start) -> Completion:
         assert start.record is not None
         if self.ending is not None:
+            sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
             self.ending.event_log.started()
             if self.ending.uploader is not None:
                 queue_record(self.ending.uploader, start.record)

@@ -279,6 +279,16 @@ def test_a_finished_run_is_recognised_and_not_trained_again(write_job: Callable[
     assert (job.parent / "out" / "checkpoints" / "final.json").read_bytes() == before
 
 
+def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(write_job: Callable[..., Path]) -> None:
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    checkpoints = job.parent / "out" / "checkpoints"
+    before = set(os.listdir(checkpoints))
+    (checkpoints / ".tmp-step-00000002-1-00").mkdir()  # An old checkpoint that was being removed.
+    assert run(job) == 0
+    assert set(os.listdir(checkpoints)) == before
+
+
 def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Path]) -> None:
     """The re-run of a finished job loads neither torch nor Lightning."""
     job = write_job(resume_from_latest=True)
