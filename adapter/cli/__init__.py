@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`."""
+    """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`.
+
+    Without `arguments` the process is the command's own, and a stop signal that comes when a run has ended does not
+    change its exit code.
+    """
     from .command_line import main as run_main
 
-    return run_main(arguments)
+    code = run_main(arguments)
+    if arguments is None and sys.argv[1:2] == ["run"]:
+        from ..exit_code import keep_exit_code
+
+        keep_exit_code(code)
+    return code

@@ -181,7 +181,8 @@ class Job:
 
     def process_environ(self, **more):
         cache = {"XDG_CACHE_HOME": str(self.folder / "cache")}
-        places = {"PYTHONPATH": str(HERE), "TRAINER_ARTIFACTS_DIR": str(self.out)}
+        paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        places = {"PYTHONPATH": paths, "TRAINER_ARTIFACTS_DIR": str(self.out)}
         return {**os.environ, **cache, **places, **self.environ, **more}
 
     def start(self, *arguments):

@@ -6,6 +6,7 @@ made in the working directory with the process's id, so that a test can send a s
 a model that is updated every so many steps; ``cancels`` makes the file ``cancel`` in that step.
 """
 
+import atexit
 import os
 import sys
 import time
@@ -45,6 +46,7 @@ class Faulty:
         self.plan = dict(ctx.job.hyperparams)
         self.rank = ctx.rank
         self.act("setup")
+        atexit.register(self.act, "exit")
 
     def act(self, place):
         if self.plan.get("at") not in (place, place.partition(":")[0]) or self.plan.get("rank", self.rank) != self.rank:

@@ -1,4 +1,4 @@
-"""SIGTERM to the whole process group, as schedulers, container runtimes and terminals send it: data workers get it too."""
+"""SIGTERM to the whole process group, as schedulers and container runtimes send it: data workers get it too."""
 
 import json
 import os

@@ -1,6 +1,8 @@
 """A signal in any phase of a run, processes that die, and ranks that do: no hang, one terminal event, the exit code."""
 
 import signal
+import threading
+import time
 
 import pytest
 
@@ -83,6 +85,40 @@ def test_sigterm_while_the_last_artifact_is_written(job, kill_after):
 
     assert process.wait(60) == 0
     assert job.terminal_event()["event"] == "completed"
+
+
+@pytest.mark.parametrize("trigger", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("returns", "code"), [("result", 0), ("none", 1)])
+def test_a_signal_while_the_process_ends_changes_neither_event_nor_exit_code(
+    job, fork_server, kill_after, trigger, returns, code
+):
+    """What was reported stays true."""
+    job.write(plan={"at": "exit", "holds": 60.0, "returns": returns})
+    process = fork_server.start(job, "run", str(job.spec))
+    kill_after(process)
+    job.wait_until(job.reached, process)
+    process.send_signal(trigger)
+
+    assert process.wait(60) == code
+    assert job.terminal_event()["event"] == ("failed" if code else "completed")
+    assert job.server.posted("/terminal")[-1]["status"] == ("failed" if code else "completed")
+    assert len(job.server.posted("/terminal")) == 1
+
+
+def test_a_signal_while_the_last_message_is_on_its_way_changes_nothing(job, fork_server, kill_after):
+    """It may have arrived, so it has to stay the only one."""
+    job.server.gates["/terminal"] = threading.Event()
+    job.write()
+    process = fork_server.start(job, "run", str(job.spec))
+    kill_after(process)
+    job.wait_until(lambda: job.server.at_gate, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    job.server.gates["/terminal"].set()
+
+    assert process.wait(60) == 0
+    assert job.terminal_event()["event"] == "completed"
+    assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
 def test_a_second_signal_ends_the_process_at_once_and_the_next_start_goes_on(job, kill_after):
