@@ -25,7 +25,7 @@ from typing_extensions import override
 from .discovery import Discovered
 from .exceptions import ContractError
 
-__all__ = ["StepPrecision", "TrueUnitScaler", "contract_dtype", "step_precision"]
+__all__ = ["AutocastOff", "StepPrecision", "TrueUnitScaler", "contract_dtype", "step_precision"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
     if isinstance(plugin, MixedPrecision):
         return StepPrecision(
             dtype=dtype,
-            context=plugin.forward_context,
+            context=plugin.autocast_context_manager,
             autocast_device=plugin.device,
             scaler=_scaler(plugin, discovered),
         )
@@ -206,6 +206,25 @@ def _real_values(grad: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         grad = grad.coalesce()._values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+class AutocastOff:
+    """``torch.autocast(device, enabled=False)`` for a fraction of its cost, to be entered again and again, also nested.
+
+    Args:
+        device: The type of device whose autocast is switched off.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._was_on: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._was_on.append(torch.is_autocast_enabled(self._device))
+        torch.set_autocast_enabled(self._device, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._device, self._was_on.pop())
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:

@@ -38,7 +38,7 @@ from . import interception
 from .accumulation import Accumulation
 from .discovery import Discovered, check_devices
 from .exceptions import ContractError
-from .precision import StepPrecision, cast_inputs, step_precision
+from .precision import AutocastOff, StepPrecision, cast_inputs, step_precision
 from .replication import (
     BufferSync,
     GradientSync,
@@ -134,7 +134,11 @@ class StepRouter:
         """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
         self.in_backward = False
         self._in_step = False
-        self._context: AbstractContextManager[None] | None = None
+        self._context: AbstractContextManager[Any] | None = None
+        # Making either anew in each step would cost more than entering it.
+        device_type = precision.autocast_device
+        self._autocast = precision.context() if precision.context is not None and device_type is not None else None
+        self._outside_autocast = nullcontext() if device_type is None else AutocastOff(device_type)
         self._accumulation: Accumulation | None = None
         if gradients is not None and self._hooks.after_backward is None:
             self._accumulation = Accumulation(gradients.parameters, self._settle)
@@ -160,7 +164,7 @@ class StepRouter:
     def __enter__(self) -> StepRouter:
         self._steps += 1
         if self._precision.context is not None:
-            self._context = self._precision.context()
+            self._context = self._autocast or self._precision.context()
             self._context.__enter__()
         interception.begin(self)
         return self
@@ -203,7 +207,7 @@ class StepRouter:
                 hooks.before_backward(outputs[0])
             if self._unscaling is not None:
                 grads = self._unscaling.begin(outputs, grads)
-            with self._outside_autocast():
+            with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
         finally:
             self.in_backward = False
@@ -215,7 +219,7 @@ class StepRouter:
                 self._scaler.check(optimizer)
         if self._accumulation is not None:
             self._accumulation.after_backward()
-        else:
+        elif self._gradients is not None or self._scaler is not None:
             self._settle()
         if hooks.after_backward is not None:
             hooks.after_backward()
@@ -293,7 +297,7 @@ class StepRouter:
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if closure is None:
+        if closure is None and self._gradients is not None:
             self._before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
@@ -360,14 +364,10 @@ class StepRouter:
     def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
-            with self._outside_autocast():
+            with self._outside_autocast:
                 return step(*args, **kwargs)
         finally:
             self._in_step = False
-
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
-        device = self._precision.autocast_device
-        return nullcontext() if device is None else torch.autocast(device, enabled=False)
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
