@@ -4,6 +4,7 @@ With everything that has a state: dropout, a scheduler, bf16-mixed precision, an
 gradients live in the parameters, shuffled data that crosses epochs, decoding workers, every source of random numbers.
 """
 
+import contextlib
 import random
 
 import lightning.pytorch as pl
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from genlight.adapter import ArrowDataModule, ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
+from genlight.adapter.exceptions import TrainingCanceled
+from genlight.callbacks import StopRequests
+from genlight.callbacks.checkpoint import Checkpoint
 
 STEPS = 100
 WINDOW = 4
@@ -35,7 +38,7 @@ class Accumulating:
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "steps": 0, "seen": []}
 
     def prepare_batch(self, raw, state, ctx):
-        return torch.tensor(raw["x"].to_pylist()), raw["id"].to_pylist()
+        return raw
 
     def train_step(self, batch, state, ctx):
         x, ids = batch
@@ -58,6 +61,24 @@ class Accumulating:
         state.update(payload)
 
 
+def augment(raw):
+    """Draws from every source of random numbers, in the workers where there are any."""
+    x = torch.tensor(raw["x"].to_pylist())
+    return x + 0.1 * torch.randn_like(x) + random.random() + np.random.random(), raw["id"].to_pylist()
+
+
+class StopAfter(StopRequests):
+    """Asks for a stop as soon as a step is done."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.poll_s = step, 0
+
+    def on_train_batch_end(self, trainer, pl_module, *rest):
+        self._checks = [lambda: "canceled" if trainer.global_step >= self.step else None]
+        super().on_train_batch_end(trainer, pl_module, *rest)
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.parquet"
@@ -66,26 +87,27 @@ def table(tmp_path_factory):
     return path
 
 
-def run(table, directory, *, steps=STEPS, every_n_steps=0, workers=0, resume_from=None, seed=1):
+def run(table, directory, *, steps=STEPS, stop_after=STEPS, workers=0, resume_from=None, seed=1):
+    """Train up to `steps`, or be stopped before; returns all that has to be equal in the end."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=steps))
-    checkpoint = Checkpoint(directory, every_n_steps=every_n_steps, keep_last=None, save_final=steps < STEPS)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         precision="bf16-mixed",
         max_steps=steps,
         max_epochs=-1,
-        callbacks=[checkpoint],
+        callbacks=[StopAfter(stop_after), Checkpoint(directory, save_final=steps < STEPS)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = ArrowDataModule(str(table), batch_size=8, shuffle=True, seed=3, workers=workers)
-    trainer.fit(module, datamodule=data, ckpt_path=resume_from)
-    assert trainer.global_step == steps
+    data = ArrowDataModule(str(table), batch_size=8, shuffle=True, seed=3, collate=augment, workers=workers)
+    with contextlib.suppress(TrainingCanceled):
+        trainer.fit(module, datamodule=data, ckpt_path=resume_from)
+    assert trainer.global_step == min(steps, stop_after)
     state = module.contract_state
     optimizer = state["optimizer"].state_dict()["state"]
     moments = [tensor for index in sorted(optimizer) for tensor in optimizer[index].values()]
@@ -100,23 +122,18 @@ def assert_equal(actual, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)  # The long run resumes after each of 100 steps.
-def test_a_run_resumed_after_any_step_ends_with_the_same_bits(table, tmp_path, is_long):
-    """Every tenth step, and the whole window after the first of them; in the long run every step."""
-    expected = run(table, tmp_path / "c", every_n_steps=1)
-    saved = {listed.record.step: listed.path for listed in list_checkpoints(tmp_path / "c")}
-    assert sorted(saved) == list(range(1, STEPS + 1))
-    steps = range(1, STEPS) if is_long else sorted({*range(10, STEPS, 10), 11, 13, 38, 39})
+@pytest.mark.timeout(7200)  # The long run stops after each of 100 steps.
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long, report):
+    """After every tenth step, and at every place of an accumulation window; in the long run after every step."""
+    expected = run(table, tmp_path / "whole", workers=workers)
+    steps = range(1, STEPS) if is_long else sorted({*range(10, STEPS, 10), 11, 13, 38})
     for step in steps:
-        assert_equal(run(table, tmp_path / "unused", resume_from=saved[step], seed=step + 50), expected)
-
-
-@pytest.mark.slow
-def test_decoding_workers_change_nothing(table, tmp_path):
-    expected = run(table, tmp_path / "c", every_n_steps=37)
-    for step in (37, 74):
-        saved = tmp_path / "c" / f"step-{step:08d}.json"
-        assert_equal(run(table, tmp_path / "unused", resume_from=saved, seed=9, workers=2), expected)
+        directory = tmp_path / f"stopped-{step}"
+        run(table, directory, stop_after=step, workers=workers)
+        saved = directory / f"step-{step:08d}.json"
+        assert_equal(run(table, directory, resume_from=saved, workers=workers, seed=step + 50), expected)
+    report(f"exact with {workers} workers: {len(steps)} stops, all equal")
 
 
 @pytest.mark.parametrize("end", [38, 50])
