@@ -155,6 +155,9 @@ class UploadArtifacts(Hook):
         self._seen_files = {path: _mtime_ns(path) for path in _paths_of(trainer)}  # of the run that is resumed
         self._seen_checkpoint = run_state_of(trainer).latest_checkpoint_uri
         self._last_step = trainer.global_step
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Checkpoint):
+                callback.spare(self._awaited_paths)
         if trainer.ckpt_path is not None:
             self._queue_resumed(Path(trainer.ckpt_path))
 
@@ -220,6 +223,10 @@ class UploadArtifacts(Hook):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._uploader is not None and self._given is None:
             self._close()
+
+    def _awaited_paths(self) -> frozenset[Path]:
+        """What retention must leave until it has arrived, also where a file system without links can't keep it."""
+        return frozenset() if self._uploader is None else self._uploader.pending_paths()
 
     # looking for what is new
 

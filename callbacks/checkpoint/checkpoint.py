@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -132,6 +132,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Told, on rank zero, how many seconds each save took until durable, its wait for the last one included."""
         self._save_began_s = 0.0
         self._durable: deque[CheckpointRecord] = deque()
+        self._being_reported: CheckpointRecord | None = None
+        self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
         self._previous_step = 0
         self._is_overdue = False
@@ -320,6 +322,15 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._io is not None:
             self._io.poll()
 
+    def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
+        """Keep checkpoints of which `awaited` names a file, because somebody still has to read it: an upload, say.
+
+        It is asked on rank zero, in the thread that wrote, when older checkpoints are about to go; what it kept goes
+        after the first save that finds it no longer named.
+        """
+        if awaited not in self._awaited:
+            self._awaited.append(awaited)
+
     def restore_pending_rng(self, trainer: pl.Trainer) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
         vars(self).pop("on_train_batch_start", None)
@@ -403,9 +414,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.note_save_time(time.monotonic() - self._save_began_s)
         self._durable.append(record)
         # One that was not reported yet stays: whoever hears of it (an upload) must still find it.
-        spared = {unreported.path for unreported in list(self._durable)}
+        spared = {unreported.path for unreported in (*self._durable, self._being_reported) if unreported is not None}
+        awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
         for old in to_delete(self._records(), self.retention):
-            if old.path not in spared:
+            if old.path not in spared and not _is_named(old, awaited):
                 _try_to_delete(old.path)
 
     def _records(self) -> list[CheckpointRecord]:
@@ -413,9 +425,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _report(self, trainer: pl.Trainer) -> None:
         while self._durable:
-            record = self._durable.popleft()
+            self._being_reported = record = self._durable[0]  # Set before it is popped: one of both spares it.
+            self._durable.popleft()
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)
-            fire(trainer, "on_checkpoint_durable", record.path, record.step)
+            try:
+                fire(trainer, "on_checkpoint_durable", record.path, record.step)
+            finally:
+                self._being_reported = None
 
     def _monitored(self, trainer: pl.Trainer) -> dict[str, float]:
         name = self.retention.monitor
@@ -439,6 +455,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
+
+
+def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:
+    """Whether one of `paths` is the record, what its hook named, or one of its files."""
+    own = [record.path, *(record.path.parent / file.path for file in record.files)]
+    return any(str(path) in paths for path in (*own, record.primary_path))
 
 
 def _try_to_delete(path: Path) -> None:

@@ -1,5 +1,6 @@
 """UploadArtifacts with a plain LightningModule, Lightning's ModelCheckpoint and a server in a process of its own."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -19,6 +20,7 @@ from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, Recor
 from genlight.callbacks.hook import Hook, fire, run_state_of
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters.uploads import UploadConfig, Uploader
+from genlight.reporters.uploads.holding import HELD_DIRECTORY
 
 TOKEN = "t0ken-that-must-not-leak"
 
@@ -261,6 +263,40 @@ def test_every_checkpoint_that_our_own_callback_wrote_arrives_whatever_it_keeps(
     assert chaos.messages("/terminal")[0]["final_checkpoint_ref"] == "ref-final-final.json"
     names = chaos.files()
     assert all(f"step-{step:08d}-model.safetensors" in names for step in range(1, 7))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_retention_leaves_a_checkpoint_until_it_has_arrived(chaos, tmp_path, has_links):
+    spool, own = tmp_path / "run" / "uploads", tmp_path / "run" / "own"
+    uploader = Uploader(UploadConfig(run_id="run-1", spool_dir=spool, checkpoint_url=f"{chaos.url}/checkpoint"))
+    if not has_links:
+        (spool / HELD_DIRECTORY).write_text("stands in the way, as a file system without links does")
+    waiting = []
+
+    class Outage(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 4:
+                checkpoint.wait(trainer)
+                waiting.extend(sorted(path.name for path in own.glob("*.json")))
+                uploader.start()
+                uploader.settle(60.0)
+
+    checkpoint = Checkpoint(own, every_n_steps=1, keep_last=1, save_final=False)
+    trainer = pl.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        callbacks=[UploadArtifacts(uploader), Outage(), checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with contextlib.closing(uploader):
+        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4))
+        assert uploader.settle(60.0).ok
+
+    assert waiting == [f"step-0000000{step}.json" for step in (1, 2, 3, 4)]
+    assert not set(waiting) & {path.name for path in own.glob("*.json")}, "what has arrived goes with the next save"
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, chaos, tmp_path, caplog):
