@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -74,6 +76,16 @@ class GenlightCLI(LightningCLI):
         )
 
     @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            cause = root_cause(error)
+            if not _is_told_by_its_message(cause):
+                raise
+            raise _UnusableConfigurationError(str(cause)) from error
+
+    @override
     def _parse_ckpt_path(self) -> None:
         # LightningCLI would unpickle the checkpoint to take over hyperparameters that it holds; ours are no pickles.
         return
@@ -108,19 +120,28 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
     except GenlightError as error:
         log.error("%s", error)  # noqa: TRY400 - its message says all
         return describe_failure(error, has_checkpoint=False).exit_code
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        mistake = _users_mistake(error)
-        if mistake is None:
-            raise
-        log.error("%s", mistake)  # noqa: TRY400 - its message says all
+    except (_UnusableConfigurationError, MisconfigurationException) as error:
+        log.error("%s", error)  # noqa: TRY400 - its message says all
         return EXIT_STARTUP
     return 0
 
 
-def _users_mistake(error: Exception) -> Exception | None:
-    """What a configuration asks for and cannot have; None for an error of the classes that it names."""
-    error = root_cause(error)
+class _UnusableConfigurationError(Exception):
+    """A configuration asks for what it cannot have."""
+
+
+def _is_told_by_its_message(error: Exception) -> bool:
+    """Whether an error is one of the configuration, and not of a class that it names."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
-    told = isinstance(error, (GenlightError, MisconfigurationException)) or raised_in.startswith("genlight.")
-    return error if told else None
+    return isinstance(error, (GenlightError, MisconfigurationException)) or raised_in.startswith(
+        ("genlight.", "lightning.pytorch.")
+    )
+
+
+def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:
+    return dumper.represent_str(interval.value)
+
+
+# The default of an argument of Lightning's `Timer`, which LightningCLI could not write into the configuration it saves.
+yaml.SafeDumper.add_representer(Interval, _as_text)

@@ -10,6 +10,9 @@ import yaml
 from genlight.adapter.cli import main
 
 TRAINER = """
+from gen_worker.trainer import StepResult
+
+
 class Trainer:
     def setup(self, ctx): pass
     def configure(self, ctx): return {}
@@ -17,6 +20,11 @@ class Trainer:
     def train_step(self, batch, state, ctx): return {}
     def state_dict(self, state): return {}
     def load_state_dict(self, state, payload, ctx): pass
+
+
+class Works(Trainer):
+    def train_step(self, batch, state, ctx):
+        return StepResult()
 """
 
 
@@ -58,6 +66,7 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
         ({"precision": "bf17"}, "`trainer.precision`: Expected int or "),
         ({"logger": "no.Such"}, "`trainer.logger`: Problem with given class_path 'no.Such': No module named 'no'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
+        ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "validate"}, "No `validation_step()` method defined"),
     ],
 )
@@ -83,3 +92,10 @@ def test_a_misspelled_option_of_fit_is_told_without_forty_lines_of_usage(genligh
     assert code == 2
     assert said in words
     assert len(words.splitlines()) < 4
+
+
+def test_lightnings_timer_can_be_configured(genlight):
+    timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:10:00"}}
+    code, words = genlight(callbacks=[timer], plugin="refused_trainer:Works")
+
+    assert code == 0, words
