@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...adapter.run_state import RunState
 from ..cadence import crossed, suppressed
 from ..hook import Hook, fire, run_state_of
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
@@ -136,6 +137,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
         self._previous_step = 0
+        self._run_state: RunState | None = None
         self._is_overdue = False
         self._is_warm = False
         self._last_saved_step: int | None = None
@@ -158,6 +160,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._run_state = run_state_of(trainer)
         self._previous_step = trainer.global_step
         self._started_at_s = time.monotonic()
         restore_gradients(pl_module, self._pending.pop("gradients", {}))
@@ -177,7 +180,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_between_batches = True
         step = trainer.global_step
         previous, self._previous_step = self._previous_step, step
-        if run_state_of(trainer).stop_reason is not None:
+        run_state = self._run_state or run_state_of(trainer)
+        if run_state.stop_reason is not None:
             self._save_before_stop(trainer, pl_module)
             return
         is_crossed = crossed(previous, step, self.every_n_steps) and not suppressed(pl_module)

@@ -149,7 +149,8 @@ class DurableCheckpointIO(CheckpointIO):
     def poll(self) -> None:
         """Raise what a save in the background raised; after the same step on all ranks that wrote it together."""
         if self._end_of_save is None:
-            self.writer.raise_failure()
+            if self.writer.failure is not None:
+                self.writer.raise_failure()
         elif self._end_of_save.has_come(is_busy=self.writer.is_busy):
             self.wait()
 

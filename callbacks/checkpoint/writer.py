@@ -19,7 +19,8 @@ class BackgroundWriter:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_busy = False
-        self._error: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What a job raised and nobody has been told yet."""
         self._afterwards: list[Callable[[], object]] = []
 
     @property
@@ -60,8 +61,8 @@ class BackgroundWriter:
 
     def raise_failure(self) -> None:
         """Raise what a job in the background raised, once; returns at once."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.failure is not None:
+            error, self.failure = self.failure, None
             raise error
 
     def _run(self, job: Callable[[], object]) -> None:
@@ -73,7 +74,7 @@ class BackgroundWriter:
         except BaseException as error:  # noqa: BLE001 - it is raised in the training thread
             with self._lock:
                 self._afterwards.clear()
-                self._error = error
+                self.failure = error
                 self._is_busy = False
 
     def _next(self) -> Callable[[], object] | None:
