@@ -20,6 +20,7 @@ from .order import Order
 from .plan import Shard
 from .position import Layout, Position
 from .resolve import open_source
+from .schema import checked_columns
 from .sources import Source
 from .supply import Spec, Supply, ThreadSupply
 
@@ -42,7 +43,8 @@ class ArrowFeed:
 
     Args:
         source: Paths, folders, patterns or URLs of Parquet files, or of Arrow IPC files (``.arrow``, ``.ipc``,
-            ``.feather``), which are mapped into memory; tables or record batches; a Hugging Face dataset; a `Source`.
+            ``.feather``), which are mapped into memory; tables or record batches; a data frame (pandas, polars, …,
+            read whole into memory); a Hugging Face dataset; a `Source`.
         batch_size: Rows a step and rank. The last step of an epoch may have fewer; see `plan`.
         readahead: Decoded chunks kept ready by a background thread; 0 decodes in the training thread.
         columns: Columns to read, in this order; None means all.
@@ -107,7 +109,7 @@ class ArrowFeed:
             readahead_bytes=readahead_bytes,
             workers=workers,
         )
-        self._given, self._columns, self._filesystem = source, columns, filesystem
+        self._given, self._columns, self._filesystem = source, checked_columns(columns), filesystem
         self._filters = as_expression(filters)
         self._collate = _collate(collate)
         self._ledger = None if ledger is None else Ledger(ledger)
@@ -327,7 +329,7 @@ class ArrowFeed:
             InputError: The data, or its order, is not that of the state.
         """
         source, layout = self._opened()
-        if state.get("data") != source.fingerprint:
+        if state.get("data", source.fingerprint) != source.fingerprint:
             raise InputError(
                 "The position belongs to other data: files, their sizes, row groups or filters have changed. Resume "
                 "with the data of the checkpoint, or start a new run."

@@ -54,9 +54,10 @@ def to_torch(batch: pa.RecordBatch, *, copy: bool = False) -> dict[str, Any]:
     """The columns of `batch` by name.
 
     Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
-    both without a copy; booleans become bool tensors. Times become int64 in the column's own unit. Lists of varying
-    length become a list of tensors, structs a dictionary, ``{bytes, path}`` structs a list of `LazyImage`, anything
-    else (text, bytes, decimals, …) a list of Python values. Dictionary-encoded columns become what their values would.
+    both without a copy; booleans become bool tensors. Times and dates become integers of the column's own unit and
+    width. Lists of varying length become a list of tensors, structs a dictionary, ``{bytes, path}`` structs a list of
+    `LazyImage`, anything else (text, bytes, decimals, …) a list of Python values. Dictionary-encoded columns become
+    what their values would.
 
     Args:
         batch: The rows.
@@ -94,10 +95,7 @@ def _is_tensor(kind: pa.DataType) -> bool:
 
 def _is_time(kind: pa.DataType) -> bool:
     return bool(
-        pa.types.is_timestamp(kind)
-        or pa.types.is_duration(kind)
-        or pa.types.is_time64(kind)
-        or pa.types.is_date64(kind)
+        pa.types.is_timestamp(kind) or pa.types.is_duration(kind) or pa.types.is_time(kind) or pa.types.is_date(kind)
     )
 
 
@@ -114,7 +112,7 @@ def _tensor(name: str, array: pa.Array, copy: bool) -> torch.Tensor:
     if pa.types.is_boolean(kind):
         return torch.from_numpy(array.to_numpy(zero_copy_only=False))
     if _is_time(kind):
-        array = array.view(pa.int64())
+        array = array.view(pa.int64() if kind.bit_width == 64 else pa.int32())
     if len(array) == 0:
         return torch.from_numpy(array.to_numpy().copy())
     tensor: torch.Tensor = from_dlpack(array)

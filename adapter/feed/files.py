@@ -1,15 +1,23 @@
 """Where Parquet and Arrow files lie: local paths, folders, patterns, and URLs of any file system.
 
-A plain path is local. A URL goes to the file system that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to
-the one that fsspec has (``hf://``, ``memory://``, ``az://``, …).
+A plain path is local, and so is a ``file:`` URL, in which ``%20`` is a blank. Any other URL goes to the file system
+that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to the one that fsspec has (``hf://``, ``memory://``,
+``az://``, …).
+
+In a folder, what begins with a dot or an underscore is no data, as Spark, Hive and Arrow have it: ``_SUCCESS``,
+``_temporary``, ``._part-0.parquet``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import fs
@@ -44,10 +52,20 @@ class DataFile:
             InputError: There is no such file.
         """
         info = self.filesystem.get_file_info(self.path)
+        if info.type == fs.FileType.Directory:
+            raise InputError(f"{self.name} is a folder")
         if info.type != fs.FileType.File:
-            kind = "is a folder" if info.type == fs.FileType.Directory else "does not exist"
-            raise InputError(f"{self.name} {kind}")
+            raise InputError(f"{self.name} does not exist{self._nearest() if self.local else ''}")
         return info.size or 0, info.mtime_ns or 0
+
+    def _nearest(self) -> str:
+        if os.path.islink(self.path):
+            return f"; it is a link to {os.readlink(self.path)}"
+        folder, name = os.path.split(self.path)
+        with contextlib.suppress(OSError):
+            near = difflib.get_close_matches(name, os.listdir(folder), n=1)
+            return f"; did you mean {near[0]!r}?" if near else ""
+        return f"; there is no folder {folder}"
 
 
 def expand(
@@ -73,18 +91,35 @@ def expand(
 
 
 def _expand_one(name: str, filesystem: Any, suffixes: Sequence[str]) -> list[DataFile]:
-    system, path = _locate(name, filesystem)
-    if _PATTERN & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
-        found = _matches(system, path)
-    elif system.get_file_info(path).type == fs.FileType.Directory:
-        selector = fs.FileSelector(path, recursive=True)
-        found = [i.path for i in system.get_file_info(selector) if i.type == fs.FileType.File]
-        found = sorted(p for p in found if p.endswith(tuple(suffixes)))
-    else:
-        return [DataFile(name, system, path)]
+    with _naming(name):
+        system, path = _locate(name, filesystem)
+        if _PATTERN & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
+            matches = _matches(system, path)
+            found = [p for match, folder in matches for p in (_data_in(system, match, suffixes) if folder else [match])]
+        elif system.get_file_info(path).type == fs.FileType.Directory:
+            found = _data_in(system, path, suffixes)
+        else:
+            return [DataFile(name, system, path)]
     if not found:
         raise InputError(f"{name} matches no file that ends in {' or '.join(suffixes)}")
-    return [DataFile(p if isinstance(system, fs.LocalFileSystem) else _renamed(name, p), system, p) for p in found]
+    local = isinstance(system, fs.LocalFileSystem)
+    return [DataFile(p if local else _renamed(name, p), system, p) for p in found]
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Whatever a file system raises, and each has errors of its own, as an `InputError` that names `name`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except UnicodeError as error:
+        shown = os.fsencode(name).decode("utf-8", "replace")
+        raise InputError(
+            f"{shown}: there is a file name that is not UTF-8, which Arrow cannot open; rename it"
+        ) from error
+    except Exception as error:
+        raise InputError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _renamed(name: str, path: str) -> str:
@@ -92,23 +127,37 @@ def _renamed(name: str, path: str) -> str:
     return f"{scheme}://{path.lstrip('/')}" if separator else path
 
 
-def _matches(system: fs.FileSystem, pattern: str) -> list[str]:
+def _data_in(system: fs.FileSystem, folder: str, suffixes: Sequence[str]) -> list[str]:
+    infos = system.get_file_info(fs.FileSelector(folder, recursive=True))
+    files = [info.path for info in infos if info.type == fs.FileType.File and info.path.endswith(tuple(suffixes))]
+    return sorted(path for path in files if not _is_hidden(path.removeprefix(folder)))
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+def _matches(system: fs.FileSystem, pattern: str) -> list[tuple[str, bool]]:
+    """What matches, and whether it is a folder."""
+    if isinstance(system, fs.LocalFileSystem):
+        return [(path, os.path.isdir(path)) for path in sorted(glob.glob(pattern, recursive=True))]
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     handler = getattr(system, "handler", None)
     wrapped = handler.fs if isinstance(handler, fs.FSSpecHandler) else ArrowFSWrapper(system)
-    return sorted(str(path) for path in wrapped.glob(pattern))
+    found = wrapped.glob(pattern, detail=True)
+    return sorted((str(path), info["type"] == "directory") for path, info in found.items())
 
 
 def _locate(name: str, filesystem: Any) -> tuple[fs.FileSystem, str]:
     if filesystem is not None:
         system = filesystem if isinstance(filesystem, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(filesystem))
         return system, name
-    scheme, separator, rest = name.partition("://")
+    if name[:5].lower() == "file:":
+        return fs.LocalFileSystem(), _path_of(name)
+    scheme, separator, _ = name.partition("://")
     if not separator:
         return fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(name))
-    if scheme == "file":
-        return fs.LocalFileSystem(), rest
     try:
         if scheme in _ARROW_SCHEMES:
             system, path = fs.FileSystem.from_uri(name)
@@ -116,6 +165,17 @@ def _locate(name: str, filesystem: Any) -> tuple[fs.FileSystem, str]:
         return _locate_with_fsspec(name)
     except (ImportError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{name}: no file system for {scheme}:// ({error})") from error
+
+
+def _path_of(url: str) -> str:
+    rest = url[5:]
+    host, path = "", rest
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        path = slash + path
+    if host.lower() not in ("", "localhost") or not path.startswith("/"):
+        raise InputError(f"{url}: a file URL has no host and an absolute path, file:///folder/name")
+    return unquote(path, errors="surrogateescape")
 
 
 def _locate_with_fsspec(name: str) -> tuple[fs.FileSystem, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pyarrow as pa
@@ -9,7 +10,9 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-__all__ = ["as_expression", "mask"]
+from .schema import nearest_column
+
+__all__ = ["as_expression", "fault_of", "mask"]
 
 
 def as_expression(filters: Any) -> pc.Expression | None:
@@ -35,6 +38,18 @@ def _tuples(filters: Any) -> Any:
         column, operator, value = filters
         return column, operator, value
     return [_tuples(item) for item in filters]
+
+
+def fault_of(expression: pc.Expression, schema: pa.Schema) -> str | None:
+    """Why rows of `schema` cannot be filtered by `expression`, or None when they can."""
+    try:
+        mask(pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema), expression)
+    except pa.ArrowException as error:
+        missing = re.match(r"No match for FieldRef.Name\((.*)\) in ", str(error))
+        if missing:
+            return f"filter {expression}: no column {missing[1]!r}; {nearest_column(missing[1], schema.names)}"
+        return f"filter {expression}: {error}"
+    return None
 
 
 def mask(batch: pa.RecordBatch, expression: pc.Expression) -> pa.BooleanArray:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..exceptions import InputError
 from .files import DataFile
-from .filtering import as_expression
+from .filtering import as_expression, fault_of
 from .schema import conform, project
 from .sources import Decoded, fingerprint, input_error
 
@@ -85,6 +85,7 @@ class ParquetSource:
         if footers:
             self.schema, mismatches = project([(f.file.name, f.schema) for f in footers], columns)
             faults += mismatches
+            faults += self._filter_faults(footers)
         if not faults and not any(sum(footer.group_rows) for footer in footers):
             faults.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
         if faults:
@@ -97,7 +98,14 @@ class ParquetSource:
         self._expansion = 1.0
         self.row_bytes = sum(g.bytes for g in self._groups) / sum(g.rows for g in self._groups)
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
-        self.fingerprint = fingerprint([*sizes, str(self.group_rows)])
+        filtered = [] if self._filter is None else [str(self._filter)]
+        self.fingerprint = fingerprint([*sizes, str(self.group_rows), *filtered])
+
+    def _filter_faults(self, footers: Sequence[_Footer]) -> list[str]:
+        if self._filter is None:
+            return []
+        found = ((footer.file.name, fault_of(self._filter, footer.schema)) for footer in footers)
+        return [f"{name}: {fault}" for name, fault in found if fault is not None]
 
     def _count(self) -> tuple[int, ...]:
         if self._filter is None:
@@ -111,8 +119,8 @@ class ParquetSource:
     def _count_group(self, group: _Group) -> int:
         try:
             return int(self._fragment(group).count_rows(filter=self._filter))
-        except (pa.ArrowException, OSError) as error:
-            raise input_error([f"{_label(group)}: filter {self._filter}: {error}"]) from error
+        except Exception as error:
+            raise _broken(group, error) from error
 
     def _fragment(self, group: _Group) -> ds.ParquetFileFragment:
         file = group.footer.file
@@ -145,7 +153,7 @@ class ParquetSource:
     def _mask(self, group: _Group) -> Any:
         try:
             table = self._fragment(group).scanner(columns={"keep": self._filter}).to_table()
-        except (pa.ArrowException, OSError) as error:
+        except Exception as error:
             raise _broken(group, error) from error
         return table.column("keep").fill_null(False).to_numpy()
 
@@ -155,7 +163,9 @@ class ParquetSource:
             for batch in self._decode(groups, max_bytes, skip):
                 yield batch
                 rows += batch.num_rows
-        except (pa.ArrowException, OSError) as error:
+        except InputError:
+            raise
+        except Exception as error:
             self._forget(groups[0].footer.file)
             if len(groups) == 1:
                 raise _broken(groups[0], error) from error
@@ -195,7 +205,9 @@ class ParquetSource:
                 self._open.popitem(last=False)[1].close(force=True)
             handle = data.filesystem.open_input_file(data.path)
             metadata = group.footer.metadata
-            self._open[data.name] = pq.ParquetFile(handle, metadata=metadata, pre_buffer=not data.local)
+            self._open[data.name] = pq.ParquetFile(
+                handle, metadata=metadata, pre_buffer=not data.local, page_checksum_verification=True
+            )
         self._open.move_to_end(data.name)
         return self._open[data.name]
 
@@ -240,6 +252,8 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         return str(error)
     except (pa.ArrowException, OSError) as error:
         return f"{file.name}: not a whole Parquet file ({error})"
+    except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+        return f"{file.name}: {type(error).__name__}: {error}"
 
 
 def _groups(footer: _Footer) -> Iterator[_Group]:
@@ -254,7 +268,13 @@ def _label(group: _Group) -> str:
 
 
 def _require_unchanged(group: _Group) -> None:
-    if group.footer.file.local and group.footer.file.stamp() != group.footer.stamp:
+    if not group.footer.file.local:
+        return
+    try:
+        stamp = group.footer.file.stamp()
+    except InputError as error:
+        raise _broken(group, error) from error
+    if stamp != group.footer.stamp:
         raise InputError(f"{_label(group)}: the file changed while it was read; start again with the new file")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..exceptions import InputError
 from .order import Order
-from .plan import Shard, Share, Span, cut
+from .plan import SHARD_MODES, Shard, Share, Span, cut
 
 __all__ = ["Layout", "Position"]
 
@@ -107,15 +107,7 @@ class Position:
             InputError: The rows, or their order, are not those of the state.
         """
         _require_same_order(state, layout.order)
-        spans = tuple(_span(span) for span in state["spans"])
-        saved = cls(int(state["epoch"]), spans, int(state["step"]), int(state.get("before", 0)))
-        old = replace(
-            layout,
-            batch_size=int(state["batch_size"]),
-            world_size=int(state["world_size"]),
-            shard=state["shard"],
-            drop_last=bool(state["drop_last"]),
-        )
+        saved, old = _saved(state, layout)
         before = saved.before + saved.step
         if saved.step and saved.step >= old.share(saved.rows).steps:
             return replace(saved.following(old), before=0 if old == layout else before)
@@ -125,18 +117,37 @@ class Position:
         return cls(saved.epoch, rest, before=before)
 
 
-def _span(value: Any) -> Span:
-    epoch, first, end = value
-    return int(epoch), int(first), int(end)
+def _saved(state: Mapping[str, Any], layout: Layout) -> tuple[Position, Layout]:
+    """The position as it was saved, and in which terms."""
+    try:
+        spans = tuple((int(epoch), int(first), int(end)) for epoch, first, end in state["spans"])
+        saved = Position(int(state["epoch"]), spans, int(state["step"]), int(state.get("before", 0)))
+        old = replace(
+            layout,
+            batch_size=int(state["batch_size"]),
+            world_size=int(state["world_size"]),
+            shard=state["shard"],
+            drop_last=bool(state["drop_last"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"The position is damaged ({type(error).__name__}: {error}): {dict(state)!r:.500}") from error
+    within = all(epoch >= 0 and 0 <= first <= end <= layout.order.rows for epoch, first, end in spans)
+    if not within or saved.step < 0 or min(old.batch_size, old.world_size) < 1 or old.shard not in SHARD_MODES:
+        raise InputError(f"The position is damaged: {dict(state)!r:.500}")
+    return saved, old
 
 
 def _require_same_order(state: Mapping[str, Any], order: Order) -> None:
     if state.get("version") != STATE_VERSION:
         raise InputError(f"The position has version {state.get('version')!r}; this release reads {STATE_VERSION}.")
+    if "spans" not in state:
+        raise InputError(f"The position is of another kind of source; it has {', '.join(sorted(state))}.")
     now = {"rows": order.rows, "seed": order.seed, "shuffle": order.shuffle}
     if order.shuffle:
         now["window"] = order.window
-    changed = [f"{name} was {state.get(name)} and is {value}" for name, value in now.items() if state[name] != value]
+    changed = [
+        f"{name} was {state.get(name)} and is {value}" for name, value in now.items() if state.get(name) != value
+    ]
     if changed:
         raise InputError(
             "The position does not fit the data: " + ", ".join(changed) + ". Resume with the data and the order of the "

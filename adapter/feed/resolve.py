@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
@@ -63,9 +63,10 @@ def as_feed(batches: Any, *, rank: int = 0, world_size: int = 1) -> BatchFeed:
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Source:
-    """The source behind paths, tables, record batches, a Hugging Face dataset, or a source.
+    """The source behind paths, tables, record batches, a data frame, a Hugging Face dataset, or a source.
 
     Raises:
+        TypeError: `given` is none of these.
         InputError: The data cannot be used; lists every fault that metadata can tell.
     """
     if hasattr(given, "group_rows"):
@@ -73,9 +74,11 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
         return source
     if _is_hugging_face(given):
         return TableSource([("dataset", _hugging_face_table(given))], columns=columns, filters=filters)
+    if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):
+        given = pa.table(given)
     if isinstance(given, pa.Table | pa.RecordBatch):
         return TableSource([("table", given)], columns=columns, filters=filters)
-    items = [given] if isinstance(given, str | os.PathLike) else list(given)
+    items = _items(given)
     if items and all(isinstance(item, pa.Table | pa.RecordBatch) for item in items):
         named = [(f"table {i}", item) for i, item in enumerate(items)]
         return TableSource(named, columns=columns, filters=filters)
@@ -86,6 +89,25 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
     if any(mapped):
         raise InputError("Arrow IPC files and Parquet files cannot be mixed in one feed.")
     return ParquetSource(files, columns=columns, filters=filters)
+
+
+def _items(given: Any) -> list[Any]:
+    if isinstance(given, str | os.PathLike):
+        return [given]
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else [given]
+    paths = [item for item in items if isinstance(item, str | os.PathLike)]
+    odd = [item for item in items if not isinstance(item, str | os.PathLike | pa.Table | pa.RecordBatch)]
+    if odd or 0 < len(paths) < len(items):
+        raise TypeError(
+            "Invalid `source`. Expected paths, URLs, Arrow tables or record batches, a data frame or a Hugging Face "
+            f"dataset, but received {_short(odd or items)}."
+        )
+    return items
+
+
+def _short(items: Sequence[Any]) -> str:
+    text = repr(items[0]) if len(items) == 1 else ", ".join(sorted({type(item).__name__ for item in items}))
+    return text if len(text) < 200 else f"{text[:199]}…"
 
 
 def _is_hugging_face(given: Any) -> bool:

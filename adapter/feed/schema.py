@@ -6,8 +6,25 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-__all__ = ["conform", "project"]
+__all__ = ["checked_columns", "conform", "nearest_column", "project"]
+
+
+def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """`columns`, where they can be meant.
+
+    Raises:
+        ValueError: They are one text, none at all, or one of them twice.
+    """
+    if columns is None:
+        return None
+    chosen = () if isinstance(columns, str) else tuple(columns)
+    if not chosen or len(set(chosen)) < len(chosen) or not all(isinstance(name, str) for name in chosen):
+        raise ValueError(
+            f"Invalid `columns`. Expected a list of different column names, or None for all, but received {columns!r}."
+        )
+    return chosen
 
 
 def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
@@ -15,11 +32,11 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
 
     The order of columns may differ between files, and so may nullability and metadata; names and types may not.
     """
-    schemas = list(named)
+    schemas = [(name, _plain(schema)) for name, schema in named]
     if not schemas:
         return pa.schema([]), ["no data: there is not one file or table"]
     first_name, first = schemas[0]
-    wanted = list(columns) if columns is not None else first.names
+    wanted = list(dict.fromkeys(first.names if columns is None else columns))
     faults = [fault for name, schema in schemas for fault in _missing(name, schema, wanted)]
     if faults:
         return first, faults
@@ -32,8 +49,28 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of `schema`, in its order; copies nothing."""
-    return pa.RecordBatch.from_arrays([batch.column(name) for name in schema.names], schema=schema)
+    """The columns of `schema`, in its order; copies nothing but what `project` gave another type."""
+    columns = [_decoded(batch.column(field.name), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_run_end_encoded(column.type):
+        return pc.run_end_decode(column)
+    return column if column.type.equals(kind) else column.cast(kind)
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema without encodings whose rows Arrow can neither reorder nor filter."""
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema], metadata=schema.metadata)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_run_end_encoded(kind):
+        return kind.value_type
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _merged(fields: Sequence[pa.Field]) -> pa.Field:
@@ -47,12 +84,16 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
     for column in wanted:
         count = known.count(column)
         if count == 0:
-            near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {_listed(known)}"
-            faults.append(f"{name}: no column {column!r}; {hint}")
+            faults.append(f"{name}: no column {column!r}; {nearest_column(column, known)}")
         elif count > 1:
             faults.append(f"{name}: {count} columns are named {column!r}")
     return faults
+
+
+def nearest_column(column: str, known: Sequence[str]) -> str:
+    """What may have been meant by a column that there is not."""
+    near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"it has {_listed(known)}"
 
 
 def _listed(names: Sequence[str], most: int = 12) -> str:

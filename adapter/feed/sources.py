@@ -15,7 +15,7 @@ import pyarrow as pa
 import xxhash
 
 from ..exceptions import InputError
-from .filtering import as_expression, mask
+from .filtering import as_expression, fault_of, mask
 from .schema import conform, project
 
 __all__ = ["Decoded", "Numbers", "Part", "Source", "TableSource", "fingerprint", "input_error"]
@@ -85,16 +85,18 @@ class TableSource:
     ) -> None:
         given = list(tables)
         self.schema, faults = project([(name, table.schema) for name, table in given], columns)
+        expression = as_expression(filters)
+        if expression is not None and not faults:
+            faults = [f"{name}: {fault}" for name, t in given if (fault := fault_of(expression, t.schema)) is not None]
         if faults:
             raise input_error(faults)
-        expression = as_expression(filters)
         groups = [(name, group) for name, table in given for group in self._decoded(table, expression)]
         self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
         self.group_rows = tuple(batch.num_rows for batch, _ in self._groups)
         if not sum(self.group_rows):
             raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
         self.row_bytes = sum(batch.nbytes for batch, _ in self._groups) / sum(self.group_rows)
-        self.fingerprint = fingerprint([f"{self.group_rows}"])
+        self.fingerprint = fingerprint([f"{self.group_rows}", *([] if expression is None else [str(expression)])])
 
     def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[Decoded]:
         start = 0

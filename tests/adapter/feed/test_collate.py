@@ -55,6 +55,22 @@ def test_fixed_shape_tensors_keep_their_shape():
     assert torch.equal(tensor, torch.arange(24, dtype=torch.int32).view(4, 2, 3)[1:3])
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (pa.date32(), torch.int32),
+        (pa.date64(), torch.int64),
+        (pa.time32("s"), torch.int32),
+        (pa.time64("us"), torch.int64),
+        (pa.duration("ns"), torch.int64),
+    ],
+)
+def test_times_and_dates_become_integers_of_their_own_width(kind, dtype):
+    numbers = pa.array([0, 86_400_000], pa.int64() if dtype == torch.int64 else pa.int32())
+    tensor = to_torch(pa.record_batch({"when": numbers.view(kind)}))["when"]
+    assert (tensor.dtype, tensor.tolist()) == (dtype, [0, 86_400_000])
+
+
 def test_booleans_and_times_become_tensors():
     when = pa.array([datetime.datetime(1970, 1, 1, 0, 0, 1)], pa.timestamp("ms"))
     batch = to_torch(pa.record_batch({"flag": pa.array([True]), "when": when}))

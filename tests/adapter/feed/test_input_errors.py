@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed
@@ -195,3 +196,106 @@ def test_a_filter_on_a_missing_column_is_an_input_error(rows_file):
 def test_a_filter_that_no_row_passes_is_an_input_error(rows_file):
     with pytest.raises(InputError, match="no row passes"):
         ArrowFeed(rows_file(3), filters=[["id", ">", 100]]).check()
+
+
+@pytest.mark.parametrize("columns", ["id", [], ["id", "id"], [3]])
+def test_columns_that_cannot_be_meant_are_refused(rows_file, columns):
+    with pytest.raises(ValueError, match="Expected a list of different column names"):
+        ArrowFeed(rows_file(3), columns=columns)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize(
+    ("filters", "fault"),
+    [
+        ([["idd", ">", 1]], r"filter \(idd > 1\): no column 'idd'; did you mean 'id'\?"),
+        ([["id", ">", "x"]], r"filter \(id > \"x\"\): Function 'greater' has no kernel"),
+    ],
+)
+def test_a_filter_that_does_not_fit_the_columns_is_named_before_anything_is_read(rows_file, filters, fault, in_memory):
+    path = rows_file(3)
+    with pytest.raises(InputError, match=fault):
+        ArrowFeed(pq.read_table(path) if in_memory else path, filters=filters).check()
+
+
+def test_two_columns_of_one_name_are_one_fault(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "x.parquet")
+    with pytest.raises(InputError) as caught:
+        ArrowFeed(tmp_path / "x.parquet").check()
+    assert str(caught.value).count("2 columns are named 'a'") == 1
+
+
+def test_a_file_that_goes_away_while_it_is_read_is_named_with_the_row_group(rows_file, ids):
+    path = rows_file(*[50_000] * 3)
+    batches = iter(ArrowFeed(path, batch_size=50_000, epochs=1, readahead=0, readahead_bytes=1))
+    assert len(ids(batches, 1)) == 1
+    path.unlink()
+    with pytest.raises(InputError, match=r"Cannot read .*data\.parquet, row group \d: .* does not exist"):
+        list(batches)
+
+
+def test_checksums_that_a_file_has_are_compared(tmp_path):
+    path = tmp_path / "data.parquet"
+    values = list(range(1000, 2000))
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"id": pa.array(values, pa.int64())}), path, **options)
+    data, value = path.read_bytes(), (1777).to_bytes(8, "little")
+    assert data.count(value) == 1
+    path.write_bytes(data.replace(value, (1776).to_bytes(8, "little")))
+    with pytest.raises(InputError, match=r"(?i)crc checksum"):
+        list(ArrowFeed(path, epochs=1))
+
+
+def test_a_position_is_refused_with_another_filter_that_keeps_as_many_rows(rows_file):
+    path = rows_file(8, 8)
+    state = ArrowFeed(path, filters=[["id", "!=", 3]]).state_dict()
+    with pytest.raises(InputError, match="other data"):
+        ArrowFeed(path, filters=[["id", "!=", 4]]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"spans": "x"},
+        {"spans": [[0, 0, 10**9]]},
+        {"spans": [[0, 5, 1]]},
+        {"step": -5},
+        {"step": "a"},
+        {"step": None},
+        {"world_size": 0},
+        {"batch_size": 0},
+        {"shard": "columns"},
+    ],
+)
+def test_a_damaged_position_is_an_input_error(rows_file, damage):
+    path = rows_file(8)
+    state = {**ArrowFeed(path).state_dict(), **damage}
+    with pytest.raises(InputError, match="The position is damaged"):
+        ArrowFeed(path).load_state_dict(state)
+
+
+class Failing(MemoryFileSystem):
+    """A store whose client has an exception of its own, raised once reading has begun."""
+
+    cachable = False
+    fails = False
+
+    def _open(self, path, mode="rb", **options):
+        if self.fails:
+            raise LookupError("the store is gone")
+        return super()._open(path, mode, **options)
+
+
+def test_what_a_remote_file_system_raises_while_it_is_read_names_file_and_row_group(rows_file):
+    store = Failing()
+    store.pipe_file("/failing/data.parquet", rows_file(5).read_bytes())
+    try:
+        feed = ArrowFeed("/failing/data.parquet", filesystem=store, epochs=1)
+        feed.check()
+        store.fails = True
+        with pytest.raises(InputError, match=r"data\.parquet, row group 0: .*the store is gone"):
+            list(feed)
+        with pytest.raises(InputError, match=r"data\.parquet: LookupError: the store is gone"):
+            ArrowFeed("/failing/data.parquet", filesystem=store).check()
+    finally:
+        store.rm("/failing", recursive=True)

@@ -115,5 +115,5 @@ def test_a_position_of_another_kind_of_source_is_refused(rows_file, feed):
     arrow = ArrowFeed(rows_file(3))
     with pytest.raises(InputError, match="another kind of source"):
         feed.load_state_dict(arrow.state_dict())
-    with pytest.raises(InputError, match="other data"):
+    with pytest.raises(InputError, match="another kind of source; it has taken, version"):
         arrow.load_state_dict(feed.state_dict())

@@ -219,3 +219,44 @@ def test_importing_the_package_loads_neither_torch_nor_lightning_nor_arrow():
         "assert not {'torch', 'lightning'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+ENCODED = {
+    "string_view": pa.array([f"text {i}" for i in range(20)]).cast(pa.string_view()),
+    "binary_view": pa.array([b"%d" % i for i in range(20)]).cast(pa.binary_view()),
+    "run_end_encoded": pc.run_end_encode(pa.array([i // 3 for i in range(20)])),
+    "list_view": pa.array([[i] * (i % 3) for i in range(20)], pa.list_view(pa.int64())),
+    "union": pa.UnionArray.from_sparse(pa.array([0] * 20, pa.int8()), [pa.array(range(20))]),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "shuffle_window": 3}, {"filters": [["id", ">", 4]]}])
+def test_columns_in_encodings_that_arrow_cannot_reorder_are_handed_out_all_the_same(encoding, options):
+    column = ENCODED[encoding]
+    table = pa.table({"id": range(20), "column": column})
+    rows = [row for batch in ArrowFeed(table, batch_size=6, epochs=1, **options) for row in batch.to_pylist()]
+    first = 5 if "filters" in options else 0
+    assert sorted((row["id"], row["column"]) for row in rows) == [(i, column[i].as_py()) for i in range(first, 20)]
+
+
+class DataFrame:
+    """What pandas, polars and others have in common."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+def test_a_data_frame_is_read_like_a_table():
+    assert all_ids(DataFrame(pa.table({"id": range(5)}))) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    "source", [None, 3, b"data.parquet", {"id": [1]}, [["a.parquet"]], [pa.table({"id": [1]}), "a"]]
+)
+def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
+    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths, URLs, Arrow tables"):
+        ArrowFeed(source).check()
