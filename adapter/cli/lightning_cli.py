@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
+from ...callbacks.checkpoint.layout import record_paths
 from ...callbacks.checkpoint.selection import newest_valid
 from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
@@ -71,8 +72,9 @@ class GenlightCLI(LightningCLI):
         parser.add_argument(
             "--resume",
             choices=["auto", "never"],
-            default="never",
-            help="auto: go on from the newest whole checkpoint, or start anew where there is none",
+            default=None,
+            help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: start anew; "
+            "without it a run does not start where the callback genlight.callbacks.Checkpoint left checkpoints",
         )
 
     @override
@@ -91,16 +93,32 @@ class GenlightCLI(LightningCLI):
         return
 
     def before_fit(self) -> None:
-        """Choose the checkpoint to resume from, where that was left to us."""
+        """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
         settings = self.config["fit"]
-        if settings["resume"] == "auto" and settings.get("ckpt_path") is None:
-            self.config_init["fit"]["ckpt_path"] = self._newest_checkpoint()
+        if settings.get("ckpt_path") is not None:
+            return
+        directory = self._checkpoints()
+        if settings["resume"] == "auto":
+            if directory is None:
+                raise _UnusableConfigurationError(
+                    "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
+                )
+            self.config_init["fit"]["ckpt_path"] = self._newest_checkpoint(directory)
+        elif settings["resume"] is None and directory is not None and record_paths(directory):
+            raise _UnusableConfigurationError(
+                f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
+                "`--resume never`, or choose another `dirpath`."
+            )
 
-    def _newest_checkpoint(self) -> str | None:
+    def _checkpoints(self) -> Path | None:
+        """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
         callback = next((c for c in callbacks_of(self.trainer) if isinstance(c, Checkpoint)), None)
-        if callback is None:
-            raise GenlightError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
-        directory = callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
+        if callback is None or getattr(self.trainer, "fast_dev_run", False):
+            return None
+        return callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
+
+    @staticmethod
+    def _newest_checkpoint(directory: Path) -> str | None:
         record, warnings = newest_valid(directory)
         for warning in warnings:
             log.warning(warning)

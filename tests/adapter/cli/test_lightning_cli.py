@@ -99,3 +99,24 @@ def test_lightnings_timer_can_be_configured(genlight):
     code, words = genlight(callbacks=[timer], plugin="refused_trainer:Works")
 
     assert code == 0, words
+
+
+def test_checkpoints_of_an_earlier_fit_are_replaced_only_when_told_to(genlight, tmp_path):
+    works = {"plugin": "refused_trainer:Works"}
+    assert genlight(**works)[0] == 0
+    record = tmp_path / "c" / "final.json"
+    first = record.read_bytes()
+
+    code, words = genlight(**works)
+    assert code == 2
+    assert "'c' holds checkpoints already. Go on with `--resume auto`" in words
+    assert record.read_bytes() == first
+    assert genlight("fit", "--resume", "never", **works)[0] == 0
+    assert record.read_bytes() != first
+
+
+def test_resuming_needs_the_callback_that_leaves_checkpoints(genlight):
+    code, words = genlight("fit", "--resume", "auto", plugin="refused_trainer:Works", callbacks=[])
+
+    assert code == 2
+    assert "--resume auto needs the callback genlight.callbacks.Checkpoint" in words
