@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from ..adapter.run_state import RunState
@@ -120,4 +121,5 @@ def publish(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: dict[st
         connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
         for logger in loggers:
             logger.log_metrics(metrics=metrics, step=step)
-            logger.save()
+            if type(logger).save is not Logger.save:  # that one does nothing
+                logger.save()

@@ -168,8 +168,8 @@ def checked_step(value: Any) -> int:
     return int(step)
 
 
-def finite_float(name: str, value: Any) -> tuple[float | None, str | _Unset]:
-    """The fields `value` and `value_text` of a metric, from a number, a numpy scalar or a tensor of one element.
+def finite_float(name: str, value: Any) -> float | str:
+    """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
 
     Raises:
         TypeError: The value is no real number.
@@ -177,8 +177,8 @@ def finite_float(name: str, value: Any) -> tuple[float | None, str | _Unset]:
     """
     number = value if type(value) is float else _as_float(name, value)
     if math.isfinite(number):
-        return number, msgspec.UNSET
-    return None, "nan" if number != number else ("inf" if number > 0 else "-inf")
+        return number
+    return "nan" if number != number else ("inf" if number > 0 else "-inf")
 
 
 def _as_float(name: str, value: Any) -> float:

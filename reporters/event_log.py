@@ -42,6 +42,9 @@ __all__ = ["EventLog"]
 
 Phase = Literal["new", "started", "ended"]
 
+_INF = math.inf
+_UNSET = msgspec.UNSET
+
 
 class _Tail(msgspec.Struct):
     """What a new writer needs to know of the last line."""
@@ -148,18 +151,15 @@ class EventLog:
 
         Raises as `metric` does.
         """
-        # This is on the path of every step of some runs: what is plain is not handed on to be checked.
+        # On the path of every step of some runs: what is plain is not handed on to be checked.
         if type(step) is not int or step < 0 or step > MAX_STEP:
             step = checked_step(step)
-        scalars: list[tuple[str, float | None, str | msgspec.UnsetType]] = []
         for name, value in values.items():
-            if type(name) is not str or not name:
-                name = checked_text("name", name)
-            if type(value) is float and -math.inf < value < math.inf:
-                scalars.append((name, value, msgspec.UNSET))
-            else:
-                scalars.append((name, *finite_float(name, value)))
-        if self._file.closed:
+            if type(name) is not str or not name or type(value) is not float or not -_INF < value < _INF:
+                values = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
+                break
+        file = self._file
+        if file.closed:
             raise self._refusal("metric", "closed")
         with self._lock:
             if self._phase != "started":
@@ -169,15 +169,15 @@ class EventLog:
                     f"metric {', '.join(values)!r} of step {step} comes after a checkpoint of that step in "
                     f"{self.path}; report the metrics of a step before its checkpoint"
                 )
-            lines, seq, now = [], self._last_seq_found + self._file.lines, self._clock() // 1_000_000
-            for name, number, text in scalars:
+            lines, seq, now = [], self._last_seq_found + file.lines, self._clock() // 1_000_000
+            for name, value in values.items():
                 if name == RESUMED_METRIC:
-                    self._note_resume(number, step)
+                    self._note_resume(value, step)
+                number, text = (None, value) if type(value) is str else (value, _UNSET)
                 seq += 1
-                lines.append(
-                    encode_line(Metric("metric", name, self.run_id, SCHEMA_VERSION, seq, step, now, number, text))
-                )
-            self._file.append(*lines)
+                event = Metric("metric", name, self.run_id, SCHEMA_VERSION, seq, step, now, number, text)
+                lines.append(encode_line(event))
+            file.append(*lines)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.
@@ -309,7 +309,7 @@ class EventLog:
                 self._phase = before
             raise
 
-    def _note_resume(self, value: float | None, step: int) -> None:
+    def _note_resume(self, value: float | str, step: int) -> None:
         if self._resumed or value != step:
             raise EventLogError(
                 f"metric {RESUMED_METRIC!r} comes once in an attempt and its value is its step; "

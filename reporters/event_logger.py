@@ -142,7 +142,8 @@ class EventLogger(Logger):
         event_log = self._log
         if event_log is None or (self._owns_log and event_log.phase == "new"):
             event_log = self._started_log() if self._owns_log else self.experiment
-        self._last_step = max(self._last_step, at)
+        if at > self._last_step:
+            self._last_step = at
         if self._pending:
             self._report_checkpoints(before=at)
         if "epoch" in metrics:
