@@ -25,6 +25,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .aliases import Alias, aliases, key_text
 from .exceptions import ContractError
 
 __all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discover", "uncompiled", "walk"]
@@ -67,8 +68,8 @@ class Discovered:
     """Tensors that an optimizer holds and no found module does."""
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
-    aliases: tuple[Found[Tensor], ...] = ()
-    """Parameters of found modules that the trainer also keeps by themselves, in a list say."""
+    aliases: tuple[Alias, ...] = ()
+    """Places where the trainer keeps parameters of found modules by themselves, in a list say."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -140,7 +141,7 @@ def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()
         scalers=_named(_of(found, GradScaler), reserved),
         parameters=_named(list({id(p): (path, p) for path, p in loose}.values()), reserved),
         tensors=_named([(path, t) for path, t in tensors if id(t) not in loose_ids | known], reserved),
-        aliases=_named([(path, t) for path, t in tensors if id(t) in known], reserved),
+        aliases=tuple(aliases(found, known)),
     )
 
 
@@ -220,7 +221,7 @@ def _below(path: str, value: Any, seen: dict[int, Any]) -> Iterable[tuple[str, A
 
 def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        return ((f"{path}[{_key(k)}]", v) for k, v in value.items()) if len(value) <= SEARCHED_ITEMS else ()
+        return ((f"{path}[{key_text(k)}]", v) for k, v in value.items()) if len(value) <= SEARCHED_ITEMS else ()
     if isinstance(value, _CONTAINERS):
         if len(value) > SEARCHED_ITEMS:
             return ()
@@ -273,8 +274,10 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[tuple[str, A
     """What the module and its submodules keep beside parameters, buffers and submodules: an optimizer, say."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
+        is_torchs = type(submodule).__module__.startswith("torch.")
         for attribute, value in vars(submodule).items():
-            if attribute not in _TORCH_INTERNALS and not isinstance(value, Tensor):
+            private = is_torchs and attribute.startswith("_")
+            if not private and attribute not in _TORCH_INTERNALS and not isinstance(value, Tensor):
                 yield f"{where}.{attribute}", value
 
 
@@ -312,10 +315,6 @@ def _fingerprint(item: Any) -> str:
     if isinstance(item, Tensor):
         return f"Tensor {tuple(item.shape)} {item.dtype}"
     return f"{type(item).__qualname__} {item!r}" if isinstance(item, _ATOMS) else type(item).__qualname__
-
-
-def _key(key: Any) -> str:
-    return f'"{key}"' if isinstance(key, str) else repr(key)
 
 
 def _named(found: list[tuple[str, T]], reserved: frozenset[str]) -> tuple[Found[T], ...]:

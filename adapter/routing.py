@@ -47,6 +47,7 @@ from .replication import (
     broadcast_from_zero,
     check_same_on_all_ranks,
 )
+from .shard_faults import about_sharded_update, about_sharding
 from .step_hooks import StepHooks, step_hooks
 from .unscaling import Unscaling
 
@@ -177,11 +178,6 @@ class StepRouter:
         refusal, self._refusal = self._refusal, None
         if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
             raise refusal
-        if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in str(exc):
-            exc.add_note(
-                "A submodule was called by itself while its parameters are sharded with its parent. "
-                "Name its class in the shard policy."
-            )
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
             if self._accumulation is not None:
@@ -190,6 +186,9 @@ class StepRouter:
                 self._buffers()
         elif self._accumulation is not None:
             self._accumulation.abandon()
+        explained = about_sharding(exc) if self._sharded and exc is not None else None
+        if explained is not None:
+            raise explained from exc
 
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """Run one backward call of the trainer; `args` are those of torch's engine."""
@@ -302,10 +301,12 @@ class StepRouter:
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if closure is not None:
-            return self._inside(inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs)
+            return self._inside(
+                optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
+            )
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
-        return self._inside(inner, **kwargs)
+        return self._inside(optimizer, inner, **kwargs)
 
     def _check_outside(self, optimizer: Optimizer) -> None:
         """Refuse an update that no other rank would hear of."""
@@ -340,7 +341,7 @@ class StepRouter:
         elif self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         # The scaler calls optimizer.step, which leads back to `_step` and from there to `inner`.
-        result = self._inside(self._scaler.step_checked, optimizer, functools.partial(inner, **kwargs))
+        result = self._inside(optimizer, self._scaler.step_checked, optimizer, functools.partial(inner, **kwargs))
         return loss if closure is not None else result
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -361,11 +362,16 @@ class StepRouter:
             self._hooks.before_optimizer_step(optimizer)
         return loss
 
-    def _inside(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._in_step = True
         try:
             with self._outside_autocast:
                 return step(*args, **kwargs)
+        except Exception as error:
+            explained = about_sharded_update(error, optimizer)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             self._in_step = False
 

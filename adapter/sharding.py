@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from ..callbacks.checkpoint.sharded_strategy import save_through_plugin
@@ -31,6 +32,12 @@ __all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
 ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
 blocks, or a function of a submodule's name and the submodule. A block with a tied parameter stays with its parent."""
+
+SHOWN_FAULTS = 5
+"""How many of the reasons are named why a trainer cannot be sharded."""
+
+_NEVER_CALLED = (nn.ParameterDict, nn.ParameterList)
+"""Modules without a forward in which FSDP could work; they stay whole, and their gradients are averaged."""
 
 
 def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = "whole") -> bool:
@@ -58,10 +65,11 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     module, has to be a unit.
 
     Raises:
-        ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter that the
-            trainer also keeps outside of its module or in two modules, or a policy that matches no submodule.
+        ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter with a
+            gradient hook, one in two modules, in a tuple or as a key, copies of parameters that are no module, or a
+            policy that matches no submodule.
     """
-    modules = [*discovered.trained, *_copies(discovered)]
+    modules = [m for m in (*discovered.trained, *_copies(discovered)) if not isinstance(m.value, _NEVER_CALLED)]
     _check_shardable(discovered, modules)
     # Each rank keeps its slice of its own weights, so they must be equal before they are sliced.
     group = mesh.get_group()
@@ -77,7 +85,11 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
         for unit in (*reversed(own), *_callable_parts(found.value)):
             fully_shard(unit, mesh=mesh)
         after = dict(found.value.named_parameters(remove_duplicate=False))
-        _repoint(discovered.optimizers, {id(before[name]): cast("Tensor", after[name]) for name in before})
+        sharded = {id(before[name]): cast("Tensor", after[name]) for name in before}
+        _repoint(discovered.optimizers, sharded)
+        for alias in discovered.aliases:
+            if alias.put is not None and id(alias.value) in sharded:
+                alias.put(sharded[id(alias.value)])
         _give_whole_state_dicts(found.value)
     if policy != "whole" and not matched:
         raise ContractError(
@@ -140,9 +152,25 @@ def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) ->
             owners[id(parameter)] = path
     faults += [
         f"{alias.path} is a parameter of {owners[id(alias.value)]}, which sharding replaces; "
-        "ask the module for its parameters when you need them"
+        "ask the module for its parameters when you need them, or keep them in a list"
         for alias in discovered.aliases
-        if id(alias.value) in owners
+        if alias.put is None and id(alias.value) in owners
+    ]
+    faults += [
+        f"{found.path}.{name} has a gradient hook, which sharding would lose; change `grad` after backward"
+        for found in modules
+        for name, p in found.value.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    faults += [
+        f"{found.path} is a DistributedDataParallel of its own; leave it out, since genlight keeps the ranks equal"
+        for found in modules
+        if isinstance(found.value, DistributedDataParallel)
+    ]
+    faults += [
+        f"{container} holds a tensor for each parameter of {path}, which sharding would have to follow; keep such "
+        "copies in a module, as copy.deepcopy or torch.optim.swa_utils.AveragedModel make it"
+        for container, path in _copies_in_containers(discovered)
     ]
     faults += [
         f"{found.path}.{name} is an embedding with sparse gradients; leave out `sparse=True`"
@@ -156,7 +184,24 @@ def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) ->
         if isinstance(found.value, LBFGS)
     ]
     if faults:
-        raise ContractError("The trainer cannot be sharded: " + "; ".join(faults) + ".")
+        more = f"; and {len(faults) - SHOWN_FAULTS} more like these" if len(faults) > SHOWN_FAULTS else ""
+        raise ContractError("The trainer cannot be sharded: " + "; ".join(faults[:SHOWN_FAULTS]) + more + ".")
+
+
+def _copies_in_containers(discovered: Discovered) -> Iterator[tuple[str, str]]:
+    """Lists and dicts that hold tensors with the shapes of a trained module's parameters, and the module's path."""
+    containers: dict[str, list[tuple[int, ...]]] = {}
+    for found in discovered.tensors:
+        if found.path.endswith("]") and found.value.is_floating_point():
+            containers.setdefault(found.path.rpartition("[")[0], []).append(tuple(found.value.shape))
+    for module in discovered.trained:
+        parameters = list(module.value.parameters())
+        for of_module in (parameters, [p for p in parameters if p.requires_grad]):
+            shapes = [tuple(p.shape) for p in of_module]
+            matching = [path for path, held in containers.items() if len(shapes) > 1 and held == shapes]
+            for path in matching:
+                yield path, module.path
+                del containers[path]
 
 
 def _unit_test(policy: ShardPolicy) -> Callable[[str, nn.Module], bool]:

@@ -221,6 +221,52 @@ def test_parameters_that_a_trainer_keeps_beside_their_module_are_named():
     ]
 
 
+def test_modules_and_optimizers_that_only_functions_close_over_are_found():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        model(x).backward()
+        optimizer.step()
+        return later
+
+    found = discover({"step": step})
+    later = None
+
+    assert paths(found.modules) == ['state["step"].<closure>.model']
+    assert paths(found.optimizers) == ['state["step"].<closure>.optimizer']
+    assert found.modules[0].name == "step_closure_model"
+
+
+def test_what_a_class_keeps_for_all_its_instances_is_found():
+    class Trainer:
+        net = nn.Linear(1, 1)
+        heads = (nn.Linear(1, 1),)
+
+    trainer = Trainer()
+    trainer.heads = [nn.Linear(2, 1)]
+
+    assert paths(discover(None, trainer).modules) == ["trainer.heads[0]", "trainer.net"]
+
+
+def test_without_optimizers_all_that_wants_a_gradient_is_updated():
+    model, loose = nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    model.bias.requires_grad_(False)
+    state = {"model": model, "loose": loose, "derived": loose * 2, "constant": torch.ones(1)}
+
+    assert [id(t) for t in discover(state).updated()] == [id(model.weight), id(loose)]
+    state["opt"] = torch.optim.SGD([loose], lr=0.1)
+    assert [id(t) for t in discover(state).updated()] == [id(loose)]
+
+
+def test_a_parameter_as_a_key_is_not_printed_in_a_path():
+    weight = nn.Parameter(torch.ones(3, 2))
+
+    (found,) = discover({"net": nn.Linear(1, 1), "by_weight": {weight: nn.Linear(2, 2)}}).modules[1:]
+
+    assert found.path == 'state["by_weight"][Parameter(3, 2)]'
+
+
 def test_sets_are_searched_in_an_order_that_addresses_do_not_decide():
     for _ in range(5):
         found = discover({nn.Linear(n, 1) for n in (3, 1, 2)})

@@ -170,8 +170,28 @@ def with_lbfgs(state):
     state["opt"] = torch.optim.LBFGS(state["model"].parameters())
 
 
-def with_list_of_parameters(state):
-    state["params"] = list(state["model"].parameters())
+def with_tuple_of_parameters(state):
+    state["params"] = tuple(state["model"].parameters())
+
+
+def with_dict_by_parameter(state):
+    state["rates"] = dict.fromkeys(state["model"].parameters(), 0.1)
+
+
+def with_gradient_hook(state):
+    state["model"][2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+
+
+def with_hook_after_accumulation(state):
+    state["model"][2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+
+
+def with_average_in_a_dict(state):
+    state["average"] = {name: p.detach().clone() for name, p in state["model"].named_parameters()}
+
+
+def with_ddp(state):
+    state["model"] = nn.parallel.DistributedDataParallel(state["model"])
 
 
 def with_two_owners(state):
@@ -183,7 +203,13 @@ def with_two_owners(state):
     ("spoil", "said"),
     [
         (with_lbfgs, r'state\["opt"\] is LBFGS'),
-        (with_list_of_parameters, r'state\["params"\]\[0\] is a parameter of state\["model"\].0.linear.weight'),
+        (with_tuple_of_parameters, r'state\["params"\]\[0\] is a parameter of state\["model"\].0.linear.weight'),
+        (with_tuple_of_parameters, r"weight, which sharding .*; and 1 more like these"),
+        (with_dict_by_parameter, r'state\["rates"\], which has a key that is a parameter of state\["model"\].0'),
+        (with_gradient_hook, r'state\["model"\].2.weight has a gradient hook'),
+        (with_hook_after_accumulation, r'state\["model"\].2.bias has a gradient hook'),
+        (with_average_in_a_dict, r'state\["average"\] holds a tensor for each parameter of state\["model"\]'),
+        (with_ddp, r'state\["model"\] is a DistributedDataParallel of its own'),
         (with_two_owners, r'state\["head"\].weight is also state\["model"\].2.weight'),
     ],
 )
@@ -193,6 +219,60 @@ def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
 
     with pytest.raises(ContractError, match=said):
         shard(discover(state), mesh)
+
+
+class Frozen:
+    """A frozen object with slots, which keeps parameters by themselves."""
+
+    __slots__ = ("weight",)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+def test_parameters_that_the_trainer_keeps_by_themselves_are_replaced_there(mesh):
+    state = trained({"model": network()})
+    weight = state["model"][2].weight
+    kept = Frozen()
+    object.__setattr__(kept, "weight", weight)
+    state |= {"params": list(state["model"].parameters()), "by_name": {"w": weight}, "kept": kept}
+    state["clip"] = lambda: nn.utils.clip_grad_norm_([weight], 0.1)
+
+    shard(discover(state), mesh)
+    step(state)
+
+    now = state["model"][2].weight
+    assert all(a is b for a, b in zip(state["params"], state["model"].parameters(), strict=True))
+    assert state["by_name"]["w"] is state["kept"].weight is now
+    assert isinstance(state["clip"](), DTensor)
+
+
+def test_a_recurrent_network_trains_sharded_as_it_does_whole(mesh):
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 3)
+
+        def forward(self, x):
+            return self.lstm(x)[0].tanh()
+
+    state = trained({"model": Recurrent()})
+    twin = copy.deepcopy(state)
+
+    shard(discover(state), mesh)
+    step(state)
+    step(twin)
+
+    for mine, theirs in zip(state["model"].parameters(), twin["model"].parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def test_parameters_in_a_container_without_forward_stay_whole(mesh):
+    state = trained({"model": nn.ParameterDict({"a": torch.ones(2, 2)})})
+
+    shard(discover(state), mesh)
+
+    assert type(state["model"]["a"]) is nn.Parameter
 
 
 def test_metrics_of_sharded_values_are_whole_and_others_are_left_alone(mesh):

@@ -78,7 +78,7 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 # Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
 UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
-UNSHARDED += ("UnusedOnOneRank", "OwnDdp", "WritesGradients", "FunctionalGradients", "GradientsOfBothKinds")
+UNSHARDED += ("Factored", "UnusedOnOneRank", "OwnDdp", "WritesGradients", "FunctionalGradients", "GradientsOfBothKinds")
 SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
     "Base",
@@ -88,6 +88,7 @@ BLOCKS = [
     "Accumulating",
     "ClippedByNorm",
     "WithEma",
+    "Adapted",
     "Checkpointed",
     "SavingAndLoading",
     "Frozen",
@@ -123,7 +124,8 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
-    jobs += [{"key": "refused Checkpointed", "name": "Checkpointed", "strategy": "fsdp"}]
+    called_differently = ("Checkpointed", "WritesGradients", "FunctionalGradients", "Factored")
+    jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
     return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
@@ -251,7 +253,16 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
     [
         ("Lbfgs", r'state\["optimizer"\] is LBFGS'),
         ("SparseEmbedding", r'state\["model"\]\. is an embedding with sparse gradients'),
-        ("Checkpointed", "mixed torch.Tensor and DTensor"),
+        (
+            "Checkpointed",
+            "a submodule is called by itself while .* sharded with its parent.*mixed torch.Tensor and DTensor",
+        ),
+        ("WritesGradients", "torch.autograd.grad knows no sharded parameters: use backward, or ddp"),
+        ("FunctionalGradients", "`train_step` does what sharded modules cannot"),
+        (
+            "Factored",
+            "Adafactor cannot update sharded parameters with this torch. Use one that works element by element",
+        ),
         ("Hidden", r"optimizer \(Adam\) that is neither in the state nor on the trainer"),
         ("InThread", r"Adam.step\(\) is called outside of `train_step` or in another thread"),
         ("InPrepareBatch", r"Adam.step\(\) is called outside of `train_step`"),

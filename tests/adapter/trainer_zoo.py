@@ -340,6 +340,42 @@ class Frozen(Base):
         return super().train_step({**batch, "y": state["teacher"](batch["x"])}, state, ctx)
 
 
+class Adapted(Base):
+    """A frozen base with low-rank adapters; the trained parameters stand in a list of the trainer's."""
+
+    class LowRank(nn.Module):
+        def __init__(self, base: nn.Linear):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def configure(self, ctx):
+        model = mlp()
+        model[0], model[2] = self.LowRank(model[0]), self.LowRank(model[2])
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "optimizer": torch.optim.AdamW(self.trained, lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trained, 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class Factored(Base):
+    """An optimizer that looks at whole rows and columns."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.01)}
+
+
 class WithEma(Base):
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -709,6 +745,8 @@ ZOO = {
         ClippedByValue,
         Scheduled,
         Frozen,
+        Adapted,
+        Factored,
         WithEma,
         Tied,
         Compiled,

@@ -40,6 +40,10 @@ UNSHARDED = (
     "AsManyCallsAsItLikes",
     "SparseEmbedding",
     "Checkpointed",
+    "Factored",
+    "WritesGradients",
+    "FunctionalGradients",
+    "GradientsOfBothKinds",
     "UnusedOnOneRank",
     "OwnDdp",
 )
