@@ -193,7 +193,9 @@ class HeldSlices:
 
     def whole(self) -> torch.Tensor:
         """Gathered from all ranks, which all must ask."""
-        return self._as_sharded().full_tensor().to(self.local.device)
+        gathered = self._as_sharded().full_tensor().to(self.local.device)
+        # One rank alone would get its own slice, whose values belong to the training.
+        return gathered.clone() if gathered.data_ptr() == self.local.data_ptr() else gathered
 
     def like(self, parameter: DTensor) -> DTensor:
         """The same values, sharded as `parameter` is."""
