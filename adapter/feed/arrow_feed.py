@@ -234,6 +234,12 @@ class ArrowFeed:
         the end of an epoch, from which stock Lightning restores no loader. Without `per_epoch` it does nothing.
         """
         _, layout = self._opened()
+        if epoch and self._options.shuffle and not self._options.per_epoch:
+            warnings.warn(
+                f"Epoch {epoch} begins, but each iteration of this feed has the order of epoch 0. Give it "
+                "`per_epoch=True` for an order of its own in each epoch.",
+                stacklevel=2,
+            )
         loaded = self._loaded and self._fresh
         if self._options.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
             self._position, self._step, self._loaded = Position.start_of(epoch, layout.order), 0, False

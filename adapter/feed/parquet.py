@@ -268,14 +268,10 @@ def _label(group: _Group) -> str:
 
 
 def _require_unchanged(group: _Group) -> None:
-    if not group.footer.file.local:
-        return
     try:
-        stamp = group.footer.file.stamp()
+        group.footer.file.require(group.footer.stamp)
     except InputError as error:
         raise _broken(group, error) from error
-    if stamp != group.footer.stamp:
-        raise InputError(f"{_label(group)}: the file changed while it was read; start again with the new file")
 
 
 def _broken(group: _Group, error: Exception) -> InputError:

@@ -85,7 +85,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
     files = expand(items, filesystem=filesystem, suffixes=_ALL_SUFFIXES)
     mapped = [file.path.endswith(_IPC_SUFFIXES) for file in files]
     if all(mapped):
-        return TableSource(_ipc_tables(files), columns=columns, filters=filters)
+        return _ipc_source(files, columns, filters)
     if any(mapped):
         raise InputError("Arrow IPC files and Parquet files cannot be mixed in one feed.")
     return ParquetSource(files, columns=columns, filters=filters)
@@ -120,11 +120,11 @@ def _hugging_face_table(dataset: Any) -> pa.Table:
     return whole.data.table
 
 
-def _ipc_tables(files: Iterable[DataFile]) -> list[tuple[str, pa.Table]]:
-    tables, faults = [], []
+def _ipc_source(files: Iterable[DataFile], columns: Sequence[str] | None, filters: Any) -> TableSource:
+    tables, opened, faults = [], {}, []
     for file in files:
         try:
-            file.stamp()
+            opened[file.name] = file, file.stamp()
             tables.append((file.name, _ipc_table(file)))
         except InputError as error:
             faults.append(str(error))
@@ -132,7 +132,7 @@ def _ipc_tables(files: Iterable[DataFile]) -> list[tuple[str, pa.Table]]:
             faults.append(f"{file.name}: not a whole Arrow IPC file ({error})")
     if faults:
         raise input_error(faults)
-    return tables
+    return TableSource(tables, columns=columns, filters=filters, files=opened)
 
 
 def _ipc_table(file: DataFile) -> pa.Table:

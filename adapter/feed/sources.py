@@ -6,7 +6,8 @@ the position arithmetic, and lets a resume go straight to its row group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 import xxhash
 
 from ..exceptions import InputError
+from .files import DataFile
 from .filtering import as_expression, fault_of, mask
 from .schema import conform, project
 
@@ -27,6 +29,9 @@ Decoded: TypeAlias = tuple[pa.RecordBatch, Numbers]
 
 Part: TypeAlias = tuple[str, Numbers]
 """A file, and the numbers of the rows in it that a batch, or a part of it, consists of."""
+
+
+_MOST_FAULTS = 40
 
 
 class Source(Protocol):
@@ -71,6 +76,7 @@ class TableSource:
         tables: Name and table or record batch; each chunk becomes a group. Names are what errors and ledger say.
         columns: Columns to hand out, in this order; None means all.
         filters: See `as_expression`; rows for which it is not true are left out.
+        files: The file behind each table, where there is one, and its stamp when it was opened.
 
     Raises:
         InputError: A column is missing, schemas differ, or the tables hold no rows.
@@ -82,8 +88,10 @@ class TableSource:
         *,
         columns: Sequence[str] | None = None,
         filters: Any = None,
+        files: Mapping[str, tuple[DataFile, tuple[int, int]]] | None = None,
     ) -> None:
         given = list(tables)
+        self._files = dict(files or {})
         self.schema, faults = project([(name, table.schema) for name, table in given], columns)
         expression = as_expression(filters)
         if expression is not None and not faults:
@@ -96,7 +104,9 @@ class TableSource:
         if not sum(self.group_rows):
             raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
         self.row_bytes = sum(batch.nbytes for batch, _ in self._groups) / sum(self.group_rows)
-        self.fingerprint = fingerprint([f"{self.group_rows}", *([] if expression is None else [str(expression)])])
+        facts = [f"{os.path.basename(file.path)}:{size}" for file, (size, _) in self._files.values()]
+        filtered = [] if expression is None else [str(expression)]
+        self.fingerprint = fingerprint([*facts, str(self.group_rows), *filtered])
 
     def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[Decoded]:
         start = 0
@@ -114,8 +124,22 @@ class TableSource:
         return False
 
     def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
-        """See `Source`; a group is handed out whole, because that costs nothing."""
-        yield from self._groups[first : last + 1]
+        """See `Source`; a group is handed out whole, because that costs nothing.
+
+        Raises:
+            InputError: The file behind it has changed, and its rows, which are mapped into memory, with it.
+        """
+        for group in range(first, last + 1):
+            if self._names[group] in self._files:
+                self._require_unchanged(group)
+            yield self._groups[group]
+
+    def _require_unchanged(self, group: int) -> None:
+        file, stamp = self._files[self._names[group]]
+        try:
+            file.require(stamp)
+        except InputError as error:
+            raise InputError(f"Cannot read {self.label(group)}: {error}") from error
 
     def label(self, group: int) -> str:
         """See `Source`."""
@@ -130,10 +154,11 @@ class TableSource:
 
 
 def input_error(faults: Sequence[str]) -> InputError:
-    """One error that lists all of `faults`."""
+    """One error that lists `faults`, and of very many how many more there are."""
     if len(faults) == 1:
         return InputError(f"Cannot read the training data: {faults[0]}")
-    return InputError("Cannot read the training data:" + "".join(f"\n- {fault}" for fault in faults))
+    shown = [*faults[:_MOST_FAULTS], *([f"and {len(faults) - _MOST_FAULTS} more"] if faults[_MOST_FAULTS:] else [])]
+    return InputError("Cannot read the training data:" + "".join(f"\n- {fault}" for fault in shown))
 
 
 def fingerprint(facts: Iterable[str]) -> str:

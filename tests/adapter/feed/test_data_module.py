@@ -233,3 +233,12 @@ def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_wil
     with pytest.warns(UserWarning, match="3 steps, but its length was asked for before .* ArrowDataModule"):
         shared.load_state_dict(alone.state_dict())
     assert len(shared) == 3
+
+
+def test_a_shuffled_feed_that_repeats_its_first_order_in_each_epoch_of_lightning_warns(rows_file):
+    path = rows_file(9)
+    with pytest.warns(UserWarning, match="Epoch 1 begins, but .* `per_epoch=True`"):
+        model = fit(ArrowFeed(path, batch_size=9, shuffle=True, epochs=1), max_epochs=2)
+    assert model.seen[0] == model.seen[1]
+    model = fit(ArrowFeed(path, batch_size=9, shuffle=True, per_epoch=True), max_epochs=2)
+    assert model.seen[0] != model.seen[1]

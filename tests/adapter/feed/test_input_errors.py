@@ -299,3 +299,14 @@ def test_what_a_remote_file_system_raises_while_it_is_read_names_file_and_row_gr
             ArrowFeed("/failing/data.parquet", filesystem=store).check()
     finally:
         store.rm("/failing", recursive=True)
+
+
+def test_of_very_many_faults_the_first_are_listed_and_the_others_counted(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number:03}.parquet").write_bytes(b"")
+    with pytest.raises(InputError) as caught:
+        ArrowFeed(tmp_path).check()
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 42
+    assert "039.parquet" in lines[-2]
+    assert lines[-1] == "- and 60 more"

@@ -94,6 +94,28 @@ def test_arrow_ipc_files_are_mapped_into_memory(tmp_path, kind):
     assert [i for b in batches for i in b.column("id").to_pylist()] == list(range(6))
 
 
+def write_ipc(path, ids):
+    table = pa.table({"id": ids})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return path
+
+
+def test_an_ipc_file_that_changes_while_it_is_mapped_is_an_error_and_not_other_rows(tmp_path):
+    path = write_ipc(tmp_path / "data.arrow", np.arange(400))
+    batches = iter(ArrowFeed(path, batch_size=4, epochs=1, readahead=0))
+    assert next(batches).column("id").to_pylist() == [0, 1, 2, 3]
+    write_ipc(path, np.arange(400)[::-1].copy())
+    with pytest.raises(InputError, match=r"data\.arrow, chunk 1: the file changed while it was read"):
+        next(batches)
+
+
+def test_a_position_is_refused_on_another_ipc_file_of_as_many_rows(tmp_path):
+    state = ArrowFeed(write_ipc(tmp_path / "a.arrow", np.arange(8))).state_dict()
+    with pytest.raises(InputError, match="other data"):
+        ArrowFeed(write_ipc(tmp_path / "b.arrow", np.arange(8))).load_state_dict(state)
+
+
 def test_a_truncated_ipc_file_is_an_input_error(tmp_path):
     table = pa.table({"id": np.arange(1000)})
     with pa.ipc.new_file(tmp_path / "data.arrow", table.schema) as writer:
