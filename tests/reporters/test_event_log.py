@@ -245,6 +245,36 @@ def test_a_metric_after_the_checkpoint_of_its_step_is_refused(path):
     assert validate_events(path) == []
 
 
+def test_the_metrics_of_a_step_are_lines_in_their_order_each_written_by_itself(path, monkeypatch):
+    written = []
+    write = os.write
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        monkeypatch.setattr(os, "write", lambda descriptor, line: written.append(line) or write(descriptor, line))
+        log.metrics({"loss": 0.5, "count": 3, "norm": float("inf"), "rate": torch.tensor(0.25)}, step=1)
+        monkeypatch.undo()
+
+    metrics = lines(path)[1:]
+    assert [(m["seq"], m["name"], m["value"], m.get("value_text")) for m in metrics] == [
+        (2, "loss", 0.5, None),
+        (3, "count", 3.0, None),
+        (4, "norm", None, "inf"),
+        (5, "rate", 0.25, None),
+    ]
+    assert written == path.read_bytes().splitlines(keepends=True)[1:]
+    assert validate_events(path) == []
+
+
+def test_of_metrics_of_which_one_is_refused_none_is_written(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with pytest.raises(TypeError, match="metric 'b'"):
+            log.metrics({"a": 1.0, "b": "high"}, step=1)
+        log.metrics({"a": 1.0}, step=1)
+
+    assert [(line["seq"], line["event"]) for line in lines(path)] == [(1, "started"), (2, "metric")]
+
+
 def test_where_an_attempt_resumed_is_said_once_and_truly(path):
     with EventLog(path, run_id="r") as log:
         log.started()
