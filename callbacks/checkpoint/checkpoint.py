@@ -28,7 +28,7 @@ from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .rank_parts import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
-    gather,
+    gather_gradients,
     gradients_of,
     gradients_of_rank,
     restore_gradients,
@@ -225,7 +225,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         needs_gradients = self._needs_gradients(trainer, pl_module)
         gradients = gradients_of(pl_module) if needs_gradients else {}
         if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
-            parts["gradients"] = gather(gradients)
+            parts["gradients"] = gather_gradients(gradients)
         sharded = sharded_gradients_of(pl_module) if needs_gradients else {}
         if sharded:
             parts[SHARDED_GRADIENTS] = sharded

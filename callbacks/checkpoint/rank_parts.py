@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from .buffers import bytes_of
+from .record import digest_of
 from .rng import capture_rng, restore_rng
 from .slicing import sharded_like
 from .whole_tensor import unsharded
@@ -18,7 +20,7 @@ from .whole_tensor import unsharded
 __all__ = [
     "SHARDED_GRADIENTS",
     "capture_rng_of_ranks",
-    "gather",
+    "gather_gradients",
     "gradients_of",
     "gradients_of_rank",
     "restore_gradients",
@@ -81,6 +83,31 @@ def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             yield name, parameter.grad
+
+
+def gather_gradients(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of every rank on rank zero, of the others only those that differ from its own. Collective.
+
+    After an update the gradients of replicas are equal, and to bring them all to rank zero would take as much memory as
+    there are ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [gradients]
+    digests = {name: _digest(gradient) for name, gradient in gradients.items()}
+    of_rank_zero = [digests]
+    dist.broadcast_object_list(of_rank_zero, src=0)
+    differing = {
+        name: gradient
+        for name, gradient in gradients.items()
+        if digests[name] is None or digests[name] != of_rank_zero[0].get(name)
+    }
+    parts: list[dict[str, torch.Tensor]] = gather({} if dist.get_rank() == 0 else differing)
+    return [gradients, *parts[1:]] if parts else []
+
+
+def _digest(gradient: torch.Tensor) -> str | None:
+    """Equal for equal gradients; None for one whose bytes are not all there is to it."""
+    return digest_of(bytes_of(gradient.detach())) if gradient.layout == torch.strided else None
 
 
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[str, torch.Tensor]:

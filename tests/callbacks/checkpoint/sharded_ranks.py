@@ -128,9 +128,9 @@ class Act(pl.Callback):
     def __init__(self, job, checkpoint):
         self.job, self.checkpoint = job, checkpoint
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         step = trainer.global_step
-        if step == self.job.get("save_at") and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        if step == self.job.get("save_at") or batch_idx == self.job.get("save_after_batch"):
             self.checkpoint.save(trainer, pl_module, wait=True)
             raise Interrupted
         if step in (self.job.get("kill_at"), self.job.get("fail_at")):

@@ -23,6 +23,7 @@ from genlight.callbacks.checkpoint.loading import load_for_slices
 PROGRAM = Path(__file__).with_name("sharded_ranks.py")
 STEPS = 7
 SAVED = 3
+NAMES = [f"{layer}.{name}" for layer in (0, 1, 3) for name in ("weight", "bias")]
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,11 @@ def phases(folder: Path) -> list[dict]:
         module("module ddp save", "ld", strategy="ddp", save_at=2),
         job("module save in the background", "b", kind="sharded", every=2, steps=2),
         module("module ddp to sharded", "ld", steps=2, resume=True),
+        module("window", "w", save_after_batch=7),
+        module("window resume", "w", resume=True),
+        module("ddp reference", "unused", strategy="ddp"),
+        module("ddp window", "wd", strategy="ddp", save_after_batch=7),
+        module("ddp window resume", "wd", strategy="ddp", resume=True),
         job("full disk", "full", every=2, fail_at=4, fail_rank=1),
         job("full disk for once", "once", every=2, fail_at=4, fail_rank=1, on_error="continue", steps=9),
     ]
@@ -107,7 +113,7 @@ def ranks(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=True,
     )
     done = Ranks(folder, process.stdout)
@@ -134,6 +140,8 @@ def assert_same(actual: dict, expected: dict) -> None:
     [
         ("two", "resume", "reference"),
         ("two", "module resume", "module reference"),
+        ("two", "window resume", "module reference"),
+        ("two", "ddp window resume", "ddp reference"),
         ("four", "replicas resume", "replicas reference"),
         ("four", "parallel resume", "parallel reference"),
     ],
@@ -179,6 +187,20 @@ def test_no_rank_gathers_copies_or_writes_more_than_its_slices(ranks):
         written = [file.size for file in record.files if f"/rank-{rank:05d}/" in file.path]
         headers_and_index = 16_384
         assert result["held"] < sum(written) < result["held"] + headers_and_index
+
+
+def test_gradients_of_a_window_are_saved_of_each_rank_and_once_where_all_are_equal(ranks):
+    def gradients(directory, step):
+        return load(ranks.folder / directory / f"step-{step:08d}")["genlight"]
+
+    accumulated = gradients("wd", 2)["gradients"]
+    assert accumulated[0].keys() == accumulated[1].keys() == {f"body.{name}" for name in NAMES}
+    averaged = gradients("d", SAVED)["gradients"]
+    assert averaged[0].keys() == {f"model.{name}" for name in NAMES}
+    assert averaged[1] == {}
+    sharded = gradients("w", 2)
+    assert sharded["sharded_gradients"].keys() == accumulated[0].keys()
+    assert "gradients" not in sharded
 
 
 def test_a_resumed_rank_reads_its_own_slices_only(ranks):
