@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..callbacks.checkpoint.record import CheckpointRecord
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from .exceptions import GenlightError
 from .failure_sinks import FailureSinks
 from .failures import Failure
 from .run_config import RunConfig
@@ -85,7 +86,11 @@ def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:
             terminal_url=sinks.terminal_url,
             deadline_s=STARTUP_DEADLINE_S,
         )
-        with Uploader(config) as uploader:
-            error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
+        error: GenlightError | OSError | None
+        try:
+            with Uploader(config) as uploader:
+                error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
+        except (GenlightError, OSError) as problem:
+            error = problem
     if error is not None:
         log.error("the failure could not be reported: %s", error)

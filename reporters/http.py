@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2
 
+from ..adapter.exceptions import StartupContractError
 from .urls import origin_text, safe_url
 
 __all__ = ["build_client", "failure_text"]
@@ -133,16 +134,34 @@ def build_client(
         timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
         max_connections: Connections kept and opened at most.
 
+    Raises:
+        StartupContractError: Proxies or certificates that the environment names cannot be used.
+
     The client is safe to share between threads. A redirect that turns another method into GET is followed as HTTP
     has it: whoever uploads must look at ``response.request.method``.
     """
     logging.getLogger("httpx2").addFilter(_hide_queries)  # adding it again has no effect
-    return httpx2.Client(
-        auth=_OriginAuth(token, origins) if token else None,
-        timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
-        limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-        follow_redirects=True,
-        max_redirects=MAX_REDIRECTS,
-        headers={"User-Agent": "genlight"},
-        event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
+    try:
+        return httpx2.Client(
+            auth=_OriginAuth(token, origins) if token else None,
+            timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
+            limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            follow_redirects=True,
+            max_redirects=MAX_REDIRECTS,
+            headers={"User-Agent": "genlight"},
+            event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
+        )
+    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
+        raise _unusable_environment(error) from error
+
+
+def _unusable_environment(error: Exception) -> StartupContractError:
+    """The client takes proxies and certificates from the environment; the values may hold a proxy's password."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+    if isinstance(error, ImportError):
+        reason = "a SOCKS proxy needs the package socksio"
+    return StartupContractError(
+        "startup.invalid_job_spec",
+        f"The proxy or certificate variables of the environment cannot be used ({reason}). Correct HTTP_PROXY, "
+        "HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE or SSL_CERT_DIR, or leave them out.",
     )

@@ -12,16 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.uploads.config import ENVIRONMENT, SPOOL_DIRECTORY, UploadConfig, token_origins_in
+from ...reporters.redaction import redact
+from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
 from ...reporters.uploads.journal import DESCRIPTION, JOURNAL, Entry, read_description, read_journal
 from ...reporters.uploads.parcel import Parcel, unpack
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.wire import encode, metrics_payload
-from ..exceptions import UploadError
+from ..exceptions import StartupContractError, UploadError
+from ..faults import FaultList
+from ..settings import Settings, read_settings
 
 __all__ = ["add_arguments", "run"]
 
 _DELIVERED, _LEFT, _USAGE = 0, 1, 2
+
+_SETTINGS = {
+    "token": "capability_token",
+    "file_store_url": "file_store_url",
+    **{f"{kind}_url": f"uploads.{kind}_url" for kind in ("metrics", "checkpoint", "sample", "terminal")},
+}
+"""Fields of `UploadConfig` by the setting that they come from."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +113,7 @@ def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries
         config = _config(args, spool, about)
         _require_destinations(config, about, entries)
         uploader = Uploader(config, keep_terminal=True)
-    except (UploadError, ValueError) as error:
+    except (UploadError, StartupContractError, ValueError) as error:
         return _complain(str(error), _USAGE)
     with uploader:
         result = uploader.settle(progress=_show_progress)
@@ -118,35 +128,32 @@ def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries
 
 def _config(args: argparse.Namespace, spool: Path, about: dict[str, Any]) -> UploadConfig:
     """Settings of the environment, else of the job spec; whose run it is, the spool knows."""
-    job = _read_job(args.job or os.environ.get("TRAINER_JOB_SPEC_PATH"))
-    from_spec = {**job.get("uploads", {}), "token": job.get("capability_token")}
-    from_environment = {
-        name: os.environ[variable] for name, variable in ENVIRONMENT.items() if os.environ.get(variable)
-    }
-    known: dict[str, Any] = {
-        name: text for name in ENVIRONMENT if (text := from_environment.get(name) or from_spec.get(name))
-    }
+    settings = _settings(args.job)
+    known: dict[str, Any] = {name: settings.pick(setting) for name, setting in _SETTINGS.items()}
     return UploadConfig(
         run_id=about["run_id"],
-        owner=about["owner"] or job.get("owner", ""),
+        owner=about["owner"] or settings.pick("owner", ""),
         spool_dir=spool,
         targets=tuple(dict.fromkeys((*about["targets"], *(args.target or ())))),
-        token_origins=token_origins_in(os.environ),
+        token_origins=settings.pick("token_origins", ()),
         deadline_s=args.deadline,
         **known,
     )
 
 
-def _read_job(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
-    try:
-        job = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UploadError(f"The job spec {path} cannot be read: {error}") from error
-    if not isinstance(job, dict) or not isinstance(job.get("uploads", {}), dict):
-        raise UploadError(f"The job spec {path} is no JSON object with an object `uploads`.")
-    return job
+def _settings(job: str | None) -> Settings:
+    """What the environment and, where one is named, a job spec say.
+
+    Raises:
+        UploadError: With everything in them that cannot be used.
+    """
+    faults = FaultList()
+    settings = read_settings(job, (), os.environ, faults)
+    names_job = job is not None or bool(os.environ.get("TRAINER_JOB_SPEC_PATH", "").strip())
+    found = [fault.text for fault in faults.faults if names_job or fault.code != "startup.missing_job_spec_path"]
+    if found:
+        raise UploadError(redact("; ".join(found), settings.secrets))
+    return settings
 
 
 def _require_destinations(config: UploadConfig, about: dict[str, Any], entries: Sequence[Entry]) -> None:

@@ -170,8 +170,8 @@ def _checked_answer(content: bytes, facts: FileFacts, where: str) -> UploadedFil
     theirs = str(answer.get("sha256") or ours).lower().removeprefix("sha256:")
     if theirs != ours:
         raise Contradicted(f"{where} reports sha256 {theirs[:64]!r}, but the file's is {ours!r}")
-    size = answer.get("size_bytes", facts.size_bytes)
-    if size != facts.size_bytes:
+    size = answer.get("size_bytes")
+    if size is not None and size != facts.size_bytes:
         raise Contradicted(f"{where} reports {size!r} bytes, but the file has {facts.size_bytes}")
     ref = answer.get("ref")
     return UploadedFile(ref if isinstance(ref, str) else None, ours, facts.size_bytes)

@@ -45,7 +45,7 @@ class UploadConfig:
     URLs are left out of ``repr`` like the token: they may hold a signature.
 
     Raises:
-        ValueError: `run_id` is empty, a number is out of range, or a URL is none.
+        ValueError: `run_id` is empty, a number is out of range, a URL is none, or the token cannot be sent.
     """
 
     run_id: str
@@ -78,6 +78,9 @@ class UploadConfig:
     def __post_init__(self) -> None:
         if not self.run_id.strip():
             raise ValueError(f"Invalid `run_id`. Expected a text that is not empty, but received {self.run_id!r}.")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            received = f"a text of length {len(self.token)}"
+            raise ValueError(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
         for name in ("deadline_s", "backoff_base_s", "backoff_cap_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {getattr(self, name)}.")
@@ -93,8 +96,10 @@ class UploadConfig:
         Raises:
             ValueError: As the constructor.
         """
-        found: dict[str, Any] = {name: environ[key] for name, key in ENVIRONMENT.items() if environ.get(key)}
-        if environ.get("TRAINER_TOKEN_ORIGINS"):
+        found: dict[str, Any] = {
+            name: text for name, key in ENVIRONMENT.items() if (text := environ.get(key, "").strip())
+        }
+        if environ.get("TRAINER_TOKEN_ORIGINS", "").strip():
             found["token_origins"] = token_origins_in(environ)
         return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
 

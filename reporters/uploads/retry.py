@@ -69,7 +69,9 @@ def outcome_of_status(status: int, headers: Mapping[str, str], where: str) -> Tr
         return None
     reason = f"HTTP {status} from {where}"
     if is_transient(status):
-        return TryAgain(reason, retry_after_s(headers.get("Retry-After"), datetime.now(UTC)))
+        # By the server's own clock where it tells it: ours may be hours off.
+        now = _parsed_date(headers.get("Date", "")) or datetime.now(UTC)
+        return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
     return Refused(reason, auth=status in (401, 403))
 
 
@@ -90,10 +92,13 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
     text = value.strip()
     if text.isdecimal():
         return min(float(text), LONGEST_RETRY_AFTER_S)
+    at = _parsed_date(text)
+    return None if at is None else min(max(0.0, (at - now).total_seconds()), LONGEST_RETRY_AFTER_S)
+
+
+def _parsed_date(text: str) -> datetime | None:
     try:
         at = email.utils.parsedate_to_datetime(text)
     except ValueError:
         return None
-    if at.tzinfo is None:
-        at = at.replace(tzinfo=UTC)
-    return min(max(0.0, (at - now).total_seconds()), LONGEST_RETRY_AFTER_S)
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at

@@ -78,17 +78,22 @@ class Uploader:
 
     Raises:
         UploadError: Another process has the spool open, its journal is damaged, or a target's package is missing.
+        StartupContractError: The environment's proxies or certificates cannot be used.
         ValueError: A target's URL is malformed.
     """
 
     def __init__(self, config: UploadConfig, *, keep_terminal: bool = False) -> None:
         self.config = config
         self._targets = {target.name: target for target in map(open_target, config.targets)}
-        self._spool = Spool(config.spool_dir)
+        self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
+        try:
+            self._spool = Spool(config.spool_dir)
+        except BaseException:
+            self._client.close()
+            raise
         self._root = self._spool.directory.parent
         self._condition = threading.Condition()
         self._closing = threading.Event()
-        self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         wire = Wire(self._client, resume_from_bytes=config.resume_from_bytes, interrupted=self._closing.is_set)
         self._delivery = Delivery(config, self._spool, wire, self._targets, self._closing.is_set)
         kinds: tuple[Kind, ...] = ("metrics", "sample", "checkpoint")
@@ -372,8 +377,8 @@ class Uploader:
         if self._settling:
             cap = min(cap, SETTLING_BACKOFF_CAP_S)
         seconds = backoff_s(lane.failures, self.config.backoff_base_s, cap, self._rng)
-        asked = error.retry_after_s is not None
-        lane.rest(max(seconds, error.retry_after_s or 0.0), asked=asked, reason=error.reason)
+        seconds = max(seconds, error.retry_after_s or 0.0)
+        lane.rest(seconds, asked=error.retry_after_s is not None, reason=error.reason)
         level = logging.WARNING if lane.failures == 1 else logging.DEBUG
         log.log(level, "upload of %s failed (%s); next try in %.1f s", lane.kind, error.reason, seconds)
 

@@ -196,3 +196,21 @@ def test_a_run_whose_folder_was_moved_still_delivers(left_over, chaos, environme
     assert genlight_uploads(moved, "retry")[0] == 0
     (message,) = chaos.messages("/checkpoint")
     assert message["local_path"] == str(moved / "checkpoints" / "step-00000003.json")
+
+
+def test_every_fault_of_environment_and_job_spec_is_named(left_over, tmp_path, genlight_uploads, monkeypatch):
+    monkeypatch.setenv("TRAINER_UPLOAD_METRICS_URL", "no url")
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"uploads": {"checkpoint_url": 5}, "capability_token": ["t0ken"]}))
+    code, _, err = genlight_uploads(left_over, "retry", "--job", job)
+    assert code == 2
+    assert "Invalid `TRAINER_UPLOAD_METRICS_URL`" in err
+    assert "Invalid `uploads.checkpoint_url`. Expected an http:// or https:// URL, but received 5." in err
+    assert "Invalid `capability_token`" in err
+    assert "t0ken" not in err
+
+
+def test_a_job_spec_that_is_not_there_is_named(left_over, environment, genlight_uploads):
+    code, _, err = genlight_uploads(left_over, "retry", "--job", "nowhere.json")
+    assert code == 2
+    assert "There is no job spec at " in err

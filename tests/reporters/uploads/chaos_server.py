@@ -161,6 +161,9 @@ class Server:
             return True
         if fault == "wrong-digest" and request["method"] == "PUT":
             return await self.answer(writer, 200, {"ref": "?", "sha256": "0" * 64, "size_bytes": len(body)})
+        if fault == "nulls" and request["method"] == "PUT":
+            self.apply(request, body)
+            return await self.answer(writer, 200, {"ref": None, "sha256": None, "size_bytes": None})
         if fault == "wrong-size" and request["method"] == "PUT":
             return await self.answer(writer, 200, {"ref": "?", "size_bytes": len(body) + 1})
         if fault == "huge":

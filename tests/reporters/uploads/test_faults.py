@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from genlight.adapter.exceptions import UploadError
-from genlight.reporters.uploads import TerminalPayload
+from genlight.adapter.exceptions import StartupContractError, UploadError
+from genlight.reporters.uploads import TerminalPayload, UploadConfig
 from genlight.reporters.uploads.journal import read_journal
 
 PASSING = [
@@ -454,3 +454,58 @@ def test_neither_token_nor_query_is_in_any_text_or_file(
     for text in shown:
         assert uploader.config.token not in text
         assert "s3cret" not in text
+
+
+def test_a_store_that_knows_nothing_of_a_file_contradicts_nothing(chaos, uploader_for, write_checkpoint):
+    chaos.control(script=["nulls"] * 3, script_paths="/api/")
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, 1)
+    assert uploader.settle().ok
+    (message,) = chaos.messages("/checkpoint")
+    assert message["file_ref"] is None
+    assert message["size_bytes"] == message["uploaded_size_bytes"] == record.stat().st_size
+
+
+def test_how_long_it_waits_for_a_server_that_asked_for_it_is_told(chaos, uploader_for, caplog):
+    chaos.control(script=["429"], retry_after="777")
+    uploader = uploader_for(chaos)
+    with caplog.at_level("WARNING"):
+        uploader.enqueue_metrics({"a": 1.0}, 1)
+        end = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < end:
+            time.sleep(0.01)
+    assert "next try in 777.0 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"ALL_PROXY": "socks5://user:pr0xy-canary@127.0.0.1:9"}, "(a SOCKS proxy needs the package socksio)"),
+        ({"HTTPS_PROXY": "htp://user:pr0xy-canary@127.0.0.1:9"}, "(ValueError)"),
+        ({"SSL_CERT_FILE": "/nowhere/pr0xy-canary"}, "(No such file or directory)"),
+    ],
+)
+def test_proxies_and_certificates_that_cannot_be_used_are_told_without_their_values(
+    chaos, uploader_for, monkeypatch, variables, reason
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):  # the spool is not left locked
+        with pytest.raises(StartupContractError, match="variables of the environment cannot be used") as caught:
+            uploader_for(chaos)
+        assert reason in str(caught.value)
+        assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["with\nnewline", "t\u00f6ken"])
+def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(chaos, config_for, token):
+    with pytest.raises(ValueError, match="Invalid `token`") as caught:
+        config_for(chaos, token=token)
+    assert token not in str(caught.value)
+
+
+def test_blanks_around_what_the_environment_gives_are_no_part_of_it(tmp_path):
+    environ = {"TRAINER_CAPABILITY_TOKEN": " secret\n", "TENSORHUB_URL": " ", "TRAINER_TOKEN_ORIGINS": " "}
+    config = UploadConfig.from_environment(environ, run_id="r", spool_dir=tmp_path)
+    assert (config.token, config.file_store_url, config.token_origins) == ("secret", None, ())

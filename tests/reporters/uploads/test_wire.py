@@ -114,3 +114,11 @@ def test_the_back_off_doubles_up_to_its_cap_and_is_spread():
 def test_a_date_with_a_zone_counts_from_that_zone():
     at = (NOW + timedelta(seconds=10)).strftime("%a, %d %b %Y %H:%M:%S +0000")
     assert retry_after_s(at, NOW) == 10.0
+
+
+def test_a_date_counts_from_the_clock_of_the_server_that_named_it():
+    fast = {"Date": "Sat, 01 Jan 2050 00:00:00 GMT", "Retry-After": "Sat, 01 Jan 2050 00:00:07 GMT"}
+    assert outcome_of_status(503, fast, "x").retry_after_s == 7.0
+    slow = {"Date": "Thu, 01 Jan 2004 00:00:00 GMT", "Retry-After": "Thu, 01 Jan 2004 00:00:07 GMT"}
+    assert outcome_of_status(503, slow, "x").retry_after_s == 7.0
+    assert outcome_of_status(503, {"Date": "later", "Retry-After": "3"}, "x").retry_after_s == 3.0
