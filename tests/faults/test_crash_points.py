@@ -8,10 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from genlight.adapter.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, load, newest_valid, save, stage, sweep
+from genlight.callbacks.checkpoint import (
+    DurableCheckpointIO,
+    RecordMeta,
+    SaveRequest,
+    delete_checkpoint,
+    load,
+    newest_valid,
+    save,
+    stage,
+    sweep,
+)
 from genlight.callbacks.checkpoint import commit as commit_module
+from genlight.callbacks.checkpoint.rank_groups import RankGroups
 
 
 def state(step):
@@ -54,6 +68,16 @@ def next_with_files(directory):
     save_step(directory, 2, with_files=True)
 
 
+def next_in_parts(directory):
+    """A sharded run's save, by its only rank; other ranks' parts are written in the same way."""
+    parts = state(2)
+    mesh = init_device_mesh("cpu", (1,))
+    parts["state_dict"] = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in parts["state_dict"].items()}
+    io = DurableCheckpointIO()
+    io.expect(directory / "step-00000002", SaveRequest(RecordMeta(run_id="r")))
+    io.save_in_parts(parts, directory / "step-00000002", RankGroups())
+
+
 def replace_in_place(directory):
     save_step(directory, 2, name="last")
 
@@ -93,6 +117,7 @@ SCENARIOS = {
     "first": (prepare_nothing, first, {None, 2}),
     "next-with-retention": (prepare_previous, next_with_retention, {1, 2}),
     "next-with-files": (prepare_previous, next_with_files, {1, 2}),
+    "next-in-parts": (prepare_previous, next_in_parts, {1, 2}),
     "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
     "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
@@ -124,6 +149,14 @@ def base(request, scenario, memory, tmp_path, is_long):
 
 
 pytestmark = pytest.mark.timeout(7200)  # On a busy disk the long run syncs for minutes.
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    """For the sharded tensors of one scenario."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
