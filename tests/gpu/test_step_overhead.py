@@ -1,0 +1,65 @@
+"""The step benchmark on a CUDA device: what a job adds to a step makes nobody wait for the device.
+
+Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlight.adapter import StepResult
+
+BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The part of the benchmark that measures a device."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("step_cost.device")
+    for name in [name for name in sys.modules if name.split(".")[0] == "step_cost"]:
+        del sys.modules[name]
+
+
+def test_no_step_waits_for_the_device_outside_of_the_metric_cadence(device):
+    waits = device.waits(device.Transformer(), "cuda", 100)
+
+    assert waits["elsewhere"] == {}
+    assert sum(waits["at_cadence"].values()) == 10, "one metric every 10 steps"
+
+
+def test_a_trainer_that_waits_in_every_step_is_found(device):
+    class Reads(device.Transformer):
+        def train_step(self, batch, state, ctx):
+            return StepResult(metrics={"loss": super().train_step(batch, state, ctx).metrics["loss"].item()})
+
+    ((place, count),) = device.waits(Reads(), "cuda", 20)["elsewhere"].items()
+
+    assert place.startswith("tests/gpu/test_step_overhead.py:")
+    assert count == 17
+
+
+def test_a_trace_of_ten_steps_between_cadences_shows_no_call_that_waits(device, tmp_path):
+    assert device.traced(device.Transformer(), "cuda", tmp_path / "trace.json") == {}
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert sum(str(event.get("name")).startswith("step ") for event in events) >= 9
+
+
+def test_host_and_device_time_are_measured_in_turns_with_the_bare_loop(device):
+    times = device.times("cuda", {}, steps=40, block=20)
+
+    assert times["floor_device_us"]["median"] > 0
+    assert times["floor_host_us"]["median"] > 0
