@@ -3,6 +3,9 @@
 A checkpoint `NAME` is a commit record ``NAME.json`` (or, when Lightning's ``ModelCheckpoint`` chose the path,
 ``NAME.ckpt``) and a folder ``NAME/`` with its data. A record that replaces an older one of the same name takes the
 folder name that the old one does not use, ``NAME~1/``, so that the old checkpoint stays whole until the new one is.
+
+Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below, and
+the index of what they hold (see `parts`). The files of those names in ``NAME/`` itself hold what is not sharded.
 """
 
 from __future__ import annotations

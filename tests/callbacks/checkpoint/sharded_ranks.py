@@ -85,6 +85,14 @@ class Toy:
         assert abs(float(payload["model"]["3.weight"].sum()) - payload["total"]) < 1e-6
         assert torch.equal(payload["half"]["0.weight"] + 0, payload["model"]["0.weight"].half())
 
+    def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+        weight = state["model"].state_dict()["0.weight"]
+        (output_dir / "weight.json").write_text(json.dumps(weight.tolist()))
+        return {"primary_path": output_dir / "weight.json"}
+
+    def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
+        assert json.loads((checkpoint_dir / "weight.json").read_text()) == payload["model"]["0.weight"].tolist()
+
 
 class Net(pl.LightningModule):
     """A LightningModule that shards itself, as Lightning's documents show."""

@@ -210,6 +210,12 @@ def test_a_resumed_rank_reads_its_own_slices_only(ranks):
         assert result["gathered"] == 0
 
 
+def test_files_of_the_trainers_own_hook_belong_to_the_checkpoint(ranks):
+    record = verify(ranks.folder / "c" / "step-00000003")
+    assert record.primary_path == record.data_path / "trainer" / "weight.json"
+    assert "trainer/weight.json" in {record.file_name(file) for file in record.files}
+
+
 def test_only_records_with_parts_of_several_ranks_have_the_new_version(ranks):
     versions = {
         name: json.loads((ranks.folder / name / "step-00000003.json").read_bytes())["format_version"]
