@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
 import tracemalloc
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -233,6 +235,24 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> N
     finally:
         tracemalloc.stop()
     assert sizes[3000] - sizes[1000] < 16_000, "a step keeps 8 bytes or more"
+
+
+@pytest.mark.parametrize("metric_every", [0, 10])
+def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> None:
+    """Lists, dicts and the like of the whole process hold as much at step 20,000 as at step 2,000."""
+    held: dict[int, int] = {}
+
+    def count(step: int) -> None:
+        if step in (2_000, 20_000):
+            gc.collect()
+            held[step] = sum(1 + _length(item) for item in gc.get_objects())
+
+    fit(tmp_path, Idle(count), 20_000, standard_set(tmp_path, metric_every=metric_every), events=True)
+    assert abs(held[20_000] - held[2_000]) < 180, "something is kept in every hundredth step or more often"
+
+
+def _length(item: Any) -> int:
+    return len(item) if type(item) in (list, dict, set, deque, OrderedDict) else 0
 
 
 def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
