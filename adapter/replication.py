@@ -11,7 +11,7 @@ is equal on all ranks and stays what it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -130,43 +130,47 @@ class _Bucket:
         sizes = [*(p.numel() for p in parameters), len(parameters), 1]
         *pieces, self._used, self.ordinal = torch.split(self._flat, sizes)
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self._packed: tuple[list[Tensor], list[Tensor]] = ([], [])
+        """The gradients that are dense, and where each stands in the flat tensor."""
         self._missing: list[int] = []
+        self._sparse: list[int] = []
         self._work: Any = None
 
     def send(self, ordinal: int) -> None:
         """Pack the gradients and start to average them, and `ordinal` with them."""
-        grads, views = [], []
-        self._missing = []
+        grads = [p.grad for p in self._parameters]
+        self._missing = [i for i, grad in enumerate(grads) if grad is None]
+        self._sparse = [i for i, grad in enumerate(grads) if grad is not None and grad.layout is not torch.strided]
         self._used.fill_(1)
         self.ordinal.fill_(ordinal)
-        for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if parameter.grad is None:
-                self._missing.append(i)
-                self._used[i] = 0
-                view.zero_()
-            else:
-                grads.append(_dense(parameter.grad))
-                views.append(view)
-        if grads:
-            torch._foreach_copy_(views, grads)
+        if self._missing or self._sparse:
+            self._pack_others(grads)
+        else:
+            self._packed = cast("list[Tensor]", grads), self._views
+        if self._packed[0]:
+            torch._foreach_copy_(self._packed[1], self._packed[0])
         self._flat.div_(self._world_size)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def _pack_others(self, grads: list[Tensor | None]) -> None:
+        for i in self._missing:
+            self._used[i] = 0
+            self._views[i].zero_()
+        for i in self._sparse:
+            self._views[i].copy_(cast("Tensor", grads[i]).to_dense())
+        others = {*self._missing, *self._sparse}
+        dense = [(g, view) for i, (g, view) in enumerate(zip(grads, self._views, strict=True)) if i not in others]
+        self._packed = [cast("Tensor", g) for g, _ in dense], [view for _, view in dense]
 
     def land(self) -> None:
         """Wait for the averages and hand them out."""
         self._work.wait()
-        grads, views = [], []
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided:
-                parameter.grad = view.to_sparse(grad.sparse_dim())
-            else:
-                grads.append(grad)
-                views.append(view)
+        (grads, views), self._packed = self._packed, ([], [])
         if grads:
             torch._foreach_copy_(grads, views)
+        for i in self._sparse:
+            parameter = self._parameters[i]
+            parameter.grad = self._views[i].to_sparse(cast("Tensor", parameter.grad).sparse_dim())
         if self._missing:
             used_somewhere = self._used.tolist()
             for i in self._missing:
@@ -295,9 +299,3 @@ def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record()
     return host, ready
-
-
-def _dense(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    grad = grad.detach()
-    return grad if grad.layout is torch.strided else grad.to_dense()
