@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from genlight.adapter import replication
 from genlight.adapter.accumulation import Accumulation
 from genlight.adapter.discovery import discover
 from genlight.adapter.precision import StepPrecision
@@ -34,8 +35,8 @@ def averaged(tmp_path, monkeypatch):
 
 
 class Run:
-    def __init__(self, hooks: StepHooks | None = None) -> None:
-        self.model = nn.Linear(2, 1)
+    def __init__(self, hooks: StepHooks | None = None, model: nn.Module | None = None) -> None:
+        self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         discovered = discover({"model": self.model, "optimizer": self.optimizer})
         self.router = StepRouter(
@@ -180,3 +181,21 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
 
     assert ordinals == [0, 1]
     assert type(parameter) is Own
+
+
+@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(replication.BUCKET_BYTES, 1), (64, 2)])
+def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
+    averaged, monkeypatch, bucket_bytes, pieces
+):
+    monkeypatch.setattr(replication, "BUCKET_BYTES", bucket_bytes)
+    places, real = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
+    run = Run(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))
+
+    for _ in range(3):
+        with run.router:
+            run.backward()
+            run.optimizer.step()
+
+    assert len(averaged) == 3 * pieces
+    assert places == places[:pieces] * 3
