@@ -25,6 +25,7 @@ __all__ = ["ParquetSource"]
 _FOOTER_THREADS = 16
 _OPEN_FILES = 16
 _SKIPPED_BYTES = 32 << 20
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,10 @@ class ParquetSource:
         # What is skipped is decoded in one go: with small batches a wide table takes several times as long.
         rows = max(1, int(rows_per_byte * max_bytes), min(skip, int(rows_per_byte * _SKIPPED_BYTES)))
         indices = [group.index for group in groups]
-        for raw in self._opened(groups[0]).iter_batches(rows, row_groups=indices, columns=self.schema.names):
+        # Handing each column to a thread costs more than a small batch of them takes to decode.
+        threads = rows > _SMALL_BYTES * rows_per_byte
+        file = self._opened(groups[0])
+        for raw in file.iter_batches(rows, row_groups=indices, columns=self.schema.names, use_threads=threads):
             # Repeated values are stored once and decode to much more than the metadata tells.
             self._expansion = max(0.5, raw.nbytes / max(size * raw.num_rows / total, 1))
             yield conform(raw, self.schema)
@@ -234,8 +238,11 @@ class ParquetSource:
 
 
 def _read_footers(files: Sequence[DataFile], columns: Sequence[str] | None) -> tuple[list[_Footer], list[str]]:
-    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        results = list(pool.map(lambda file: _read_footer(file, columns), files))
+    if len(files) == 1:
+        results = [_read_footer(files[0], columns)]
+    else:
+        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+            results = list(pool.map(lambda file: _read_footer(file, columns), files))
     footers = [result for result in results if isinstance(result, _Footer)]
     return footers, [result for result in results if isinstance(result, str)]
 
