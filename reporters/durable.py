@@ -7,14 +7,29 @@ syncs it may become durable before the bytes it names.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from pathlib import Path
 
-__all__ = ["TEMPORARY_PREFIX", "fsync_directory", "temporary_name", "write_all", "write_bytes_durably"]
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "fsync_directory",
+    "start_writeback",
+    "temporary_name",
+    "write_all",
+    "write_bytes_durably",
+]
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of every temporary name, so that debris of a killed process can be told from data and swept."""
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Linux has it, and Python has no name for it."""
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def temporary_name(name: str) -> str:
@@ -29,6 +44,15 @@ def fsync_directory(directory: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with bytes that were written, so that a later ``fsync`` is short. A hint, and no promise.
+
+    An error of the disk is reported by that ``fsync``. Does nothing where the system has no such call.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -15,15 +15,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from ...adapter.exceptions import BrokenCheckpointError, CheckpointError
 from ...reporters.durable import fsync_directory, temporary_name
+from .file_writing import write_file
 from .layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_path, record_paths
 from .record import read_record
 
@@ -33,24 +31,17 @@ __all__ = [
     "commit",
     "delete_checkpoint",
     "folder_for",
-    "hash_file",
     "move_aside",
     "require_space",
     "stage",
     "sweep",
     "try_to_move_aside",
-    "write_file",
 ]
 
 log = logging.getLogger(__name__)
 
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """How every state file begins, so that a folder without a record can be told from a user's own."""
-
-_READ_CHUNK = 4 << 20
-_WRITE_CHUNK = 16 << 20
-_GATHERED_BUFFERS = 512
-"""Small buffers that one ``writev`` takes; the system's limit is 1,024."""
 
 
 @dataclass
@@ -93,40 +84,6 @@ def stage(path: str | os.PathLike[str]) -> Staging:
         _live.discard(name)
         raise
     return Staging(record, folder)
-
-
-def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, durable when this returns, and prove that it holds what memory held.
-
-    Returns:
-        Its size in bytes and the xxh3-128 of its content, taken from memory.
-
-    Raises:
-        BrokenCheckpointError: The file reads back otherwise.
-        OSError: It could not be written.
-    """
-    hasher, size = xxhash.xxh3_128(), 0
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        for chunk in _gathered(buffers):
-            for part in chunk:
-                hasher.update(part)
-            size += _write_gathered(descriptor, chunk)
-        read_back = _sync_and_hash(descriptor)
-    finally:
-        os.close(descriptor)
-    if read_back != (size, hasher.hexdigest()):
-        raise BrokenCheckpointError(path.parent.name, f"{path.name} does not read back as it was written")
-    return read_back
-
-
-def hash_file(path: Path) -> tuple[int, str]:
-    """Size and xxh3-128 of the content of a file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _hash_descriptor(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def commit(staging: Staging, folder: str, record: bytes) -> None:
@@ -263,72 +220,6 @@ def _write_record(path: Path, data: bytes) -> None:
         raise
     finally:
         _live.discard(temporary.name)
-
-
-def _gathered(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """Buffers in groups of about one chunk, large ones cut: few system calls, and hashed while in the cache."""
-    group: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        while len(view):
-            piece = view[: _WRITE_CHUNK - size]
-            group.append(piece)
-            size += len(piece)
-            view = view[len(piece) :]
-            if size == _WRITE_CHUNK or len(group) == _GATHERED_BUFFERS:
-                yield group
-                group, size = [], 0
-    if group:
-        yield group
-
-
-def _write_gathered(descriptor: int, parts: list[memoryview]) -> int:
-    """Write all parts; a system call may stop short."""
-    total = 0
-    while parts:
-        written = os.writev(descriptor, parts)
-        total += written
-        while parts and written >= len(parts[0]):
-            written -= len(parts[0])
-            parts = parts[1:]
-        if written:
-            parts = [parts[0][written:], *parts[1:]]
-    return total
-
-
-def _sync_and_hash(descriptor: int) -> tuple[int, str]:
-    """Sync a file and hash what it holds, both at once: the disk is slow and so is hashing, and both only read."""
-    size = os.fstat(descriptor).st_size
-    if size <= _READ_CHUNK:
-        os.fsync(descriptor)
-        return _hash_descriptor(descriptor)
-    failures: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=sync, name="genlight-fsync")
-    thread.start()
-    try:
-        result = _hash_descriptor(descriptor)
-    finally:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return result
-
-
-def _hash_descriptor(descriptor: int) -> tuple[int, str]:
-    hasher, position = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(min(_READ_CHUNK, max(1, os.fstat(descriptor).st_size))))
-    while count := os.preadv(descriptor, [buffer], position):
-        hasher.update(buffer[:count])
-        position += count
-    return position, hasher.hexdigest()
 
 
 def _remove_tree(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from ...adapter.exceptions import CheckpointError
 from ...reporters.durable import fsync_directory, temporary_name
 from .buffers import bytes_of
-from .commit import write_file
+from .file_writing import write_file
 from .layout import MODEL_FILE
 from .loading import load, load_weights
 from .record import CheckpointRecord

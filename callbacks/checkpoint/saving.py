@@ -22,12 +22,11 @@ from .commit import (
     Staging,
     commit,
     folder_for,
-    hash_file,
     require_space,
     stage,
     try_to_move_aside,
-    write_file,
 )
+from .file_writing import hash_file, write_file
 from .layout import STATE_FILE, TRAINER_FOLDER, record_path
 from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
 from .safetensors_format import build_header

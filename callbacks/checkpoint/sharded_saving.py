@@ -25,7 +25,8 @@ from pathlib import Path
 from ...adapter.exceptions import CheckpointError
 from ...reporters.durable import fsync_directory
 from .buffers import bytes_of
-from .commit import Staging, require_space, stage, write_file
+from .commit import Staging, require_space, stage
+from .file_writing import write_file
 from .layout import name_of
 from .parts import PART_FILE, SliceEntry, block_digests, parse_part, part_folder, rank_of, serialise_part
 from .rank_groups import Channel, first_problem, text_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...adapter.exceptions import BrokenCheckpointError
-from .commit import hash_file
+from .file_writing import hash_file
 from .layout import record_path
 from .record import CheckpointRecord, FileEntry, digest_of, read_record
 

@@ -18,6 +18,7 @@ from genlight.callbacks.checkpoint import (
     RecordMeta,
     SaveRequest,
     delete_checkpoint,
+    file_writing,
     load,
     newest_valid,
     save,
@@ -162,7 +163,7 @@ def process_group():
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch):
     """Many writes for few bytes, so that there are many points to crash at."""
-    monkeypatch.setattr(commit_module, "_WRITE_CHUNK", 400)
+    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", 400)
     monkeypatch.setattr(commit_module, "_live", set())
 
 
