@@ -15,7 +15,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
-from ...adapter.exceptions import GenlightError
 from .commit import Staging, delete_checkpoint
 from .layout import record_path
 from .loading import MapLocation, load, load_for_slices
@@ -118,10 +117,9 @@ class DurableCheckpointIO(CheckpointIO):
         """
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()
+        self._end_of_save = None
         try:
-            self.wait()
-            meta = replace(request.meta, world_size=groups.training.size)
-            share = _try_to_prepare(checkpoint, meta)
+            share = self._try_to_prepare(checkpoint, replace(request.meta, world_size=groups.training.size))
             asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
             plan = plan_save(groups.training, record, share, request.staging, asynchronous=asynchronous)
         except BaseException:
@@ -138,6 +136,14 @@ class DurableCheckpointIO(CheckpointIO):
         elif is_first:
             self._save(share, plan.asynchronous, lambda p: _write(record, p, request))
 
+    def _try_to_prepare(self, checkpoint: dict[str, Any], meta: RecordMeta) -> Prepared | Exception:
+        """This rank's share of a save, or why there is none: the other ranks wait to hear of it."""
+        try:
+            self.wait()
+            return prepare(checkpoint, meta)
+        except Exception as error:  # noqa: BLE001 - `plan_save` raises it
+            return error
+
     def _save(self, prepared: Prepared, asynchronous: bool, save: Callable[[Prepared], None]) -> None:
         if not asynchronous:
             save(prepared)
@@ -152,6 +158,7 @@ class DurableCheckpointIO(CheckpointIO):
             if self.writer.failure is not None:
                 self.writer.raise_failure()
         elif self._end_of_save.has_come(is_busy=self.writer.is_busy):
+            self._end_of_save = None
             self.wait()
 
     def wait(self) -> None:
@@ -160,7 +167,7 @@ class DurableCheckpointIO(CheckpointIO):
         Raises:
             Exception: What the last save raised; once.
         """
-        self._end_of_save = None
+        # `_end_of_save` stays: a rank may wait by itself, and the others go on asking whether all have ended.
         self.writer.wait()
 
     def load_in_parts(self, path: str | os.PathLike[str], groups: RankGroups) -> dict[str, Any]:
@@ -172,13 +179,14 @@ class DurableCheckpointIO(CheckpointIO):
             FileNotFoundError: There is none.
         """
         channel = groups.training
-        checkpoint, problem = {}, None
+        checkpoint: dict[str, Any] = {}
+        problem: Exception | None = None
         try:
             self.wait()
             record = _existing_record(path)
             share = slice(channel.rank, None, channel.size)
             checkpoint = _load_torch_file(record) if _is_torch_file(record) else load_for_slices(record, share=share)
-        except (OSError, GenlightError) as error:
+        except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
             problem = error
         channel.agree(problem, f"load {os.fspath(path)}")
         return checkpoint
@@ -215,6 +223,7 @@ class DurableCheckpointIO(CheckpointIO):
         """
         is_failing = sys.exc_info()[1] is not None
         self.buffer = HostBuffer()
+        self._end_of_save = None
         try:
             self.wait()
         except Exception:
@@ -239,14 +248,6 @@ def _write_together(channel: Channel, record: Path, prepared: Prepared, request:
         raise
     if written is not None and request.on_durable is not None:
         request.on_durable(written)
-
-
-def _try_to_prepare(checkpoint: dict[str, Any], meta: RecordMeta) -> Prepared | Exception:
-    """This rank's share of a save, or why there is none: the other ranks wait to hear of it."""
-    try:
-        return prepare(checkpoint, meta)
-    except Exception as error:  # noqa: BLE001 - `plan_save` raises it
-        return error
 
 
 def _existing_record(path: str | os.PathLike[str]) -> Path:
