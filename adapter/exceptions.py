@@ -162,19 +162,18 @@ class TrainingHung(GenlightError):
     Args:
         rank: Where.
         seconds: For how long.
-        stacks: The file with the stacks of all threads of that rank.
+        *stacks: Files with the stacks of all threads, of that rank first, then of others.
     """
 
-    def __init__(self, rank: int, seconds: float, stacks: Path) -> None:
-        super().__init__(rank, seconds, stacks)
+    def __init__(self, rank: int, seconds: float, *stacks: Path) -> None:
+        super().__init__(rank, seconds, *stacks)
         self.rank = rank
         self.seconds = seconds
         self.stacks = stacks
 
     def __str__(self) -> str:
-        return (
-            f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {self.stacks}"
-        )
+        files = ", ".join(map(str, self.stacks))
+        return f"no step was finished on rank {self.rank} for {self.seconds:.0f} s; stacks of all threads: {files}"
 
 
 class TrainingCanceled(GenlightError):

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 EXIT_HUNG = 1
 LOOKS_PER_LIMIT = 10
 LONGEST_PAUSE_S = 5.0
+OTHERS_WITHIN_S = 2 * LONGEST_PAUSE_S
+"""How long a rank that ends the run waits for the stacks of the others, which are killed then."""
+OTHERS_POLL_S = 0.1
 MEMORY = 0.9
 """Share of what was learned before in what is learned from one more step."""
 
@@ -37,7 +40,7 @@ class WatchHangs(Hook):
 
     With `end_run` the process ends too. Nothing can be raised in a thread that waits inside a collective or a driver,
     so the watching thread reports the failure itself where a run has set `on_hang`, and leaves by ``os._exit``; the
-    last durable checkpoint is what a restart goes on from.
+    last durable checkpoint is what a restart goes on from. What is reported names the files of all ranks.
 
     Args:
         directory: Where the files go; None means ``<default_root_dir>/hangs``.
@@ -80,7 +83,7 @@ class WatchHangs(Hook):
         self._stopped = threading.Event()
         threading.Thread(
             target=self._watch,
-            args=(directory.absolute(), trainer.global_rank, self._stopped),
+            args=(directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped),
             name="genlight-hangs",
             daemon=True,
         ).start()
@@ -108,7 +111,8 @@ class WatchHangs(Hook):
         if self._stopped is not None:
             self._stopped.set()
 
-    def _watch(self, directory: Path, rank: int, stopped: threading.Event) -> None:
+    def _watch(self, directory: Path, rank: int, ranks: int, stopped: threading.Event) -> None:
+        began_s = time.time()
         usual_s, reported, seen = 0.0, False, self._progress_at_s
         while True:
             limit_s = max(self.floor_s, self.factor * usual_s)
@@ -121,12 +125,11 @@ class WatchHangs(Hook):
                 seen, reported = newest, False
             elif now - seen >= limit_s and not reported:
                 reported = True
-                self._report(directory, rank, now - seen)
+                self._report(directory, rank, ranks, now - seen, began_s)
 
-    def _report(self, directory: Path, rank: int, seconds: float) -> None:
+    def _report(self, directory: Path, rank: int, ranks: int, seconds: float, began_s: float) -> None:
         self._count += 1
         path = directory / f"rank-{rank}-{self._count}.txt"
-        hung = TrainingHung(rank, seconds, path)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".part")
@@ -135,10 +138,26 @@ class WatchHangs(Hook):
             temporary.rename(path)
         except OSError as error:
             log.error("the stacks could not be written to %s: %s", path, error.strerror)  # noqa: TRY400
-        log.warning("%s", hung)
+        log.warning("%s", TrainingHung(rank, seconds, path))
         if self.end_run:
             try:
+                others = _stacks_of_others(directory, rank, ranks, began_s)
                 if self.on_hang is not None:
-                    self.on_hang(hung)
+                    self.on_hang(TrainingHung(rank, seconds, path, *others))
             finally:
                 os._exit(EXIT_HUNG)
+
+
+def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> list[Path]:
+    """The newest file of each other rank; those that hang in the same place notice it a little sooner or later."""
+    end = time.monotonic() + OTHERS_WITHIN_S
+    while True:
+        found = [_newest(directory.glob(f"rank-{other}-*.txt"), began_s) for other in range(ranks) if other != rank]
+        if None not in found or time.monotonic() >= end:
+            return [path for path in found if path is not None]
+        time.sleep(OTHERS_POLL_S)
+
+
+def _newest(paths: Iterable[Path], began_s: float) -> Path | None:
+    written = [(path.stat().st_mtime, path) for path in paths]
+    return max((entry for entry in written if entry[0] >= began_s), default=(0.0, None))[1]

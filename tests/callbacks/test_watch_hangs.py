@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
 import pytest
 
 from genlight.adapter.exceptions import TrainingHung
-from genlight.callbacks.watch_hangs import WatchHangs
+from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
 
 WAIT_S = 30.0
 
@@ -66,15 +67,15 @@ def test_steps_that_end_in_time_leave_nothing(fit, counting_trainer, tmp_path):
 
 
 def test_what_counts_as_a_hang_is_learned_from_the_steps(tmp_path):
-    """Steps of some length raise the limit above the floor, so that one three times as long is none."""
-    watch, stopped = WatchHangs(tmp_path, floor_s=0.02, factor=1000.0), threading.Event()
+    """Steps of some length raise the limit above the floor, so that a longer one than that is none."""
+    watch, stopped = WatchHangs(tmp_path, floor_s=1.0, factor=1000.0), threading.Event()
     watch._progress_at_s = time.monotonic()
-    thread = threading.Thread(target=watch._watch, args=(tmp_path, 0, stopped))
+    thread = threading.Thread(target=watch._watch, args=(tmp_path, 0, 1, stopped))
     thread.start()
     for _ in range(5):
-        time.sleep(0.01)
+        time.sleep(0.06)
         watch._progress_at_s = time.monotonic()
-    time.sleep(0.1)
+    time.sleep(1.3)
     stopped.set()
     thread.join()
 
@@ -100,6 +101,18 @@ def test_the_message_names_rank_duration_and_file(tmp_path):
     assert str(TrainingHung(3, 61.5, tmp_path / "x")) == (
         f"no step was finished on rank 3 for 62 s; stacks of all threads: {tmp_path / 'x'}"
     )
+
+
+def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
+    """Not those of an earlier attempt."""
+    for name, age_s in (("rank-0-1", 0), ("rank-1-1", 900), ("rank-1-2", 60), ("rank-1-3", 30), ("rank-2-1", 30)):
+        path = tmp_path / f"{name}.txt"
+        path.touch()
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+    found = _stacks_of_others(tmp_path, 0, 3, time.time() - 600)
+
+    assert [path.name for path in found] == ["rank-1-3.txt", "rank-2-1.txt"]
 
 
 @pytest.mark.parametrize("name", ["factor", "floor_s"])

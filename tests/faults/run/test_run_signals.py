@@ -224,4 +224,6 @@ def test_a_hang_ends_the_run_if_asked_to(job, kill_after, devices):
     assert "no step was finished on rank" in failed["error"]
     assert failed["error"] == told(job)
     assert "in train_step" in (job.out / "hangs" / f"rank-{devices - 1}-1.txt").read_text()
-    assert "/hangs/rank-" in failed["error"]
+    for rank in range(devices):
+        assert f"/hangs/rank-{rank}-1.txt" in failed["error"]
+        assert "Thread" in (job.out / "hangs" / f"rank-{rank}-1.txt").read_text()
