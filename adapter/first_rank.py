@@ -55,12 +55,14 @@ def watch_first_rank(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[
 
     def watch() -> None:
         was_there = is_announced
-        while not stopped.wait(LOOK_EVERY_S):
+        while True:
             # The lock may be held again at once, by the next attempt.
             is_there = not first_rank_is_gone() if is_announced else _is_locked(artifacts_dir)
             if was_there and not is_there:
                 break
             was_there = is_there
+            if stopped.wait(LOOK_EVERY_S):
+                return
         if not stopped.wait(PATIENCE_S):
             log.error("rank 0 has ended, so this rank ends as well")
             end()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..reporters.durable import write_bytes_durably
 from .exceptions import RankFailed, TrainingCanceled
@@ -25,6 +26,14 @@ __all__ = ["RankFailures", "watch_ranks"]
 log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
+LAUNCH = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+"""Variables that tell one launch from the next."""
 POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
@@ -55,11 +64,12 @@ class RankFailures:
         self.expects_ranks = expects_ranks
         self.children: Sequence[ChildProcess] = ()
         """Processes of other ranks that this one started."""
+        self._since_s = 0.0
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        note = {**dataclasses.asdict(failure), "rank": rank, "at_s": time.time()}
+        note = {**dataclasses.asdict(failure), "rank": rank, "at_s": time.time(), "launch": _launch()}
         write_bytes_durably(self.folder / f"rank-{rank}.json", json.dumps(note).encode())
 
     def wait_until_reported(self) -> None:
@@ -70,7 +80,7 @@ class RankFailures:
 
     def found(self) -> Failure | None:
         """The oldest failure that a rank noted; one that died without a word where none did."""
-        notes = [json.loads(path.read_bytes()) for path in self.folder.glob("rank-*.json")]
+        notes = self._notes()
         if notes:
             oldest = min(notes, key=lambda note: float(note["at_s"]))
             return _failure_of(oldest)
@@ -92,7 +102,7 @@ class RankFailures:
         return own if other is None else dataclasses.replace(other, resumable=own.resumable)
 
     def _before(self, at_s: float) -> Failure | None:
-        notes = [json.loads(path.read_bytes()) for path in self.folder.glob("rank-*.json")]
+        notes = self._notes()
         older = [note for note in notes if note["at_s"] < at_s]
         return None if notes and not older else self.found()
 
@@ -102,19 +112,26 @@ class RankFailures:
         return failure.category if failure is not None and failure.exit_code == EXIT_STOPPED else None
 
     def forget_earlier(self, began_s: float) -> None:
-        """Remove what an attempt left that was killed; this one began at `began_s`, in seconds since 1970."""
-        for path in self.folder.glob("rank-*.json"):
-            if json.loads(path.read_bytes())["at_s"] < began_s - LAUNCHED_WITHIN_S:
-                path.unlink()
+        """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
+        self._since_s = began_s - (LAUNCHED_WITHIN_S if _launch() else 0.0)
+
+    def _notes(self) -> list[dict[str, Any]]:
+        notes = [json.loads(path.read_bytes()) for path in self.folder.glob("rank-*.json")]
+        return [note for note in notes if note["at_s"] >= self._since_s and note["launch"] == _launch()]
 
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _failure_of(note: dict[str, object]) -> Failure:
+def _launch() -> str:
+    """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
+    return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
+
+
+def _failure_of(note: dict[str, Any]) -> Failure:
     names = {field.name for field in dataclasses.fields(Failure)}
-    failure = Failure(**{name: value for name, value in note.items() if name in names})  # type: ignore[arg-type]
+    failure = Failure(**{name: value for name, value in note.items() if name in names})
     if failure.exit_code == EXIT_STOPPED:
         return failure
     return dataclasses.replace(failure, text=f"{failure.text} (rank {note['rank']})")
