@@ -18,12 +18,15 @@ from ..reporters.event_log import EventLog
 from ..reporters.redaction import hide_secrets
 from ..reporters.uploads import TerminalPayload
 from .exceptions import (
+    CheckpointError,
     ContractError,
     EventLogError,
     FailureCategory,
     InputError,
+    RankFailed,
     StartupContractError,
     TrainingCanceled,
+    TrainingHung,
     UploadError,
 )
 from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure, is_lost_worker, stop_before
@@ -39,7 +42,17 @@ __all__ = ["Completion", "Ending", "log_failure"]
 
 log = logging.getLogger(__name__)
 
-_USERS_MISTAKES = (StartupContractError, InputError, ContractError, UploadError, TrainingCanceled)
+_SAY_ALL = (
+    StartupContractError,
+    InputError,
+    ContractError,
+    CheckpointError,
+    EventLogError,
+    UploadError,
+    RankFailed,
+    TrainingHung,
+    TrainingCanceled,
+)
 """Failures whose message says all; a traceback would bury it."""
 
 
@@ -224,6 +237,6 @@ def log_failure(
     if isinstance(error, TrainingCanceled):
         log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
         return
-    mistake = isinstance(error, _USERS_MISTAKES)
-    text = str(error) if mistake else "".join(traceback.format_exception(error)).rstrip()
+    says_all = isinstance(error, _SAY_ALL)
+    text = str(error) if says_all else "".join(traceback.format_exception(error)).rstrip()
     log.error("%s failure: %s", failure.category, hide_secrets(text, secrets=secrets, environ=environ))

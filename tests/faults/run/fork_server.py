@@ -4,11 +4,13 @@ It has one thread when it copies itself, so that a copy is as good as a process 
 lines of JSON: a process to start, then its id; an id to ask for, then its exit code or null.
 """
 
+import faulthandler
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 
@@ -26,6 +28,9 @@ LOADED = (
     "genlight.callbacks.upload_artifacts",
     "genlight.callbacks.watch_hangs",
 )
+
+HANGS_AFTER_S = 140
+"""When a process that has not ended says where its threads are."""
 
 
 def serve():
@@ -53,6 +58,8 @@ def become(wanted):
     log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)
+    faulthandler.register(signal.SIGQUIT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from genlight.callbacks.checkpoint.selection import newest_valid
+from genlight.reporters.uploads import SPOOL_DIRECTORY
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -248,28 +251,73 @@ def test_the_table_is_long():
 # what needs a hand in the system
 
 
-def test_a_full_disk_while_a_checkpoint_is_written(job, monkeypatch):
-    """The run ends as a failed step; the event log is written all the same."""
+@pytest.fixture
+def disk_fails(monkeypatch):
+    """Lets writing fail with an error below a folder, once a condition holds."""
     real = {name: getattr(os, name) for name in ("write", "writev")}
 
-    def full(name):
-        def write(descriptor, *args):
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-            if "/checkpoints/" in target and "probe" not in target:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real[name](descriptor, *args)
+    def start(part, code, when=lambda: True):
+        def failing(name):
+            def write(descriptor, *args):
+                target = os.readlink(f"/proc/self/fd/{descriptor}")
+                if part in target and "probe" not in target and when():
+                    raise OSError(code, os.strerror(code))
+                return real[name](descriptor, *args)
 
-        return write
+            return write
 
-    for name in real:
-        monkeypatch.setattr(os, name, full(name))
+        for name in real:
+            monkeypatch.setattr(os, name, failing(name))
+
+    yield start
+    monkeypatch.undo()
+
+
+DISK_ERRORS = pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+
+
+@DISK_ERRORS
+def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, code):
+    """The run ends as a failed step; the event log is written all the same."""
+    disk_fails("/checkpoints/", code)
 
     assert job.run() == 1
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", False)
-    assert "No space left" in failed["error"]
+    assert os.strerror(code) in failed["error"]
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
     assert not list((job.out / "checkpoints").glob("*.json"))
+
+
+@DISK_ERRORS
+def test_a_disk_that_fails_while_an_event_is_written(job, disk_fails, caplog, code):
+    """The orchestrator is told, the checkpoint before it is whole, and the next start goes on from that."""
+    first = job.out / "checkpoints" / "step-00000002.json"
+    disk_fails("/events.jsonl", code, when=first.exists)
+
+    assert job.run() == 1
+    told = job.server.posted("/terminal")[-1]
+    assert (told["status"], told["error"].partition(":")[0]) == ("failed", "train-step")
+    assert os.strerror(code) in told["error"]
+    assert "the failure could not be recorded" in caplog.text
+    assert job.events()[-1]["event"] not in ("completed", "failed")
+    assert newest_valid(first.parent)[0].step >= 2
+    assert "failure: Traceback" not in caplog.text
+
+
+@DISK_ERRORS
+def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, code):
+    uploads = {f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint", "metrics")}
+    job.write(uploads=uploads)
+    disk_fails(f"/{SPOOL_DIRECTORY}/", code, when=(job.out / "checkpoints" / "step-00000004.json").exists)
+
+    assert job.run() == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("upload", True)
+    assert os.strerror(code) in failed["error"]
+    assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
+    assert newest_valid(job.out / "checkpoints")[0].step >= 4
+    assert "failure: Traceback" not in caplog.text
 
 
 def test_an_events_path_that_is_a_directory(job):

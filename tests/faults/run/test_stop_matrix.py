@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 PLANE = "/plane/runs/faulty"
+FILE = "/files/x.parquet"
 HELD_S = 60.0
 """How long a trainer holds that nobody lets go on."""
 LIMIT_S = 150
@@ -53,9 +54,9 @@ PHASES = {
         fields={
             "mock_batches": ...,
             "dataset": {"batch_size": 1},
-            "inputs": {"dataset_parquet_urls": ["SERVER/files/x.parquet"]},
+            "inputs": {"dataset_parquet_urls": [f"SERVER{FILE}"]},
         },
-        gate="/files/x.parquet",
+        gate=FILE,
     ),
     "setup": Phase({"at": "setup"}),
     "first step": Phase({"at": "train_step:1"}),
@@ -165,7 +166,9 @@ class Stop:
             self.kill_after(started[-1])
         return started
 
-    def is_reached(self):
+    def is_reached(self, started):
+        if self.phase.gate == FILE:  # the second process waits for the first one to fetch it
+            return FILE in self.job.server.at_gate and all(is_fetching(process.pid) for process in started)
         if self.phase.gate is not None:
             return self.phase.gate in self.job.server.at_gate
         return all(self.job.reached(rank) for rank in self.holding)
@@ -189,6 +192,14 @@ class Stop:
         self.job.go()
         if self.phase.opens:
             self.job.server.gates[self.phase.gate].set()
+
+
+def is_fetching(pid):
+    """Whether a process has a file of the download cache open."""
+    try:
+        return any("/cache/" in os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def free_port():
@@ -245,13 +256,14 @@ def stop_it(stop):
     limit_s = 4.0
     while True:
         started = run_into_phase(stop, limit_s)
-        if stop.is_reached():
+        if stop.is_reached(started):
             break
         assert stop.trigger == "limit", (stop.job.folder / "stderr").read_text()
         for process in started:
             process.wait(LIMIT_S)
         for file in stop.job.folder.glob("reached-*"):
             file.unlink()
+        stop.job.server.at_gate.clear()
         limit_s *= 2
     if stop.trigger == "limit":
         time.sleep(max(0.0, stop.began + limit_s + 0.5 - time.monotonic()))
@@ -268,5 +280,5 @@ def run_into_phase(stop, limit_s):
         stop.job.server.gates[stop.phase.gate] = threading.Event()
     started = stop.start()
     stop.began = time.monotonic()
-    stop.job.wait_until(lambda: stop.is_reached() or any(process.poll() is not None for process in started))
+    stop.job.wait_until(lambda: stop.is_reached(started) or any(process.poll() is not None for process in started))
     return started

@@ -1,0 +1,118 @@
+"""Ranks that torchrun or Slurm started: the first cause is what is reported, and no rank outlives it by long."""
+
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FAULTS = {
+    "raises": ({"raises": "ValueError", "text": "bad row"}, "ValueError: bad row"),
+    "dies": ({"dies": True}, ""),
+}
+
+
+def write(job, plan, **fields):
+    two = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    job.write(
+        plan={"step_s": 0.02, **plan}, lightning=two, max_steps=4000, mock_batches=list(range(8000)),
+        checkpoint_every=5, resume_from_latest=True, **fields,
+    )  # fmt: skip
+
+
+def environ_of(rank, job_id):
+    """What srun gives to a task."""
+    names = {"SLURM_JOB_ID": job_id, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+    names |= {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost"}
+    return {name: str(value) for name, value in names.items()} | {"SLURM_JOB_NAME": "test"}
+
+
+@pytest.fixture
+def tasks(job, fork_server, kill_after):
+    """Starts two tasks as srun does, but nobody ends the other when one ends."""
+
+    def start():
+        job_id = random.randrange(10**6, 10**7)
+        started = []
+        for rank in range(2):
+            started.append(fork_server.start(job, "run", str(job.spec), **environ_of(rank, job_id)))
+            kill_after(started[-1])
+        return started
+
+    return start
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
+    plan, words = FAULTS[fault]
+    write(job, {"at": "train_step:12", "rank": rank, **plan})
+    started = tasks()
+    codes = [process.wait(120) for process in started]
+
+    assert codes[rank] == (9 if fault == "dies" else 1)
+    assert codes[1 - rank] == 1
+    if (fault, rank) != ("dies", 0):  # it was the one that reports
+        failed = job.terminal_event()
+        assert (failed["category"], failed["resumable"]) == ("train-step", True)
+        assert words in failed["error"]
+        assert ("(rank 1)" in failed["error"]) == (fault == "raises" and rank == 1)
+
+
+def test_a_task_that_cannot_load_its_trainer_is_the_one_that_is_reported(job, tasks):
+    """The other one waits for it to come."""
+    write(job, {}, trainer="fails_on_rank_1:Trainer")
+    (job.folder / "fails_on_rank_1.py").write_text(
+        "import os\nfrom fault_trainer import Faulty as Trainer\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n    raise ImportError('no such library here')\n"
+    )
+    codes = [process.wait(120) for process in tasks()]
+
+    assert codes == [2, 2]
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("startup", False)
+    assert "no such library here (rank 1)" in failed["error"]
+
+
+@pytest.fixture
+def torchrun(job, kill_after):
+    def start():
+        options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
+        command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(job.spec)]
+        with (job.folder / "stderr").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *options, *command],
+                cwd=job.folder,
+                env=job.process_environ(),
+                stderr=log,
+                stdout=log,
+            )
+        kill_after(process)
+        return process
+
+    return start
+
+
+def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun):
+    write(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row"})
+
+    assert torchrun().wait(150) == 1
+    failed = job.terminal_event()
+    assert (failed["category"], failed["resumable"]) == ("train-step", True)
+    assert "ValueError: bad row (rank 1)" in failed["error"]
+
+
+def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun):
+    write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
+    process = torchrun()
+    job.wait_until(lambda: job.reached(1), process)
+    process.send_signal(signal.SIGTERM)
+    job.go()
+
+    assert process.wait(150) != 0
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("preempted", True)
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
