@@ -116,7 +116,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     def usable(item: Any) -> Any:
         if not isinstance(item, WholeTensor):
             return item
-        partner = sharded.get(tuple(item.shape))
+        partner = sharded.get(tuple(item.shape)) if item.is_as_saved else None
         return item.put_together() if partner is None else item.slices.like(partner)
 
     args, kwargs = tree_map(usable, (args, kwargs))

@@ -152,6 +152,17 @@ def test_its_values_are_those_of_the_whole_tensor(sharded, use):
     torch.testing.assert_close(use(held(sharded)), use(torch.arange(12.0).view(4, 3)))
 
 
+def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, tmp_path, monkeypatch):
+    save_in_parts(tmp_path, {"w": sharded})
+    loaded = load_for_slices(tmp_path / "step-00000001", share=slice(None))["w"]
+    monkeypatch.setattr(StoredSlices, "whole", lambda _: pytest.fail("read the whole"))
+
+    target = DTensor.from_local(torch.zeros(4, 3), sharded.device_mesh, [Shard(0)])
+    target.copy_(loaded)
+    assert torch.equal(target.to_local(), torch.arange(12.0).view(4, 3))
+    assert torch.equal((sharded - held(sharded)).to_local(), torch.zeros(4, 3))
+
+
 def test_what_torch_saves_is_the_plain_tensor(sharded):
     file = io.BytesIO()
     torch.save(held(sharded), file)
