@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
-from ..reporters.durable import fsync_directory, write_bytes_durably
+from ..reporters.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
 from .cadence import crossed, suppressed
 from .hook import Hook, fire, run_state_of
 
@@ -28,8 +28,9 @@ class WriteSamples(Hook):
     """Has the trainer's ``generate_sample`` make one sample for each request and writes it down.
 
     A sample is ``step-00000200-00.json`` (request, seed, what the generator returned, names of its files) and, beside
-    it, the folder ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``. The JSON comes
-    last: a sample without it does not count. Without requests, or without a generator, there is one text,
+    it, the folder ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``, which has a
+    temporary name until they are on disk. The JSON comes last: a sample without it does not count, and what a killed
+    run left of one is removed at the next start. Without requests, or without a generator, there is one text,
     ``step-00000200.txt``. Random numbers that sampling draws do not change those of training.
 
     Args:
@@ -63,6 +64,11 @@ class WriteSamples(Hook):
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.every_n_steps:
+            _sweep(self.directory)
 
     @override
     def on_train_batch_end(
@@ -107,22 +113,32 @@ class WriteSamples(Hook):
         name: str,
         request: Mapping[str, Any],
     ) -> list[Path]:
-        output_dir, record = self.directory / name, self.directory / f"{name}.json"
-        # Left by an attempt that was killed, perhaps after this step; the record first, lest it name what is gone.
-        record.unlink(missing_ok=True)
-        shutil.rmtree(output_dir, ignore_errors=True)
-        output_dir.mkdir()
+        arriving, folder = self.directory / temporary_name(name), self.directory / name
         seed = request.get("seed") if request.get("seed") is not None else self.seed
         offered = {field: request.get(field) for field in _REQUEST_FIELDS}
         offered |= {"step": step, "ctx": getattr(pl_module, "ctx", None), "request": request, "seed": seed}
-        returned = call_with_accepted(generate, {**offered, "output_dir": output_dir})
-        files = list(_durable_files(output_dir))
-        if not files:
-            shutil.rmtree(output_dir)  # it may hold folders
         facts = {**request, "seed": seed, "run_id": _run_id(pl_module), "step": step}
-        named = [str(file.relative_to(self.directory)) for file in files]
-        write_bytes_durably(record, _encoded({**facts, **_as_mapping(returned), "files": named}, name))
+        arriving.mkdir()
+        try:
+            returned = call_with_accepted(generate, {**offered, "output_dir": arriving})
+            files = [folder / file.relative_to(arriving) for file in _durable_files(arriving, name)]
+            named = [str(file.relative_to(self.directory)) for file in files]
+            encoded = _encoded({**facts, **_as_mapping(returned), "files": named}, name)
+            self._replace(folder, arriving if files else None)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+        record = folder.with_name(f"{name}.json")
+        # The generator may have returned paths within the folder that it was given.
+        write_bytes_durably(record, encoded.replace(arriving.name.encode(), name.encode()))
         return [record, *files]
+
+    def _replace(self, folder: Path, arriving: Path | None) -> None:
+        """Put a sample's files where they belong, in place of those of an earlier attempt at the same step."""
+        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)  # first, lest it name what is gone
+        shutil.rmtree(folder, ignore_errors=True)
+        if arriving is not None:
+            arriving.rename(folder)
+        fsync_directory(self.directory)
 
 
 def find_generator(state: Any) -> Callable[..., Any] | None:
@@ -146,15 +162,40 @@ def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any])
     return function(**{name: value for name, value in accepted.items() if value is not None or name not in has_default})
 
 
-def _durable_files(directory: Path) -> Iterator[Path]:
-    """Every file below `directory`, each made durable before it is named."""
+def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
+    """Every file below `directory`, each made durable before it is named.
+
+    Raises:
+        ContractError: One of them is no file that could be read, or cannot be named in JSON.
+    """
     for folder, _, names in sorted(os.walk(directory)):
         for name in sorted(names):
             path = Path(folder, name)
+            if not path.is_file():  # a pipe would be waited for, and a link may lead nowhere
+                raise ContractError(f"generate_sample of {sample} left {name!r}, which is no file")
+            if not _is_utf8(name):
+                raise ContractError(f"generate_sample of {sample} left {name!r}, whose name is not UTF-8")
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             yield path
         fsync_directory(folder)
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what is left of samples that a run was killed over; only the run that holds the directory may."""
+    for entry in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _as_mapping(returned: Any) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
+from genlight.adapter.exceptions import ContractError
 from genlight.callbacks import Hook, WriteSamples
 from genlight.callbacks.hook import run_state_of
 
@@ -85,7 +87,7 @@ def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tm
 
     (call,) = calls
     assert call.pop("ctx") is module.ctx
-    assert call.pop("output_dir") == tmp_path / "step-00000004-00"
+    assert call.pop("output_dir").parent == tmp_path
     assert call.pop("request") == request
     assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
 
@@ -207,7 +209,7 @@ def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tm
     with pytest.raises(RuntimeError, match="out of memory"):
         fit(sampling(generate), [WriteSamples(tmp_path, 2, requests=[{}])])
 
-    assert list(tmp_path.glob("*.json")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(fit, sampling, tmp_path):
@@ -271,7 +273,7 @@ def test_what_an_earlier_attempt_left_of_the_same_step_is_replaced(fit, sampling
 
     fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}])])
 
-    assert seen == [([], False)]
+    assert seen == [([], True)]
     assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/new.png"]
 
 
@@ -284,3 +286,56 @@ def test_under_a_plain_lightning_module_it_writes_texts(fit_plain, tmp_path):
 def test_a_negative_cadence_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -2\."):
         WriteSamples(tmp_path, -2)
+
+
+def test_files_have_a_temporary_name_until_the_sample_is_whole_and_paths_in_the_result_the_final_one(
+    fit, sampling, tmp_path
+):
+    seen = []
+
+    def generate(output_dir):
+        (output_dir / "a.png").touch()
+        seen.extend(names(tmp_path))
+        return {"grid": [str(output_dir / "a.png")], "name": output_dir.name}
+
+    fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    assert all(name.startswith(".tmp-step-00000004-00-") for name in seen)
+    shown = record(tmp_path, "step-00000004-00.json")
+    assert shown["grid"] == [str(tmp_path / "step-00000004-00" / "a.png")]
+    assert shown["name"] == "step-00000004-00"
+    assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/a.png"]
+
+
+def test_what_a_killed_run_left_of_a_sample_is_removed_at_the_next_start_and_nothing_else(fit, sampling, tmp_path):
+    (tmp_path / ".tmp-step-00000001-00-77-abcdef01").mkdir()
+    (tmp_path / ".tmp-step-00000001-00-77-abcdef01" / "half.png").touch()
+    (tmp_path / ".tmp-step-00000001-00.json-77-abcdef01").touch()
+    (tmp_path / "step-00000001-00").mkdir()
+    (tmp_path / "step-00000001-00" / "old.png").touch()
+
+    fit(sampling(lambda: None), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    assert names(tmp_path) == ["step-00000001-00/old.png", "step-00000004-00.json"]
+
+
+@pytest.mark.parametrize(
+    ("leave", "message"),
+    [
+        (lambda folder: os.mkfifo(folder / "pipe"), "left 'pipe', which is no file"),
+        (lambda folder: (folder / "link").symlink_to("nowhere"), "left 'link', which is no file"),
+        (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).touch(), "whose name is not UTF-8"),
+    ],
+    ids=["pipe", "dangling link", "name"],
+)
+def test_what_is_no_file_of_a_sample_is_named_and_not_waited_for(fit, sampling, tmp_path, leave, message):
+    with pytest.raises(ContractError, match=message):
+        fit(sampling(lambda output_dir: leave(output_dir)), [WriteSamples(tmp_path, 2, requests=[{}])])
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_generator_may_remove_the_folder_that_it_was_given(fit, sampling, tmp_path):
+    fit(sampling(lambda output_dir: output_dir.rmdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
+
+    assert record(tmp_path, "step-00000004-00.json")["files"] == []
