@@ -11,9 +11,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -23,8 +24,11 @@ from ..reporters.uploads.retry import backoff_s, is_transient
 from ..reporters.urls import origin_of
 from .contract import JobLifecycleClient, LifecycleLease
 from .exceptions import AuthError, GenlightError, InputError, StartupContractError
+from .inputs.daemon_threads import DaemonThreads
 
 __all__ = ["HttpLifecycleClient", "LifecycleSession"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ _GONE: Final = (404, 409, 410)
 
 INTERVAL_S = 5.0
 """Seconds between heartbeats."""
+LOOK_EVERY_S = 0.1
+"""How often a stop is looked for while an answer is waited for."""
 
 
 class HttpLifecycleClient:
@@ -157,25 +163,37 @@ class LifecycleSession:
         run_id: The run to claim.
         interval_s: Seconds between heartbeats; None means 5.
         patience_s: How long the control plane may be away.
+        answer_s: How long an answer to the claim, or to the report of the end, is waited for, whatever the client does.
+        raise_if_stopped: Called while the claim is waited for; what it raises ends the wait.
 
     Raises:
         Exception: What ``client.claim`` raises, when the context is entered.
+        InputError: The claim was not answered within `answer_s`.
     """
 
     def __init__(
-        self, client: JobLifecycleClient, run_id: str, *, interval_s: float | None = None, patience_s: float = 60.0
+        self,
+        client: JobLifecycleClient,
+        run_id: str,
+        *,
+        interval_s: float | None = None,
+        patience_s: float = 60.0,
+        answer_s: float = 60.0,
+        raise_if_stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._run_id = run_id
         self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._patience_s = patience_s
+        self._answer_s = answer_s
+        self._raise_if_stopped = raise_if_stopped
         self._lease: LifecycleLease | None = None
         self._reason: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="genlight-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        self._lease = self._client.claim(run_id=self._run_id)
+        self._lease = self._answer(lambda: self._client.claim(run_id=self._run_id), self._raise_if_stopped)
         self._thread.start()
         return self
 
@@ -201,10 +219,21 @@ class LifecycleSession:
     def _report(self, tell: Callable[[LifecycleLease], None]) -> None:
         assert self._lease is not None
         self._ended.set()
+        lease = self._lease
         try:
-            tell(self._lease)
+            self._answer(lambda: tell(lease), lambda: None)
         except Exception as error:  # noqa: BLE001 - as above
             log.error("the control plane was not told how the run ended: %s", _text(error))  # noqa: TRY400
+
+    def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None]) -> T:
+        """What the client answers in a thread of its own, which a wait that ends leaves behind."""
+        future = DaemonThreads(1, "genlight-control-plane").submit(ask)
+        end = time.monotonic() + self._answer_s
+        while not wait([future], LOOK_EVERY_S).done:
+            raise_if_stopped()
+            if time.monotonic() >= end:
+                raise InputError(f"the control plane did not answer for {self._answer_s:.0f} s")
+        return future.result()
 
     def _beat(self) -> None:
         assert self._lease is not None

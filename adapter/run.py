@@ -132,7 +132,13 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
     with contextlib.ExitStack() as stack:
         try:
             if options.lifecycle is not None:
-                session = LifecycleSession(options.lifecycle, config.run_id, interval_s=options.heartbeat_s)
+                session = LifecycleSession(
+                    options.lifecycle,
+                    config.run_id,
+                    interval_s=options.heartbeat_s,
+                    answer_s=config.upload_deadline_s,
+                    raise_if_stopped=training.raise_if_stopped,
+                )
                 ending.lifecycle = stack.enter_context(session)
                 training.checks.append(ending.lifecycle.reason)
             if options.fresh:

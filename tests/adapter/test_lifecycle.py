@@ -268,3 +268,49 @@ def test_a_run_that_cannot_be_claimed_trains_nothing(run_waiting, plane, answer,
     ended, event = run_waiting()
 
     assert (ended, event["category"], event["step"]) == (code, category, 0)
+
+
+class Silent:
+    """A control plane that takes a request and says nothing."""
+
+    def __init__(self):
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def claim(self, *, run_id):
+        self.asked.set()
+        self.released.wait(120)
+
+    def mark_failed(self, *, lease, step, error):
+        self.claim(run_id="")
+
+
+@pytest.fixture
+def silent():
+    made = Silent()
+    yield made
+    made.released.set()
+
+
+def test_a_stop_ends_the_wait_for_a_claim(silent):
+    class Stop(Exception):
+        pass
+
+    def stop():
+        if silent.asked.is_set():
+            raise Stop
+
+    with pytest.raises(Stop), LifecycleSession(silent, "leased", raise_if_stopped=stop):
+        pass
+
+
+def test_a_claim_that_nobody_answers_is_given_up(silent):
+    with pytest.raises(InputError, match="did not answer"), LifecycleSession(silent, "leased", answer_s=0.05):
+        pass
+
+
+def test_a_report_that_nobody_answers_is_given_up_and_logged(silent, caplog):
+    session = LifecycleSession(silent, "leased", answer_s=0.05)
+    session._lease = LEASE
+    session.failed(3, "train-step:ValueError")
+    assert silent.asked.is_set()
+    assert "was not told how the run ended: the control plane did not answer" in caplog.text
