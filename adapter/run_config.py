@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..reporters.urls import trusted_origins
+from ..reporters.urls import has_scheme, trusted_origins
 from .contract import TrainingJobSpec
 from .faults import FaultList
 from .inputs.refs import looks_like_path
@@ -179,7 +179,10 @@ def dataset_of(reading: Settings) -> DatasetSpec | None:
     for name in (f.name for f in dataclasses.fields(DatasetSpec)):
         reading.pick(f"dataset.{name}")
     dataset = dataset or DatasetSpec()
-    paths = tuple(str(reading.absolute("dataset.parquet_paths", path)) for path in dataset.parquet_paths)
+    paths = tuple(
+        path if has_scheme(path) else str(reading.absolute("dataset.parquet_paths", path))
+        for path in dataset.parquet_paths
+    )
     return dataclasses.replace(dataset, parquet_paths=paths)
 
 

@@ -39,7 +39,7 @@ def spec_fields(
     identity: dict[str, Any] = {"trainer": trainer, "hyperparams": dict(hyperparams)}
     if dataset is not None:
         identity["dataset"] = {
-            "parquet_paths": [_portable(path, spec_dir) for path in dataset.parquet_paths],
+            "parquet_paths": [_reference(path, spec_dir) for path in dataset.parquet_paths],
             "columns": dataset.columns,
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,

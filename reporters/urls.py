@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
+    "has_scheme",
     "hide_urls",
     "is_http_url",
     "origin_of",
@@ -32,10 +33,16 @@ _URL = re.compile(
     r"(?:[/?#].*)?",
     re.IGNORECASE,
 )
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://|file:", re.IGNORECASE)
 _DOTTED_NUMBERS = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
 _PLAIN_AUTHORITY = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]\\]*)(?::[0-9]*)?")
 # The bound on the scheme keeps the search linear in long runs of letters, such as an encoded blob in a log line.
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\"<>`]*")
+
+
+def has_scheme(text: str) -> bool:
+    """Whether `text` names its own scheme: it is a URL, and no path to be taken relative to a folder."""
+    return _SCHEME.match(text) is not None
 
 
 def is_http_url(text: str) -> bool:

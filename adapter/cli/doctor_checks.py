@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...callbacks.checkpoint.layout import record_paths
+from ...reporters.urls import has_scheme, safe_url
 from ..artifact_dirs import artifact_dir_faults
 from ..artifacts_lock import lock_holder
 from ..exceptions import ContractError, InputError
@@ -74,6 +75,9 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
     """The Parquet files on this machine, and whether they have the columns that the job asks for."""
     files: list[Path] = []
     for text in dataset.parquet_paths:
+        if has_scheme(text):
+            yield Finding("warning", "dataset", f"{safe_url(text)} is not looked into: the run reads it where it lies")
+            continue
         try:
             files += parquet_files(text)
         except InputError as fault:

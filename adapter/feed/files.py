@@ -28,6 +28,7 @@ __all__ = ["DataFile", "PathLike", "expand"]
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
+DATA_SUFFIXES = (".parquet", ".parq", ".arrow", ".ipc", ".feather")
 _ARROW_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 _PATTERN = frozenset("*?[")
 
@@ -74,7 +75,7 @@ class DataFile:
 
 
 def expand(
-    paths: PathLike | Iterable[PathLike], *, filesystem: Any = None, suffixes: Sequence[str] = (".parquet",)
+    paths: PathLike | Iterable[PathLike], *, filesystem: Any = None, suffixes: Sequence[str] = DATA_SUFFIXES
 ) -> list[DataFile]:
     """The files behind `paths`: a folder stands for the files in it with one of `suffixes`, a pattern for its matches.
 

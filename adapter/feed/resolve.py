@@ -17,7 +17,6 @@ from .sources import Source, TableSource, input_error
 __all__ = ["BatchFeed", "as_feed", "open_source"]
 
 _IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
-_ALL_SUFFIXES = (".parquet", ".parq", *_IPC_SUFFIXES)
 
 
 @runtime_checkable
@@ -82,7 +81,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
     if items and all(isinstance(item, pa.Table | pa.RecordBatch) for item in items):
         named = [(f"table {i}", item) for i, item in enumerate(items)]
         return TableSource(named, columns=columns, filters=filters)
-    files = expand(items, filesystem=filesystem, suffixes=_ALL_SUFFIXES)
+    files = expand(items, filesystem=filesystem)
     mapped = [file.path.endswith(_IPC_SUFFIXES) for file in files]
     if all(mapped):
         return _ipc_source(files, columns, filters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,23 +65,14 @@ def local_checkpoint(path: Path) -> Path:
 
 
 def parquet_files(text: str) -> list[Path]:
-    """The Parquet files behind a path: the file, those of a folder, or those that a pattern matches, sorted by name.
+    """The data files behind a path: the file, those of a folder, or those that a pattern matches, as the feed has it.
 
     Raises:
         InputError: There is no such file, or none that can be read.
     """
-    path = Path(text)
-    if path.is_dir():
-        found = sorted(path.rglob("*.parquet"))
-        if not found:
-            raise InputError(f"The folder {text!r} holds no *.parquet file.")
-    elif not path.exists() and any(character in text for character in PATTERN_CHARACTERS):
-        found = sorted(Path(match) for match in glob.glob(text, recursive=True))
-        if not found:
-            raise InputError(f"No file matches {text!r}.")
-    else:
-        found = [path]
-    return [readable_file(file) for file in found]
+    from ..feed.files import expand  # loads pyarrow
+
+    return [readable_file(Path(file.path)) for file in expand(text)]
 
 
 def readable_file(path: Path) -> Path:

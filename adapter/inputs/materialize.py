@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...reporters.urls import has_scheme
 from ..exceptions import InputError
 from ..run_config import RunConfig
 from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
@@ -28,7 +29,7 @@ class MaterializedInputs:
     model_dir: Path | None = None
     model_ref: str | None = None
     """The reference without credentials; a tag is resolved to its digest."""
-    parquet_paths: tuple[Path, ...] = ()
+    parquet_paths: tuple[Path | str, ...] = ()
     resume_checkpoint: Path | None = None
     """The record of the checkpoint."""
 
@@ -96,7 +97,7 @@ def _wanted(config: RunConfig) -> list[tuple[Kind, Ref]]:
     wanted: list[tuple[Kind, Ref]] = []
     faults: list[InputError] = []
     with _noting(faults):
-        _local_files(config)
+        _named_files(config)
     for kind, text in named:
         with _noting(faults):
             if text is not None:
@@ -114,17 +115,17 @@ def _noting(faults: list[InputError]) -> Iterator[None]:
         faults.append(fault)
 
 
-def _local_files(config: RunConfig) -> list[Path]:
-    """The Parquet files that the job names by path.
+def _named_files(config: RunConfig) -> list[Path | str]:
+    """The data files that the job names itself; URLs are for the feed, which reads from any file system.
 
     Raises:
         InputError: With every one that is missing.
     """
-    files: list[Path] = []
+    files: list[Path | str] = []
     faults: list[InputError] = []
     for text in config.dataset.parquet_paths if config.dataset else ():
         with _noting(faults):
-            files += parquet_files(text)
+            files += [text] if has_scheme(text) else parquet_files(text)
     if faults:
         raise InputError("\n".join(str(fault) for fault in faults))
     return files
@@ -153,6 +154,6 @@ def _collected(config: RunConfig, found: list[tuple[Kind, Found]]) -> Materializ
     return MaterializedInputs(
         model_dir=model.path if model else None,
         model_ref=model.label if model else None,
-        parquet_paths=tuple(_local_files(config) + parquet),
+        parquet_paths=(*_named_files(config), *parquet),
         resume_checkpoint=checkpoint,
     )

@@ -147,6 +147,15 @@ def test_an_unknown_override_offers_the_nearest_setting(job):
     assert "Did you mean `artifacts_dir`?" in str(refused(job(), "artefacts_dir=x"))
 
 
+def test_urls_of_data_are_no_relative_paths_and_count_for_the_digest_without_credentials(job):
+    urls = ("hf://datasets/o/n/x.parquet", "s3://key:canary@bucket/x", "file:///data/x.parquet")
+    config = resolve(job(dataset={"parquet_paths": list(urls)}))
+    assert config.dataset is not None
+    assert config.dataset.parquet_paths == urls
+    other = resolve(job(dataset={"parquet_paths": [url.replace("key:canary@", "") for url in urls]}))
+    assert config.spec_digest == other.spec_digest
+
+
 def test_relative_paths_start_at_the_specs_folder_and_those_of_the_shell_at_the_working_directory(
     job, tmp_path, monkeypatch
 ):

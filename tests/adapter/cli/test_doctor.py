@@ -316,3 +316,10 @@ def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
     code, text = diagnose(job())
     assert code == 2
     assert "is no readable Parquet" in text
+
+
+def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
+    code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
+    assert code == 0
+    assert "s3://bucket/x.parquet is not looked into" in text
+    assert "canary" not in text
