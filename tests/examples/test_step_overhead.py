@@ -89,6 +89,22 @@ def test_without_matplotlib_there_is_no_plot_and_it_says_so(benchmark, tmp_path,
     assert not (tmp_path / "plot.png").exists()
 
 
+def test_a_host_that_is_not_installed_or_broken_does_not_take_part_and_it_says_so(
+    benchmark, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "accelerate.py").write_text("import a_module_that_it_needs")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torchtnt", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+    found = benchmark("step_cost.others").others()
+
+    assert set(found) == {"Fabric"}
+    told = capsys.readouterr().err
+    assert "accelerate does not take part: No module named 'a_module_that_it_needs'" in told
+    assert "TorchTNT does not take part" in told
+
+
 def test_many_steps_and_many_callbacks_are_measured(benchmark, capsys):
     found = benchmark("step_overhead").main(["--scale", "1000", "--rounds", "1"])
 

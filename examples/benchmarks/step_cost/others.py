@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +18,18 @@ Run = Callable[[Alternation, Path], None]
 
 
 def others() -> dict[str, Run]:
-    """Hosts by name; who is not installed is named on standard error."""
+    """Hosts by name; who cannot take part is named on standard error."""
     found: dict[str, Run] = {"Fabric": fabric}
-    optional = {"torchtnt": ("TorchTNT", torchtnt), "accelerate": ("accelerate", accelerate)}
-    optional["transformers"] = ("Hugging Face Trainer", hugging_face)
-    for package, (name, run) in optional.items():
-        if importlib.util.find_spec(package) is None:
-            sys.stderr.write(f"{name} does not take part: {package} is not installed\n")
+    optional = {
+        "TorchTNT": ("torchtnt.framework.train", torchtnt),
+        "accelerate": ("accelerate", accelerate),
+        "Hugging Face Trainer": ("transformers.trainer", hugging_face),
+    }
+    for name, (module, run) in optional.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            sys.stderr.write(f"{name} does not take part: {error}\n")
         else:
             found[name] = run
     return found
