@@ -8,7 +8,7 @@ the bus and need one synchronisation for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ class HostBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._targets: list[torch.Tensor] = []
+        """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
 
     @property
     def nbytes(self) -> int:
@@ -36,30 +39,44 @@ class HostBuffer:
         """Hold at least `nbytes` and touch them, so that the next copy finds them warm."""
         if nbytes <= self.nbytes and (self._memory.is_pinned() or not pinned):
             return
+        self._layout, self._targets = [], []
         self._memory = torch.empty(0, dtype=torch.uint8)  # The old block is freed before the new one is made.
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def copy(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries with their values as of now, in this buffer; valid until the next call."""
-        devices = {entry.source.device for entry in entries if _is_on_cuda(entry)}
-        offsets, total = [], 0
-        for entry in entries:
-            offsets.append(total)
-            total += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
-        self.reserve(total, pinned=bool(devices))
-        copied = [self._copy_one(entry, offset) for entry, offset in zip(entries, offsets, strict=True)]
+        tensors = [entry.source for entry in entries if not isinstance(entry.source, np.ndarray)]
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        targets = self._laid_out(tensors, pinned=bool(devices))
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor, non_blocking=tensor.is_cuda)
         for device in devices:
             torch.cuda.synchronize(device)
-        return copied
+        copies = iter(targets)
+        return [_with(e, e.source.copy() if isinstance(e.source, np.ndarray) else next(copies)) for e in entries]
 
-    def _copy_one(self, entry: Entry, offset: int) -> Entry:
-        if isinstance(entry.source, np.ndarray):
-            return replace(entry, source=entry.source.copy())
-        part = self._memory[offset : offset + entry.nbytes]
-        target = part.view(entry.source.dtype).view(entry.source.shape) if entry.nbytes else entry.source.cpu()
-        target.copy_(entry.source, non_blocking=_is_on_cuda(entry))
-        return replace(entry, source=target)
+    def _laid_out(self, tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
+        """A part of the memory for each of `tensors`, of its type and shape."""
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        offsets, total = [], 0
+        for tensor in tensors:
+            offsets.append(total)
+            total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.reserve(total, pinned=pinned)
+        if layout != self._layout:
+            parts = zip(tensors, offsets, strict=True)
+            self._targets = [_like(tensor, self._memory[at : at + tensor.nbytes]) for tensor, at in parts]
+            self._layout = layout
+        return self._targets
 
 
-def _is_on_cuda(entry: Entry) -> bool:
-    return isinstance(entry.source, torch.Tensor) and entry.source.is_cuda
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """`memory` as a tensor with the type and shape of `tensor`."""
+    if not memory.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def _with(entry: Entry, source: torch.Tensor | np.ndarray[Any, Any]) -> Entry:
+    """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
+    return Entry(entry.file, entry.key, entry.dtype, entry.shape, entry.nbytes, source, entry.slice)

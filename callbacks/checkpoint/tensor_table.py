@@ -8,6 +8,7 @@ A tensor that is sharded over the ranks has no entry, but a slice: the part of i
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,6 +123,9 @@ class TensorTable:
             else:
                 by_storage[use.tensor.device, use.tensor.untyped_storage().data_ptr()].append(use)
         for uses in by_storage.values():
+            if len(uses) == 1:  # As most are, and a save waits for this.
+                self._store(uses[0])
+                continue
             for overlapping in _overlapping(uses):
                 self._store_together(overlapping)
         self._uses.clear()
@@ -148,7 +152,7 @@ class TensorTable:
     def _add_sharded(self, tensor: torch.Tensor, file: str, key: str) -> dict[str, Any]:
         held = held_by_this_rank(tensor)
         local = held.local.detach().resolve_conj().resolve_neg()
-        dtype = str(local.dtype).removeprefix("torch.")
+        dtype = _name_of(local.dtype)
         memory = (local.device, local.data_ptr() or key, local.shape, local.stride(), dtype, held.box, held.shape)
         # The same slice of memory again, as the same weights in the trainer's own payload, is not stored twice.
         if memory not in self._sharded or file == MODEL_FILE:
@@ -207,15 +211,14 @@ class TensorTable:
 
     def _store(self, use: _Use) -> None:
         tensor = use.tensor
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = _name_of(tensor.dtype)
         dtype, shape = _stored_as(tensor)
         use.reference |= {"file": use.file, "key": use.key}
         if name not in TORCH_TYPES:
             use.reference |= {"dtype": name, "shape": list(tensor.shape)}
         if tensor.stride() != _row_major(tensor.shape) and _is_dense(tensor):
             use.reference["stride"] = list(tensor.stride())
-        nbytes = tensor.numel() * tensor.element_size()
-        self._entries.append(Entry(use.file, use.key, dtype, shape, nbytes, tensor))
+        self._entries.append(Entry(use.file, use.key, dtype, shape, tensor.nbytes, tensor))
 
     @staticmethod
     def _refer(use: _Use, base: _Use) -> None:
@@ -226,7 +229,7 @@ class TensorTable:
         use.reference.update(stored | own)
         if use.geometry != base.geometry:
             use.reference["view"] = {
-                "dtype": str(use.tensor.dtype).removeprefix("torch."),
+                "dtype": _name_of(use.tensor.dtype),
                 "shape": list(use.tensor.shape),
                 "stride": list(use.tensor.stride()),
                 "offset": use.begin - base.begin,
@@ -261,9 +264,15 @@ class TensorTable:
         return candidate
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Element type and shape in the file; those that the format does not know are stored as bytes."""
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _name_of(tensor.dtype)
     return (TORCH_TYPES[name], tuple(tensor.shape)) if name in TORCH_TYPES else (RAW, (tensor.nbytes,))
 
 
@@ -288,6 +297,9 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor within its storage, and one past the last; equal for an empty one."""
     if tensor.numel() == 0:
         return 0, 0
+    if tensor.is_contiguous():
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return begin, begin + (int(last) + 1) * tensor.element_size()
