@@ -18,6 +18,7 @@ from genlight.callbacks.hook import (
     Hook,
     callbacks_of,
     fire,
+    listeners,
     order_callbacks,
     run_state_of,
 )
@@ -164,6 +165,41 @@ def test_a_hook_may_catch_what_its_parent_raises():
     assert child.failures == {}
 
 
+def test_a_call_of_super_is_part_of_the_outer_event_in_every_step_too(train):
+    class Child(FailingHook):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            raise AssertionError("not reached")
+
+    child = Child()
+    train([child])
+
+    assert child.failures == {"on_train_batch_end": 4}
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_start", "on_mb_end"])
+def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
+    def fail(self, *args):
+        raise ValueError("no such luck")
+
+    failing, after = type("Failing", (Hook,), {event: fail})(), Noting()
+
+    trainer, _ = fit(counting_trainer(), [failing, after])
+
+    assert failing.failures == {event: 4}
+    assert len(after.events) == 4
+    assert trainer.global_step == 4
+
+
+def test_an_exception_of_a_callback_that_is_no_hook_ends_the_run(train):
+    class Guest(pl.Callback):
+        def on_train_batch_end(self, *args):
+            raise ValueError("a guest fails")
+
+    with pytest.raises(ValueError, match="a guest fails"):
+        train([Guest(), Noting()])
+
+
 def test_saving_and_loading_are_not_policed():
     class Broken(Hook):
         def on_save_checkpoint(self, trainer, pl_module, checkpoint):
@@ -184,6 +220,37 @@ def test_an_event_is_delivered_to_the_ranks_that_the_hook_names(ranks, rank, del
     hook.on_train_batch_end(fake_trainer(hook, rank=rank), None, None, None, 0)
 
     assert len(hook.events) == delivered
+
+
+@pytest.mark.parametrize(("ranks", "rank", "delivered"), [("zero", 0, 1), ("zero", 1, 0), ("all", 0, 1), ("all", 1, 1)])
+def test_a_hook_does_not_listen_in_each_step_on_a_rank_that_it_does_not_name(ranks, rank, delivered):
+    hook = Noting()
+    hook.ranks = ranks
+
+    for listener in listeners(fake_trainer(hook, rank=rank), "on_train_batch_end"):
+        listener(None, None, None, None, 0)
+
+    assert len(hook.events) == delivered
+
+
+def test_only_what_has_an_event_of_its_own_listens_to_it():
+    class Mixin:
+        def on_mb_end(self, trainer, pl_module):
+            return "of the mixin"
+
+    class Mixed(Mixin, Hook):
+        pass
+
+    class Guest(pl.Callback):
+        def on_mb_end(self, trainer, pl_module):
+            return "of a guest"
+
+    patched = Hook()
+    patched.on_mb_end = lambda trainer, pl_module: "of the instance"
+    heard = [call(None, None) for call in listeners(fake_trainer(Hook(), Mixed(), Guest(), patched), "on_mb_end")]
+
+    assert heard == ["of the mixin", "of a guest", "of the instance"]
+    assert listeners(fake_trainer(Hook(), pl.Callback()), "on_train_batch_end") == []
 
 
 # events
