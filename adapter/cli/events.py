@@ -73,8 +73,17 @@ def _check(path: Path, *, as_json: bool) -> int:
         sys.stdout.write((json.dumps(asdict(violation)) if as_json else str(violation)) + "\n")
     if not as_json:
         count = len(violations)
-        sys.stdout.write(f"{path}: {f'{count} violations' if count != 1 else '1 violation'}\n" if count else "sound\n")
+        counted = f"{count} violations" if count != 1 else "1 violation"
+        sys.stdout.write(f"{path}: {counted}\n" if count else f"sound: {_extent(path)}\n")
     return _BROKEN if violations else _SOUND
+
+
+def _extent(path: Path) -> str:
+    """How much was found sound: a file without one whole line breaks no rule, and is hardly what was meant."""
+    whole, _, torn = path.read_bytes().rpartition(b"\n")
+    lines = len(whole.splitlines())
+    events = f"{lines} events" if lines != 1 else "1 event"
+    return f"{events}, and a torn last line of {len(torn)} bytes" if torn else events
 
 
 def _show(path: Path, args: argparse.Namespace) -> int:

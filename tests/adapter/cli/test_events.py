@@ -129,7 +129,17 @@ def test_following_shows_each_metric_on_its_own(path, capsys):
 def test_a_sound_log_passes_the_check(path, capsys):
     write_run(path)
     assert call(path, "--check") == 0
-    assert capsys.readouterr().out == "sound\n"
+    assert capsys.readouterr().out == "sound: 7 events\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "sound: 0 events\n"), (b"\x1f\x8b\x08gzip", "sound: 0 events, and a torn last line of 7 bytes\n")],
+)
+def test_a_log_without_a_whole_line_breaks_no_rule_and_is_told(path, capsys, content, said):
+    path.write_bytes(content)
+    assert call(path, "--check") == 0
+    assert capsys.readouterr().out == said
 
 
 def test_every_violation_is_printed_with_its_line(path, capsys):
