@@ -178,10 +178,20 @@ class ContractFitLoop(_FitLoop):
     @override
     def on_advance_start(self) -> None:
         super().on_advance_start()
+        self._leave_what_is_left_of_earlier_epochs()
         # A feed that was resumed on another number of ranks within an epoch has another length in that epoch.
         length = None if self._combined_loader is None else sized_len(self._combined_loader)
         if length is not None:
             self.max_batches = length
+
+    def _leave_what_is_left_of_earlier_epochs(self) -> None:
+        # After a resume a feed cannot tell whether the rest of its epoch is to come, or was cut by
+        # `limit_train_batches`; Lightning's loop does not know it either, since it ends an epoch at the step limit too.
+        if self.restarts_within_epoch or self._combined_loader is None:
+            return
+        for loader in self._combined_loader.flattened:
+            if hasattr(loader, "begin_epoch"):
+                loader.begin_epoch(self.epoch_progress.current.processed)
 
     @override
     def on_advance_end(self) -> None:

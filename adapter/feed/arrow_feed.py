@@ -244,6 +244,13 @@ class ArrowFeed:
         if self._options.per_epoch and not loaded and self._first_position(True, layout).epoch != epoch:
             self._position, self._step, self._loaded = Position.start_of(epoch, layout.order), 0, False
 
+    def begin_epoch(self, epoch: int) -> None:
+        """As `set_epoch`, from a loop that is sure to have left the epochs before: their rest is not wanted."""
+        _, layout = self._opened()
+        if self._options.per_epoch and self._first_position(True, layout).epoch < epoch:
+            self._loaded = False
+            self.set_epoch(epoch)
+
     def _first_position(self, per_epoch: bool, layout: Layout) -> Position:
         if self._fresh:
             return self._at()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 
@@ -242,3 +243,43 @@ def test_a_shuffled_feed_that_repeats_its_first_order_in_each_epoch_of_lightning
     assert model.seen[0] == model.seen[1]
     model = fit(ArrowFeed(path, batch_size=9, shuffle=True, per_epoch=True), max_epochs=2)
     assert model.seen[0] != model.seen[1]
+
+
+class Hosted:
+    """A trainer of the contract that notes the ids of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def setup(self, ctx):
+        pass
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw_batch, state, ctx):
+        return raw_batch
+
+    def train_step(self, batch, state, ctx):
+        self.seen.append(batch.column("id").to_pylist())
+        return StepResult()
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+def test_a_hosted_trainer_resumes_as_if_never_stopped_where_epochs_are_cut_short(rows_file, tmp_path, step):
+    def train(*callbacks, **options):
+        trainer = Hosted()
+        module = ContractModule(trainer, TrainingJobSpec(run_id="cut", max_steps=8))
+        data = ArrowDataModule(str(rows_file(20)), batch_size=2, shuffle=True)
+        fit(data, *callbacks, model=module, max_epochs=None, max_steps=8, limit_train_batches=3, **options)
+        return trainer.seen
+
+    whole = train(SaveAt(tmp_path / "c.ckpt", step=step))
+    assert len({tuple(batch) for batch in whole}) == 8
+    assert train(resume=tmp_path / "c.ckpt") == whole[step:]
