@@ -191,7 +191,7 @@ class ContractFitLoop(_FitLoop):
             return
         for loader in self._combined_loader.flattened:
             if hasattr(loader, "begin_epoch"):
-                loader.begin_epoch(self.epoch_progress.current.processed)
+                loader.begin_epoch(_counts(self.epoch_progress)[0].processed)
 
     @override
     def on_advance_end(self) -> None:
