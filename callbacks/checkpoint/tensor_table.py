@@ -139,9 +139,9 @@ class TensorTable:
         reference: dict[str, Any] = {}
         if tensor.requires_grad:
             reference["requires_grad"] = True
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             reference["parameter"] = True
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             reference["device"] = str(tensor.device)
         values = tensor.detach().resolve_conj().resolve_neg()
         begin, end = _byte_range(values)
@@ -283,14 +283,17 @@ def _dotted(path: Path) -> str:
 
 def _refuse_unknown(tensor: torch.Tensor, path: Path) -> None:
     kind = type(tensor)
-    name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in (torch.Tensor, torch.nn.Parameter):
-        hint = "only plain tensors and parameters can be stored; store what it is made of"
-        raise UnstorableStateError(format_path(path), name, hint)
+        raise _refusal(tensor, path, "only plain tensors and parameters can be stored; store what it is made of")
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UnstorableStateError(format_path(path), f"{name} of layout {tensor.layout}", "convert it to a dense one")
-    if tensor.device.type == "meta":
-        raise UnstorableStateError(format_path(path), name, "it is on the meta device and has no values")
+        raise _refusal(tensor, path, "convert it to a dense one", f" of layout {tensor.layout}")
+    if tensor.is_meta:
+        raise _refusal(tensor, path, "it is on the meta device and has no values")
+
+
+def _refusal(tensor: torch.Tensor, path: Path, hint: str, more: str = "") -> UnstorableStateError:
+    kind = type(tensor)
+    return UnstorableStateError(format_path(path), f"{kind.__module__}.{kind.__qualname__}{more}", hint)
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
