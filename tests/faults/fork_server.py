@@ -23,7 +23,7 @@ import genlight.adapter.feed
 import genlight.adapter.module  # noqa: F401
 from genlight.adapter.run import RunOptions, run_job
 
-HANGS_AFTER_S = 120
+HANGS_AFTER_S = 240
 
 
 def run_forked(argv, environ):

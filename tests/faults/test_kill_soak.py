@@ -26,7 +26,7 @@ from genlight.reporters.event_validation import validate_events
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits"
 STEPS, CADENCE = 40, 2
-LIMIT_S = 60
+LIMIT_S = 180
 """Less than a job that hangs takes to end itself."""
 
 
@@ -213,7 +213,9 @@ def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(server
         assert run.digests() == reference.digests()
         assert_nothing_is_left(run)
         lost += run.steps_lost()
+        # A save waits for the one before it: at most one is in flight, and at most one more is due.
+        assert max(lost, default=0) <= 2 * CADENCE
+        report(
+            f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {max(lost, default=0)} steps lost"
+        )
         shutil.rmtree(run.artifacts)
-    # A save waits for the one before it: at most one is in flight, and at most one more is due.
-    assert max(lost) <= 2 * CADENCE
-    report(f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {max(lost)} steps lost, 0 failures")
