@@ -77,6 +77,16 @@ def test_a_task_that_cannot_load_its_trainer_is_the_one_that_is_reported(job, ta
     assert "no such library here (rank 1)" in failed["error"]
 
 
+def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(job, tasks):
+    write(job, {})
+    job.environ = {"TRAINER_CANCELLED": "1"}
+    codes = [process.wait(120) for process in tasks()]
+
+    assert codes[0] == 75
+    failed = job.terminal_event()
+    assert (failed["error"], failed["step"], failed["resumable"]) == ("canceled", 0, True)
+
+
 @pytest.fixture
 def torchrun(job, kill_after):
     def start():

@@ -112,7 +112,8 @@ def _short():
     for (k, kind), (p, phase) in itertools.product(enumerate(KINDS), enumerate(PHASES)):
         trigger = kind[p % len(kind)]
         # Ones that Lightning launches take seconds to start, so there are few of them.
-        names = ("alone", "two, second", "two, first", "two, both", "alone", "launched, second")
+        launched = ("launched, first", "launched, second", "launched, both")[p % 3]
+        names = ("alone", "two, second", "two, first", "two, both", "alone", launched)
         turns = ((trigger, names[(k * 2 + p + turn) % len(names)], phase) for turn in range(len(names)))
         yield next(cell for cell in turns if cell in CELLS)
 
