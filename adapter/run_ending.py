@@ -72,6 +72,10 @@ class Ending:
     thread ends an attempt by `complete` or `fail`; a thread that watches over it by `fail_and_exit`, where the
     training thread may hang for ever.
 
+    A stop ends the wait for uploads. The terminal message is waited for until the deadline all the same: it may have
+    arrived, and must then stay the only one. A failure of a run that is being stopped is reported as the stop if the
+    checkpoint of the stop is durable, or if the signal itself caused it; else it is reported as what it is.
+
     Args:
         config: The run.
         event_log: Its log, open.
