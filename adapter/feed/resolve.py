@@ -16,6 +16,8 @@ from .sources import Source, TableSource, input_error
 
 __all__ = ["BatchFeed", "as_feed", "open_source"]
 
+_PATHS = (str, os.PathLike)
+_TABLES = (pa.Table, pa.RecordBatch)
 _IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
 
 
@@ -75,10 +77,10 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
         return TableSource([("dataset", _hugging_face_table(given))], columns=columns, filters=filters)
     if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):
         given = pa.table(given)
-    if isinstance(given, pa.Table | pa.RecordBatch):
+    if isinstance(given, _TABLES):
         return TableSource([("table", given)], columns=columns, filters=filters)
     items = _items(given)
-    if items and all(isinstance(item, pa.Table | pa.RecordBatch) for item in items):
+    if items and isinstance(items[0], _TABLES):
         named = [(f"table {i}", item) for i, item in enumerate(items)]
         return TableSource(named, columns=columns, filters=filters)
     files = expand(items, filesystem=filesystem)
@@ -91,21 +93,24 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
 
 
 def _items(given: Any) -> list[Any]:
+    """All paths, or all tables, of what was given; the first that is neither ends it, since a stream may be endless."""
     if isinstance(given, str | os.PathLike):
         return [given]
-    items = list(given) if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else [given]
-    paths = [item for item in items if isinstance(item, str | os.PathLike)]
-    odd = [item for item in items if not isinstance(item, str | os.PathLike | pa.Table | pa.RecordBatch)]
-    if odd or 0 < len(paths) < len(items):
-        raise TypeError(
-            "Invalid `source`. Expected paths, URLs, Arrow tables or record batches, a data frame or a Hugging Face "
-            f"dataset, but received {_short(odd or items)}."
-        )
+    items: list[Any] = []
+    for item in given if isinstance(given, Iterable) and not isinstance(given, bytes | Mapping) else [given]:
+        kind = _TABLES if isinstance(items[0] if items else item, _TABLES) else _PATHS
+        if not isinstance(item, kind):
+            raise TypeError(
+                "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, a data frame or a Hugging "
+                f"Face dataset, but received {_short(item)}{' among others' if items else ''}. For ready-made batches "
+                "there is IterableFeed."
+            )
+        items.append(item)
     return items
 
 
-def _short(items: Sequence[Any]) -> str:
-    text = repr(items[0]) if len(items) == 1 else ", ".join(sorted({type(item).__name__ for item in items}))
+def _short(item: Any) -> str:
+    text = repr(item)
     return text if len(text) < 200 else f"{text[:199]}…"
 
 

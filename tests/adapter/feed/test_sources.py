@@ -280,5 +280,10 @@ def test_a_data_frame_is_read_like_a_table():
     "source", [None, 3, b"data.parquet", {"id": [1]}, [["a.parquet"]], [pa.table({"id": [1]}), "a"]]
 )
 def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
-    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths, URLs, Arrow tables"):
+    with pytest.raises(TypeError, match=r"Invalid `source`\. Expected paths or URLs, Arrow tables"):
         ArrowFeed(source).check()
+
+
+def test_an_endless_stream_of_rows_is_refused_at_its_first_row():
+    with pytest.raises(TypeError, match=r"but received \{'id': 0\}. For ready-made batches there is IterableFeed"):
+        ArrowFeed({"id": i} for i in itertools.count()).check()
