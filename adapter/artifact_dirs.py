@@ -35,8 +35,13 @@ def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]
         create: Make those that are missing; otherwise the nearest existing folder above them is probed.
     """
     directories = {**paths, "events_path": paths["events_path"].parent}
-    faults = [fault for name, path in directories.items() if (fault := _directory_fault(name, path, create))]
-    if paths["events_path"].is_dir():
+    found: dict[Path, str] = {}
+    for name, path in directories.items():
+        # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
+        if not any(path.is_relative_to(faulty) for faulty in found) and (fault := _directory_fault(name, path, create)):
+            found[path] = fault
+    faults = list(found.values())
+    if os.path.isdir(paths["events_path"]):
         faults.append(f"`events_path` is {str(paths['events_path'])!r}, which is a directory. Name a file.")
     return faults
 
@@ -48,16 +53,21 @@ def _directory_fault(name: str, path: Path, create: bool) -> str | None:
         _probe(path if create else _nearest_existing(path))
     except OSError as error:
         blocked = f" by {error.filename!r}" if error.filename and Path(error.filename) != path else ""
-        reason = f"{error.strerror or error}{blocked}"
+        reason = "it is no directory" if isinstance(error, FileExistsError) and not blocked else error.strerror or error
+        reason = f"{reason}{blocked}"
         way_out = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
         return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
     return None
 
 
 def _nearest_existing(path: Path) -> Path:
-    while not os.path.lexists(path):
-        path = path.parent
-    return path
+    while True:
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
 
 
 def _probe(directory: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..callbacks.checkpoint.record import CheckpointRecord
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from .exceptions import GenlightError
+from .exceptions import GenlightError, StartupContractError
 from .failure_sinks import FailureSinks
 from .failures import Failure
 from .run_config import RunConfig
@@ -27,6 +27,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
 
     Raises:
         UploadError: Another process has its spool open, or the spool is damaged.
+        StartupContractError: The spool cannot be written, or the environment's proxies cannot be used.
     """
     wanted = UploadConfig(
         run_id=config.run_id,
@@ -44,7 +45,14 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     )
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
         return None
-    uploader = Uploader(wanted)
+    try:
+        uploader = Uploader(wanted)
+    except OSError as error:
+        raise StartupContractError(
+            "startup.invalid_artifact_paths",
+            f"The upload spool {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
+        ) from error
     uploader.start()
     return uploader
 

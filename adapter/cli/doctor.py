@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ...reporters.redaction import HIDDEN, redact
 from ...reporters.urls import hide_urls
 from ..contract import TrainingJobSpec
+from ..exceptions import StartupContractError
 from ..failure_sinks import UNKNOWN_RUN_ID
 from ..faults import FaultList
 from ..job_spec import UPLOAD_URLS, DatasetSpec
@@ -69,7 +70,11 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
         template: Where artifacts go by default.
         deadline: When to stop waiting for the network, as ``time.monotonic`` counts.
     """
-    network = _ask_network(settings)
+    network, unusable = None, None
+    try:
+        network = _ask_network(settings)
+    except StartupContractError as problem:
+        unusable = Finding("fault", "network", str(problem))
     error = faults.error(secrets=settings.secrets)
     if error is None:
         yield Finding("ok", "settings", f"{settings.spec_path} and environment are sound")
@@ -89,7 +94,10 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
         yield from check_trainer(trainer, [settings.spec_dir, Path.cwd()])
     if error is None or asks_for_devices(settings.spec.lightning):
         yield from check_devices(settings.spec.lightning)
-    yield from network.findings(deadline)
+    if unusable is not None:
+        yield unusable
+    elif network is not None:
+        yield from network.findings(deadline)
 
 
 def _ask_network(settings: Settings) -> Any:

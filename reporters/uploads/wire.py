@@ -65,8 +65,17 @@ class TerminalPayload:
 
 
 def encode(payload: Mapping[str, Any]) -> bytes:
-    """Compact JSON with sorted keys; a number that is not finite becomes null."""
-    return msgspec.json.encode(payload, order="sorted")
+    """Compact JSON with sorted keys; a number that is not finite becomes null, what is no UTF-8 a question mark."""
+    try:
+        return msgspec.json.encode(payload, order="sorted")
+    except UnicodeEncodeError:  # of a path that is not text
+        return msgspec.json.encode(_storable(payload), order="sorted")
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_storable(key): _storable(inner) for key, inner in value.items()}
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:

@@ -37,9 +37,25 @@ def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of,
     with pytest.raises(StartupContractError) as caught:
         prepare_artifact_dirs(config_of())
     assert caught.value.code == "startup.invalid_artifact_paths"
-    for name in ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir"):
-        assert f"`{name}`" in caught.value.message
-    assert "`TRAINER_ARTIFACTS_DIR`" in caught.value.message
+    (fault,) = caught.value.message.splitlines()
+    assert fault.startswith(f"`artifacts_dir` '{tmp_path}/out' cannot be written: it is no directory. ")
+    assert "`TRAINER_ARTIFACTS_DIR`" in fault
+
+
+def test_each_directory_that_cannot_be_written_for_itself_is_named(config_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    places = [f"checkpoints_dir={tmp_path}/file/c", f"samples_dir={tmp_path}/file/s"]
+    with pytest.raises(StartupContractError) as caught:
+        prepare_artifact_dirs(config_of(*places))
+    assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
+
+
+def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):
+    config = config_of(f"artifacts_dir={tmp_path / ('x' * 300)}")
+    with pytest.raises(StartupContractError, match="File name too long"):
+        prepare_artifact_dirs(config)
+    paths = {name: getattr(config, name) for name in ("artifacts_dir", "checkpoints_dir", "events_path")}
+    assert len(artifact_dir_faults(paths, create=False)) == 1
 
 
 def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
@@ -60,4 +76,4 @@ def test_a_look_without_making_anything_probes_the_nearest_folder(config_of, tmp
     assert artifact_dir_faults(paths, create=False) == []
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("")
-    assert len(artifact_dir_faults(paths, create=False)) == 3
+    assert len(artifact_dir_faults(paths, create=False)) == 1

@@ -562,3 +562,14 @@ def test_the_orchestrated_path_from_end_to_end(
     assert (posted[-1]["status"], posted[-1]["step"]) == ("completed", 5)
     for path in (tmp_path / "out").rglob("*"):
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
+
+
+def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: Callable[..., Path]) -> None:
+    """By its path, with the way out."""
+    job = write_job(uploads={"metrics_url": "http://127.0.0.1:9/metrics"})
+    (job.parent / "out").mkdir()
+    (job.parent / "out" / "uploads").write_text("a file")
+    assert run(job) == 2
+    (failed,) = events(job)
+    assert failed["error"].startswith("startup:startup.invalid_artifact_paths: The upload spool ")
+    assert "TRAINER_ARTIFACTS_DIR" in failed["error"]

@@ -323,3 +323,11 @@ def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnos
     assert code == 0
     assert "s3://bucket/x.parquet is not looked into" in text
     assert "canary" not in text
+
+
+def test_proxies_of_the_environment_that_cannot_be_used_are_a_fault(job, diagnose, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:canary@127.0.0.1:9")
+    code, text = diagnose(job(uploads={"metrics_url": "http://127.0.0.1:9/m"}))
+    assert code == 2
+    assert "a SOCKS proxy needs the package socksio" in text
+    assert "canary" not in text

@@ -58,6 +58,12 @@ def test_a_message_is_compact_json_with_sorted_keys():
     assert json.loads(encode(metrics_payload("r", 3, {"\u2028": 1.0})))["metrics"] == {"\u2028": 1.0}
 
 
+def test_a_path_that_is_no_text_is_told_as_far_as_it_is():
+    assert (
+        encode({"local_path": "/runs/\udcff/final.json", "step": 1}) == b'{"local_path":"/runs/?/final.json","step":1}'
+    )
+
+
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])
 def test_statuses_that_may_pass(status):
     assert isinstance(outcome_of_status(status, {}, "x"), TryAgain)
