@@ -12,7 +12,7 @@ also holds what happens in few blocks. CPU time is that of the process with all 
 
 `standard` is what ``genlight run`` puts together: an event log with metrics every 10 steps, stop checks with a cancel
 file and a runtime limit, a watch for hangs, checkpoints and samples (a cadence far away).
-torchtnt, accelerate and transformers take part where they are installed.
+torchtnt, accelerate and transformers take part where they are installed, and the picture needs matplotlib.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +96,8 @@ def hugging_face(batches: Alternation, folder: Path) -> None:
         output_dir=str(folder), max_steps=batches.steps, per_device_train_batch_size=ROWS, report_to=[], use_cpu=True,
         logging_strategy="no", save_strategy="no", disable_tqdm=True, optim="sgd",
     )  # fmt: skip
-    Trainer(model=Model(), args=arguments, train_dataset=_Rows(batches)).train()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its own figures
+        Trainer(model=Model(), args=arguments, train_dataset=_Rows(batches)).train()
 
 
 class _Rows(torch.utils.data.IterableDataset[Any]):

@@ -74,7 +74,7 @@ def plot(hosts: dict[str, dict[str, Any]], path: Path) -> None:
     axes.set_xscale("symlog", linthresh=10, linscale=0.6)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlim(0, 4 * most)
+    axes.set_xlim(0, 6 * most)
     axes.set_title("CPU time that a host adds to a step of a bare torch loop, and its ratio to that loop", fontsize=10)
     axes.set_xlabel("µs (median and quartiles; logarithmic from 10 on)")
     axes.spines[["top", "right"]].set_visible(False)
