@@ -22,8 +22,9 @@ __all__ = ["check_strategy", "leave_unwrapped"]
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
     "Use ddp, or ModelParallelStrategy to shard",
-    FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls. "
-    "Use ModelParallelStrategy(data_parallel_size=N, tensor_parallel_size=1), which is FSDP 2",
+    FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
+    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip otherwise on every rank. Use FSDP 2: "
+    "lightning.pytorch.strategies.ModelParallelStrategy with data_parallel_size=N and tensor_parallel_size=1",
     XLAStrategy: "XLA runs a step lazily and needs marks inside of it",
     SingleDeviceXLAStrategy: "XLA runs a step lazily and needs marks inside of it",
 }

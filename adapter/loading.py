@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any, cast
 
@@ -16,8 +17,17 @@ from . import compat
 from .contract import REQUIRED_HOOKS, TrainerPlugin
 from .exceptions import ContractError
 
-__all__ = ["find_trainer", "load_trainer_plugin", "make_trainer", "missing_hooks", "on_sys_path"]
+__all__ = [
+    "async_hooks",
+    "check_instance",
+    "find_trainer",
+    "load_trainer_plugin",
+    "make_trainer",
+    "missing_hooks",
+    "on_sys_path",
+]
 
+_OPTIONAL_HOOKS = ("save_checkpoint", "load_checkpoint", "rollout", "evaluate")
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
 
 
@@ -79,6 +89,11 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
 def _import(module_name: str, import_path: str) -> ModuleType:
     if not module_name or module_name.startswith("."):
         raise ContractError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise ContractError(
+            f"trainer {import_path!r} names a file; write it as 'module:Class', such as "
+            f"'{PurePath(module_name).stem}:Class', with the file's folder as working directory or beside the job spec"
+        )
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -158,18 +173,40 @@ def missing_hooks(target: Any) -> list[str]:
     return [name for name in REQUIRED_HOOKS if not callable(getattr(target, name, None))]
 
 
+def async_hooks(target: Any) -> list[str]:
+    """The hooks of `target`, a class or an instance, that are coroutine functions, optional hooks included."""
+    hooks = {name: getattr(target, name, None) for name in (*REQUIRED_HOOKS, *_OPTIONAL_HOOKS)}
+    return [n for n, hook in hooks.items() if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook)]
+
+
+def check_instance(trainer: Any) -> TrainerPlugin:
+    """`trainer` itself, where it is an object that can train.
+
+    Raises:
+        ContractError: It is a class or a function, lacks hooks, or has some that are coroutines.
+    """
+    if inspect.isclass(trainer):
+        raise ContractError(f"a trainer is an instance; give {trainer.__name__}() instead of {trainer.__name__}")
+    _check_conforms(trainer, type(trainer).__qualname__)
+    return cast("TrainerPlugin", trainer)
+
+
 def _check_conforms(target: Any, import_path: str) -> None:
     if inspect.isroutine(target):
         raise ContractError(
             f"trainer {import_path!r} is a function; the contract wants a class or an instance with the hooks "
             f"{', '.join(REQUIRED_HOOKS)}"
         )
+    kind = "class" if inspect.isclass(target) else "object"
+    named = f"trainer {import_path!r}: {kind} {getattr(target, '__name__', type(target).__name__)}"
     missing = missing_hooks(target)
     if missing:
-        kind = "class" if inspect.isclass(target) else "object"
+        raise ContractError(f"{named} lacks the hooks {', '.join(missing)}")
+    waiting = async_hooks(target)
+    if waiting:
         raise ContractError(
-            f"trainer {import_path!r}: {kind} {getattr(target, '__name__', type(target).__name__)} lacks the hooks "
-            f"{', '.join(missing)}"
+            f"{named} has hooks that are `async def`: {', '.join(waiting)}; nobody would await them. Make them plain "
+            "functions, with asyncio.run inside where they have to wait"
         )
     if inspect.isclass(target):
         _check_constructor(target, import_path)

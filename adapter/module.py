@@ -24,7 +24,7 @@ from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from .discovery import Discovered, Found, check_devices, check_nothing_new, discover
 from .exceptions import ContractError, StartupContractError
 from .hosting import check_strategy, leave_unwrapped
-from .loading import load_trainer_plugin
+from .loading import check_instance, load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
 from .loose_tensors import LooseTensors
 from .precision import contract_dtype
@@ -55,7 +55,7 @@ class ContractModule(pl.LightningModule):
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
-        ContractError: The import path names no trainer that conforms.
+        ContractError: The import path names no trainer that conforms, or the object is none.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ContractModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else plugin
+        self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
         self.ctx: StepContext = context or StepContext(
             job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})

@@ -8,6 +8,7 @@ reads true units, also over several backward calls and several losses.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ from typing_extensions import override
 from .discovery import Discovered
 from .exceptions import ContractError
 
-__all__ = ["AutocastOff", "StepPrecision", "TrueUnitScaler", "contract_dtype", "step_precision"]
+__all__ = [
+    "AutocastOff",
+    "StepPrecision",
+    "TrueUnitScaler",
+    "about_types",
+    "cast_inputs",
+    "contract_dtype",
+    "step_precision",
+]
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +237,11 @@ class AutocastOff:
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:
-    """Let `modules` take floating inputs of any precision; returns the handles that undo it."""
+    """Let `modules` take floating inputs of any precision; returns the handles that undo it.
+
+    So do torch's own layers in them, which insist on inputs of their weights' type: a trainer may call a part of a
+    module, or a method, and not the module.
+    """
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -242,4 +255,25 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast(args), cast(kwargs)
 
-    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    entered = {id(m): m for module in modules for m in (module, *filter(_insists_on_its_type, module.modules()))}
+    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in entered.values()]
+
+
+def _insists_on_its_type(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.") and any(
+        parameter is not None for parameter in module._parameters.values()
+    )
+
+
+def about_types(error: BaseException, precision: StepPrecision) -> ContractError | None:
+    """An error that says what to do about `error` in true half precision; None where it is about something else."""
+    if precision.cast_inputs_to is None or not isinstance(error, RuntimeError):
+        return None
+    if isinstance(error, ContractError) or not re.search(r"dtype|BFloat16|Half|same type", str(error)):
+        return None
+    return ContractError(
+        f"`train_step` mixes types: weights are {precision.cast_inputs_to} here, and what it computes with them "
+        "outside of a module's call has to be so too. Make such tensors of the weights' type, or use "
+        f"{precision.dtype}-mixed. "
+        f"torch says: {str(error).partition(chr(10))[0]}"
+    )

@@ -38,7 +38,7 @@ from . import interception
 from .accumulation import Accumulation
 from .discovery import Discovered, check_devices
 from .exceptions import ContractError
-from .precision import AutocastOff, StepPrecision, cast_inputs, step_precision
+from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
 from .replication import (
     BufferSync,
     GradientSync,
@@ -186,7 +186,9 @@ class StepRouter:
                 self._buffers()
         elif self._accumulation is not None:
             self._accumulation.abandon()
-        explained = about_sharding(exc) if self._sharded and exc is not None else None
+        if exc is None:
+            return
+        explained = (about_sharding(exc) if self._sharded else None) or about_types(exc, self._precision)
         if explained is not None:
             raise explained from exc
 

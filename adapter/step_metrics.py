@@ -120,7 +120,7 @@ def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
             continue
         try:
             # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
-            scalars[name] = float(value.item() if hasattr(value, "detach") else value)
+            scalars[name] = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             shape = getattr(value, "shape", None)
             what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"

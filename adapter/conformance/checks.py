@@ -220,17 +220,19 @@ def _resume_finding(
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether two gloo processes end with the weights of one."""
     expected = whole.weights()
-    if not expected:
-        yield Finding("ranks", "pass", "nothing is trained, so nothing can drift")
-        return
     pairs = [halves(batch) for batch in subject.batches]
     jobs = {"same": [list(subject.batches)] * 2}
-    if all(pair is not None for pair in pairs):
+    if expected and all(pair is not None for pair in pairs):
         jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
     try:
         results = train_on_ranks(subject, jobs, folder)
     except RanksError as error:
-        yield Finding("ranks", "fail", str(error), "Make the same backward calls on every rank, whatever its rows are.")
+        # An error of genlight's own says what to do.
+        remedy = "" if "ContractError" in str(error) else "Make the same calls on every rank, whatever its rows are."
+        yield Finding("ranks", "fail", str(error), remedy)
+        return
+    if not expected:
+        yield Finding("ranks", "pass", "two processes come to an end; no weights were found that have to be kept equal")
         return
     for name, (first, second) in results.items():
         apart = differences(first, second)
@@ -272,7 +274,7 @@ def _batch_size_finding(distance: float, path: str) -> Finding:
 def check_bf16(subject: Subject, whole: Trained) -> Iterator[Finding]:
     """Whether bf16-mixed stays finite and near fp32."""
     half = subject.train(bf16=True).weights()
-    broken = [path for path, tensor in half.items() if not torch.isfinite(tensor.double()).all()]
+    broken = [path for path, tensor in half.items() if not torch.isfinite(tensor).all()]
     if broken:
         yield Finding(
             "bf16-mixed", "fail", f"{broken[0]} is not finite", "Compute losses, norms and logarithms in fp32."
@@ -336,10 +338,11 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[f
     """The largest relative difference of a tensor, and its path."""
     worst, where = 0.0, ""
     for path, tensor in b.items():
-        if not tensor.is_floating_point():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
-        scale = max(float(tensor.double().norm()), 1e-6)
-        distance = float((a[path].double() - tensor.double()).norm()) / scale
+        kind = torch.cdouble if tensor.is_complex() else torch.double
+        scale = max(float(tensor.to(kind).norm()), 1e-6)
+        distance = float((a[path].to(kind) - tensor.to(kind)).norm()) / scale
         if distance > worst or not where:
             worst, where = distance, path
     return worst, where

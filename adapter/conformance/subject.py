@@ -100,7 +100,7 @@ class Trained:
     trainer: pl.Trainer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all modules that were found, and tensors that an optimizer holds, by path."""
+        """Parameters and buffers of all modules that were found, and loose tensors that are trained, by path."""
         discovered = self.module.discovered
         assert discovered is not None
         tensors = {
@@ -108,7 +108,9 @@ class Trained:
             for found in discovered.modules
             for name, tensor in (*found.value.named_parameters(), *found.value.named_buffers())
         }
-        return tensors | {found.path: found.value.detach().clone() for found in discovered.parameters}
+        trained = {id(tensor) for tensor in discovered.updated()}
+        loose = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
+        return tensors | {found.path: found.value.detach().clone() for found in loose}
 
 
 class _Watch(pl.Callback):

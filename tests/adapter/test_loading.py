@@ -9,7 +9,7 @@ import pytest
 
 from genlight.adapter.contract import REQUIRED_HOOKS
 from genlight.adapter.exceptions import ContractError
-from genlight.adapter.loading import load_trainer_plugin, missing_hooks, on_sys_path
+from genlight.adapter.loading import check_instance, load_trainer_plugin, missing_hooks, on_sys_path
 
 HOOKS = "\n".join(f"    def {name}(self, *args): return '{name}'" for name in REQUIRED_HOOKS)
 
@@ -253,3 +253,34 @@ def test_the_search_path_is_restored_also_when_the_module_fails_or_took_its_fold
         sys.path.remove(str(tmp_path))
 
     assert sys.path == before
+
+
+def test_hooks_that_are_coroutines_are_refused_by_name_because_nobody_awaits_them(module):
+    module(cls("Mine") + "    async def prepare_batch(self, *args): ...\n    async def rollout(self, *args): yield 1\n")
+
+    with pytest.raises(ContractError, match=r"class Mine has hooks that are `async def`: prepare_batch, rollout"):
+        load_trainer_plugin("user_trainer:Mine")
+
+
+class Whole:
+    setup = configure = prepare_batch = train_step = state_dict = load_state_dict = lambda *_: None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Whole, r"a trainer is an instance; give Whole\(\) instead of Whole"),
+        (object(), "object object lacks the hooks setup, configure"),
+        (print, "is a function"),
+    ],
+)
+def test_an_object_that_is_no_trainer_is_refused(given, said):
+    assert check_instance(whole := Whole()) is whole
+    with pytest.raises(ContractError, match=said):
+        check_instance(given)
+
+
+@pytest.mark.parametrize("path", ["user_trainer.py:Mine", "folder/user_trainer.py:Mine", "folder/user_trainer:Mine"])
+def test_a_file_in_place_of_a_module_is_refused_with_the_form_that_is_meant(path):
+    with pytest.raises(ContractError, match=r"names a file; write it as 'module:Class', such as 'user_trainer:Class'"):
+        load_trainer_plugin(path)

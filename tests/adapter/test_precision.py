@@ -275,6 +275,38 @@ def test_true_half_precision_takes_inputs_of_any_precision():
     assert module.ctx.dtype == "bf16"
 
 
+class CallingParts(zoo.Base):
+    def train_step(self, batch, state, ctx):
+        first, act, last = state["model"]
+        out = last(act(first(batch["x"])).float())  # a head that used to be fp32
+        state["optimizer"].zero_grad()
+        mse_loss(out.float(), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_true_half_precision_takes_inputs_of_any_precision_where_parts_of_a_module_are_called():
+    zoo.ZOO["CallingParts"] = CallingParts
+    actual, _, _ = run("CallingParts", HalfPrecision("bf16-true"))
+    del zoo.ZOO["CallingParts"]
+
+    assert all(t.dtype is torch.bfloat16 for t in actual.values())
+    for key, tensor in zoo.plain_run("Base").items():
+        torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
+
+
+class MultipliesItself(zoo.Base):
+    def train_step(self, batch, state, ctx):
+        (batch["x"] @ state["model"][0].weight.t()).sum().backward()
+
+
+def test_types_that_a_trainer_mixes_itself_in_true_half_precision_are_named_with_the_way_out():
+    zoo.ZOO["MultipliesItself"] = MultipliesItself
+    with pytest.raises(ContractError, match=r"mixes types: weights are torch.bfloat16 here.*or use bf16-mixed"):
+        run("MultipliesItself", HalfPrecision("bf16-true"))
+    del zoo.ZOO["MultipliesItself"]
+
+
 @pytest.mark.parametrize(
     ("plugin", "dtype"),
     [

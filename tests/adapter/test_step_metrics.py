@@ -149,6 +149,8 @@ def test_naming_does_not_read_a_tensor():
         np.array(1.0),
         torch.tensor(1.0),
         torch.tensor([1.0]),
+        np.array([1.0]),
+        np.array([[1]]),
         torch.tensor(1.0, dtype=torch.bfloat16),
         torch.tensor(1.0, requires_grad=True),
     ],
