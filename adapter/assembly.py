@@ -175,6 +175,8 @@ def instantiate(
 
 def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
+    if not arguments:
+        return {}
     parser = ArgumentParser(exit_on_error=False)
     # Reading the types of the other forty takes longer than making the trainer.
     others = set(trainer_arguments()).difference(arguments)

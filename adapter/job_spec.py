@@ -116,6 +116,9 @@ class JobSpec:
     validate: Mapping[str, Any] | None = None
 
 
+LARGEST_SPEC_BYTES = 128 << 20
+"""Of a file; a device, or data named by mistake, would fill the memory."""
+
 MOST_DIGITS = 400
 """Of an integer; Python itself refuses more than it was told to, which differs between processes."""
 
@@ -129,7 +132,8 @@ DEEPEST = 100
 def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
     """The JSON object in the file at `path`; None when that is not possible, which is then a fault."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LARGEST_SPEC_BYTES + 1)
     except FileNotFoundError:
         faults.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
@@ -138,6 +142,9 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         faults.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
+        return None
+    if len(content) > LARGEST_SPEC_BYTES:
+        faults.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
         return None
     try:
         decoded = json.loads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -220,4 +221,13 @@ def test_a_validate_block_names_its_cadence():
     assert parse(validate={})[1] == []
     assert parse(validate={"every_n_steps": "x"})[1] == [
         'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
+    ]
+
+
+def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr("genlight.adapter.job_spec.LARGEST_SPEC_BYTES", 1 << 20)
+    faults = FaultList()
+    assert read_job_spec(Path("/dev/zero"), faults) is None
+    assert [fault.text for fault in faults.faults] == [
+        "The job spec '/dev/zero' has more than 1 MiB. Name a JSON file."
     ]

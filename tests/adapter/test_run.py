@@ -573,3 +573,11 @@ def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: 
     (failed,) = events(job)
     assert failed["error"].startswith("startup:startup.invalid_artifact_paths: The upload spool ")
     assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
+
+
+@pytest.mark.parametrize("block", [..., {}])
+def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job: Callable[..., Path], block: Any) -> None:
+    """Most jobs have no ``lightning`` block."""
+    job = write_job(lightning=block)
+    assert run(job) == 0
+    assert names(job)[-1] == "completed"
