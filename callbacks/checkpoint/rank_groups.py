@@ -1,15 +1,14 @@
 """How the ranks of a run speak about a save, beside the collectives of training.
 
-Both channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot
-meet a collective of training that another rank has issued in another order. One is for the training threads and one for
-the threads that write, so that the two never share one either. A rank that dies closes its connections, and whoever
+Channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot meet
+a collective of training that another rank has issued in another order. One is for the training threads and one for the
+threads that write, so that the two never share one either. A rank that dies closes its connections, and whoever
 waits for it gets an error at once.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import functools
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ __all__ = ["Channel", "RankGroups", "text_of"]
 
 LONGEST_WAIT = dt.timedelta(hours=1)
 """How long a rank that has written its part waits for the slowest of the others."""
+
+MEETING_WAIT = dt.timedelta(minutes=2)
+"""How far apart ranks may come to one place in the code of a trainer."""
 
 
 class Channel:
@@ -63,6 +65,29 @@ class Channel:
         if told is not None:
             raise CheckpointError(told)
 
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come here for the same thing.
+
+        Raises:
+            CheckpointError: One has not, for two minutes, or for another thing.
+        """
+        if self._group is None:
+            return
+        wanted: list[str | None] = [None] * self.size
+        try:
+            dist.monitored_barrier(self._group, timeout=MEETING_WAIT)
+            dist.all_gather_object(wanted, what, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(self._alone(what)) from error
+        if set(wanted) != {what}:
+            raise CheckpointError(self._alone(what))
+
+    def _alone(self, what: str) -> str:
+        return (
+            f"rank {self.rank} uses the values of {what} while a checkpoint is made, and another rank does not: a "
+            "state_dict has to use those of sharded tensors on all ranks, or hand the tensors on as they are"
+        )
+
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
         numbers = torch.tensor([number])
@@ -73,17 +98,18 @@ class Channel:
 
 
 class RankGroups:
-    """The channels of one process; made by all ranks at the same time, each when it is first used."""
+    """The channels of one process, which all ranks make at the same time.
 
-    @functools.cached_property
-    def training(self) -> Channel:
+    All at once and before the first save: making one waits for every rank, however long that is dead.
+    """
+
+    def __init__(self) -> None:
+        self.training = Channel()
         """For the training threads."""
-        return Channel()
-
-    @functools.cached_property
-    def writing(self) -> Channel:
+        self.meeting = Channel()
+        """For `Channel.meet` alone, where a rank may be missing: what it says elsewhere must not be taken for it."""
+        self.writing = Channel(LONGEST_WAIT)
         """For the threads that write, or for the training threads while none does."""
-        return Channel(LONGEST_WAIT)
 
 
 class EndOfSave:

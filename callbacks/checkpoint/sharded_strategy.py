@@ -35,7 +35,8 @@ def save_through_plugin(strategy: Strategy) -> None:
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """For the time in which a state is collected that `strategy` will save: sharded tensors stay so if it can."""
-    return keep_sharded() if rank_groups_of(strategy) is not None else contextlib.nullcontext()
+    groups = rank_groups_of(strategy)
+    return contextlib.nullcontext() if groups is None else keep_sharded(groups.meeting.meet)
 
 
 def rank_groups_of(strategy: Strategy) -> RankGroups | None:

@@ -21,6 +21,8 @@ __all__ = ["HeldSlices", "Slices", "WholeTensor", "keep_sharded", "unsharded", "
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is done to each element alone, so that it can be done to a slice: a copy, another device or type."""
+Meet = Callable[[str], None]
+"""Waits until all ranks are about to gather the same tensor, which it names."""
 
 
 class Slices(Protocol):
@@ -140,24 +142,29 @@ _ELEMENT_BY_ELEMENT = {
 }
 
 
-_keeps_sharded = contextvars.ContextVar("genlight_keeps_sharded", default=False)
+_meet: contextvars.ContextVar[Meet | None] = contextvars.ContextVar("genlight_meet", default=None)
 
 
 @contextlib.contextmanager
-def keep_sharded() -> Iterator[None]:
-    """While this is open, `whole` gives a `WholeTensor` and gathers nothing."""
-    token = _keeps_sharded.set(True)
+def keep_sharded(meet: Meet) -> Iterator[None]:
+    """While this is open, `whole` gives a `WholeTensor` and gathers nothing.
+
+    Args:
+        meet: Called before values are gathered after all; raises where the other ranks do not come to gather them.
+    """
+    token = _meet.set(meet)
     try:
         yield
     finally:
-        _keeps_sharded.reset(token)
+        _meet.reset(token)
 
 
 def whole(value: Any) -> Any:
     """The whole tensor where `value` is sharded, else `value` itself; gathered at once unless within `keep_sharded`."""
     if not isinstance(value, DTensor):
         return value
-    return WholeTensor(HeldSlices(value)) if _keeps_sharded.get() else value.full_tensor()
+    meet = _meet.get()
+    return value.full_tensor() if meet is None else WholeTensor(HeldSlices(value, meet=meet))
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,11 +177,12 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
 class HeldSlices:
     """Slices that the ranks of this run hold in memory."""
 
-    def __init__(self, tensor: DTensor, local: torch.Tensor | None = None) -> None:
+    def __init__(self, tensor: DTensor, local: torch.Tensor | None = None, meet: Meet = lambda _: None) -> None:
         self.tensor = cast("DTensor", tensor.detach())
         """How it is sharded."""
         self.local = self.tensor.to_local() if local is None else local
         """The slice of this rank."""
+        self._meet = meet
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -193,6 +201,7 @@ class HeldSlices:
 
     def whole(self) -> torch.Tensor:
         """Gathered from all ranks, which all must ask."""
+        self._meet(f"a sharded tensor of shape {self.shape} and type {self.dtype}")
         gathered = self._as_sharded().full_tensor().to(self.local.device)
         # One rank alone would get its own slice, whose values belong to the training.
         return gathered.clone() if gathered.data_ptr() == self.local.data_ptr() else gathered
@@ -203,7 +212,7 @@ class HeldSlices:
 
     def changed(self, change: Change) -> HeldSlices:
         """The same slices after `change` of this rank's."""
-        return HeldSlices(self.tensor, change(self.local))
+        return HeldSlices(self.tensor, change(self.local), self._meet)
 
     def _as_sharded(self) -> DTensor:
         tensor = self.tensor

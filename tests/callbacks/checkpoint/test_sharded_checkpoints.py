@@ -84,6 +84,8 @@ def phases(folder: Path) -> list[dict]:
         {"name": "two", "world_size": 2, "jobs": two},
         {"name": "one", "world_size": 1, "jobs": one},
         {"name": "four", "world_size": 4, "jobs": four},
+        {"name": "alone first", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="first")]},
+        {"name": "alone only", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="only")]},
         {"name": "kill0", "world_size": 2, "jobs": [job("killed", "k0", every=2, kill_at=4, kill_rank=0)]},
         {"name": "after0", "world_size": 2, "jobs": [job("again", "k0", resume=True)]},
         {"name": "kill1", "world_size": 2, "jobs": [job("killed", "k1", every=2, kill_at=4, kill_rank=1)]},
@@ -118,7 +120,7 @@ def ranks(tmp_path_factory):
     )
     done = Ranks(folder, process.stdout)
     for name, phase in done.phases.items():
-        assert set(phase["codes"]) == {0} or name.startswith("kill"), process.stderr
+        assert set(phase["codes"]) == {0} or name.startswith(("kill", "alone")), process.stderr
     return done
 
 
@@ -233,6 +235,14 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_ste
     assert first["steps"] == second["steps"]
     assert sorted(os.listdir(ranks.folder / "full")) == ["step-00000002", "step-00000002.json"]
     verify(ranks.folder / "full" / "step-00000002")
+
+
+def test_a_rank_that_looks_alone_at_a_sharded_tensor_is_told_instead_of_waiting_for_ever(ranks):
+    first, second = ranks.results("alone first", "looks")
+    assert "rank 0 uses the values of a sharded tensor of shape (301, 8) and type torch.float32" in first["problem"]
+    assert "rank 1 uses the values of a sharded tensor of shape (1, 301)" in second["problem"]
+    only, *_ = ranks.results("alone only", "looks")
+    assert "rank 0 uses the values of a sharded tensor of shape (301, 8)" in only["problem"]
 
 
 def test_a_run_that_may_go_on_after_a_failed_save_saves_the_next_one(ranks):
