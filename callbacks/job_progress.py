@@ -18,6 +18,7 @@ __all__ = ["JobProgress"]
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.1
+BAR_FROM_COLUMNS = 80
 
 
 class JobProgress(Hook):
@@ -52,13 +53,15 @@ class JobProgress(Hook):
         if not sys.stderr.isatty():
             return
         self._every_s = BAR_EVERY_S
+        console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            # On a narrow terminal rich would cut the numbers short to have room for it.
+            *([BarColumn()] if console.width >= BAR_FROM_COLUMNS else []),
             TextColumn("{task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
             # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
             auto_refresh=False,
         )

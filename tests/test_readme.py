@@ -59,3 +59,28 @@ def test_every_documented_variable_is_read_and_every_read_variable_documented() 
     documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
     documented |= {f"TRAINER_UPLOAD{suffix}" for suffix in re.findall(r"`(_\w+_URL)`", text)}
     assert documented == {variable.name for variable in VARIABLES}
+
+
+def test_the_tables_of_events_and_exit_codes_are_what_the_code_has() -> None:
+    """Every event with every field of its own, and every code that a run ends with."""
+    import json
+
+    from genlight.adapter import failures
+
+    text = (ROOT / "README.md").read_text()
+    schema = json.loads((ROOT / "reporters" / "trainer_event.v1.schema.json").read_text())
+    of_every_line = {"schema_version", "event", "run_id", "seq", "timestamp_ms"}
+    rows = re.findall(
+        r"^\| (`[a-z`, ]+`) \| (.*) \|$", text.partition("### Events")[2].partition("###")[0], re.MULTILINE
+    )
+    documented = {
+        kind: {field for words in re.findall(r"`([a-z_ ]+)`", fields) for field in words.split()}
+        for kinds, fields in rows
+        for kind in re.findall(r"[a-z]+", kinds)
+    }
+    assert documented == {kind: set(shape["properties"]) - of_every_line for kind, shape in schema["$defs"].items()}
+
+    codes = text.partition("### Exit codes")[2].partition("###")[0]
+    listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", codes, re.MULTILINE) for code in cell.split(",")}
+    ends = {failures.EXIT_COMPLETED, failures.EXIT_FAILED, failures.EXIT_STARTUP, failures.EXIT_STOPPED}
+    assert listed == ends | {130, 138, 143}

@@ -118,6 +118,18 @@ def test_a_terminal_gets_a_bar_that_reaches_the_end(fit, counting_trainer, termi
     assert LINE.search(drawn) is None
 
 
+def test_a_narrow_terminal_gets_whole_numbers_and_no_bar(fit, counting_trainer, terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "64")
+    with terminal() as drawn:
+        fit(counting_trainer(), [LogMetrics(1), JobProgress()], steps=3)
+
+    drawn = drawn.decode()
+    assert "3/3" in drawn
+    assert "loss 0.3333" in drawn
+    assert "\u2501" not in drawn
+    assert "\u2026" not in drawn
+
+
 def test_a_bar_gives_the_cursor_back_also_when_training_fails(fit, counting_trainer, terminal):
     with terminal() as drawn, pytest.raises(RuntimeError, match="boom"):
         fit(counting_trainer(), [JobProgress(), Boom()])
