@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import queue
 import stat
 import threading
 import weakref
@@ -53,8 +54,9 @@ class LineFile:
         self.closed = False
         self._torn = False
         self._dirty = False
-        self._wake = threading.Event()
-        self._closing = threading.Event()
+        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
+        self._closing: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Tells the flusher about a line that is not durable yet (False), and about the end (True)."""
         self.lines = 0
         self._flush_error: OSError | None = None
         self._flusher: threading.Thread | None = None
@@ -92,7 +94,7 @@ class LineFile:
             self._dirty = True
             if self._flusher is None:
                 self._start_flusher()
-            self._wake.set()
+            self._closing.put(False)
 
     def sync(self) -> None:
         """Make every line so far durable.
@@ -110,8 +112,7 @@ class LineFile:
         if self.closed:
             return
         self.closed = True
-        self._closing.set()
-        self._wake.set()
+        self._closing.put(True)
         try:
             if self._flusher is not None:
                 self._flusher.join()
@@ -160,12 +161,13 @@ class LineFile:
 
     def _flush(self) -> None:
         """Make lines durable in the background; sleeps while there are none."""
-        while True:
-            self._wake.wait()
-            if self._closing.wait(self._flush_every_s):
-                return
+        while not self._closing.get():
+            try:
+                if self._closing.get(timeout=self._flush_every_s):
+                    return
+            except queue.Empty:  # time to flush
+                pass
             # In this order a line that is appended meanwhile is either covered by the sync below or wakes us again.
-            self._wake.clear()
             self._dirty = False
             try:
                 os.fdatasync(self._descriptor)
