@@ -13,7 +13,7 @@ __all__ = ["Agreement"]
 
 ROUND_S = 0.05
 """About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
-MOST_STEPS = 100
+MOST_STEPS = 32
 """How many steps apart they are at most, for a run whose steps become slow from one to the next."""
 
 
