@@ -78,7 +78,10 @@ def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:
         if any(process.poll() not in (None, 0) for process in ranks):
             return
         if time.monotonic() > deadline:
-            raise RanksError("the ranks wait for each other: one of them made fewer backward calls than the other")
+            raise RanksError(
+                "the ranks did not come to an end in time: one of them made fewer backward calls than the other, so "
+                "that they wait for each other, or this machine is too busy"
+            )
         time.sleep(0.05)
 
 

@@ -196,3 +196,23 @@ class WithoutTorch:
 
     def load_state_dict(self, state, payload, ctx):
         state.update(payload)
+
+
+HIDDEN = {}
+
+
+class Hidden(WithoutDropout):
+    """Keeps its model and its optimizer in a variable of the module, where nobody finds them."""
+
+    def configure(self, ctx):
+        HIDDEN["state"] = super().configure(ctx)
+        return {}
+
+    def train_step(self, batch, state, ctx):
+        return super().train_step(batch, HIDDEN["state"], ctx)
+
+    def state_dict(self, state):
+        return {"model": HIDDEN["state"].model.state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        HIDDEN["state"].model.load_state_dict(payload["model"])

@@ -98,6 +98,8 @@ def test_without_data_only_the_hooks_are_checked():
         ("RankDependent", {"ranks": "fail: away from one, at"}),
         ("Drifting", {"ranks": "fail: replicas drift apart (same rows): state.model.0.bias"}),
         ("FailingOnOneRank", {"ranks": "fail: rank 1: ValueError: no rows on this rank"}),
+        ("Hidden", {"ranks": "fail: an optimizer (Adam) that is neither in the state nor on the trainer"}),
+        ("WithoutTorch", {"ranks": "pass: two processes come to an end; no weights were found"}),
     ],
 )
 def test_two_processes_are_compared_with_one(monkeypatch, name, said):
