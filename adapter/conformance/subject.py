@@ -15,6 +15,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...callbacks.checkpoint import Checkpoint
 from ..contract import TrainerPlugin, TrainingJobSpec
@@ -106,11 +108,17 @@ class Trained:
         tensors = {
             f"{found.path}.{name}": tensor.detach().clone()
             for found in discovered.modules
-            for name, tensor in (*found.value.named_parameters(), *found.value.named_buffers())
+            for module in [_unwrapped(found.value)]
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         trained = {id(tensor) for tensor in discovered.updated()}
         loose = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
         return tensors | {found.path: found.value.detach().clone() for found in loose}
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module in a DistributedDataParallel of the trainer's own, which has it on several ranks alone."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 class _Watch(pl.Callback):
