@@ -52,9 +52,26 @@ def lightning_config(
 
 
 def _trainer(config: RunConfig) -> dict[str, Any]:
-    ours, theirs = _our_arguments(config), config.lightning
+    ours, theirs = _our_arguments(config), _their_arguments(config)
     lists = {name: ours.get(name, []) + _listed(theirs.get(name)) for name in _LISTS}
     return {**ours, **theirs, **{name: entries for name, entries in lists.items() if entries}}
+
+
+def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
+    """The job's own ``lightning`` block, in words that Lightning takes.
+
+    For a sharded model it refuses ``"16-mixed"``, since it cannot unscale shards itself, but takes the plugin that this
+    stands for. `ContractModule` does unscale them.
+    """
+    theirs = config.lightning
+    strategy = theirs.get("strategy")
+    name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
+    if name != "ModelParallelStrategy" or str(theirs.get("precision")) not in ("16", "16-mixed"):
+        return theirs
+    device = "cpu" if theirs.get("accelerator") == "cpu" else "cuda"
+    plugin = _class("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device=device)
+    rest = {name: value for name, value in theirs.items() if name != "precision"}
+    return {**rest, "plugins": [*_listed(theirs.get("plugins")), plugin]}
 
 
 def _our_arguments(config: RunConfig) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def instantiate(
     described = _data(config, parquet_paths)
     data = None if described is None else _make(described)
     try:
-        theirs = _instantiated_by_jsonargparse(config.lightning)
+        theirs = _instantiated_by_jsonargparse(_their_arguments(config))
         ours = _our_arguments(config)
         lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
