@@ -105,9 +105,8 @@ class StopSignals:
 
 
 def _leave_to_parent() -> None:
-    handlers = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
-    ours = {number: getattr(handler, "__self__", None) for number, handler in handlers.items()}
-    for number, owner in ours.items():
+    for number in REASON_OF_SIGNAL:
+        owner = getattr(signal.getsignal(number), "__self__", None)
         if isinstance(owner, StopSignals):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
             owner._end_watch()

@@ -254,8 +254,8 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
     end = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         try:
-            if size is None or os.stat(path).st_size == size:
-                os.stat(path)
+            found = os.stat(path).st_size
+            if size is None or found == size:
                 return
         except FileNotFoundError:
             pass
