@@ -54,9 +54,11 @@ def run(args: argparse.Namespace) -> int:
     faults = FaultList()
     settings = read_settings(args.job, args.set or (), os.environ, faults)
     require_settings(settings, faults)
-    findings = list(diagnose(settings, faults, artifacts_template(args.job, None), began + NETWORK_PATIENCE_S))
-    lines = [*_table(settings, artifacts_template(args.job, None)), "", *_report(findings)]
-    shown = redact("\n".join(lines), settings.secrets)
+    template = artifacts_template(args.job, None)
+    findings = list(diagnose(settings, faults, template, began + NETWORK_PATIENCE_S))
+    # Without a spec the table would hold defaults, and push what is wrong out of sight.
+    table = [*_table(settings, template), ""] if settings.readable else []
+    shown = redact("\n".join([*table, *_report(findings)]), settings.secrets)
     sys.stdout.write(shown + "\n")
     return FAULTY if any(finding.level == "fault" for finding in findings) else SOUND
 

@@ -171,6 +171,18 @@ def test_without_a_readable_spec_the_rest_is_still_looked_at(job, diagnose, tmp_
     assert "startup.invalid_trainer" in text
 
 
+@pytest.mark.parametrize("path", ["none.json", "a_folder", "empty.json"])
+def test_a_spec_that_cannot_be_read_is_said_first_and_without_a_table_of_defaults(job, diagnose, tmp_path, path):
+    job()
+    (tmp_path / "a_folder").mkdir()
+    (tmp_path / "empty.json").touch()
+    code, text = diagnose(path)
+    first, _, verdict = text.splitlines()
+    assert code == 2
+    assert first.startswith("fault") and str(tmp_path / path) in first
+    assert verdict == "1 fault: the run would not start"
+
+
 def test_without_an_argument_the_environment_names_the_job(job, diagnose, monkeypatch):
     assert "startup.missing_job_spec_path" in diagnose()[1]
     monkeypatch.setenv("TRAINER_JOB_SPEC_PATH", job())
