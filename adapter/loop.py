@@ -45,7 +45,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from ..callbacks.hook import after_failure, fire, listeners, run_state_of
+from ..callbacks.hook import after_failure, fire, listeners, run_state_of, skipping_hook
 from .exceptions import InputError, TrainingCanceled
 
 if TYPE_CHECKING:
@@ -363,6 +363,12 @@ class _Step:
         self.train = self._train_profiled if self.profiled else module.train_raw_batch
         self.on_start = listeners(trainer, "on_train_batch_start")
         self.on_end = listeners(trainer, "on_train_batch_end")
+        self.on_end_when_due = [(hook, skipping_hook(hook)) for hook in self.on_end]
+        for _, hook in self.on_end_when_due:
+            if hook is not None:
+                hook.next_due_step = 0
+        self.run_state = run_state_of(trainer)
+        self.scores_before = self.run_state.eval_scores
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
@@ -412,7 +418,16 @@ class _Step:
             self._batch_end_with_guests(outputs, raw, index)
         else:
             self.names["_current_fx_name"] = None
-            for hook in self.on_end:
+            run_state = self.run_state
+            scores, self.scores_before = self.scores_before, run_state.eval_scores
+            for hook, waits in self.on_end_when_due:
+                if (
+                    waits is not None
+                    and step < waits.next_due_step
+                    and run_state.stop_reason is None
+                    and run_state.eval_scores is scores
+                ):
+                    continue
                 try:
                     hook(trainer, module, outputs, raw, index)
                 except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["crossed", "suppressed"]
+import sys
+
+__all__ = ["crossed", "next_multiple", "suppressed"]
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
@@ -12,6 +14,11 @@ def crossed(previous: int, current: int, every: int) -> bool:
     between boundaries); crossing does not.
     """
     return every > 0 and current // every > previous // every
+
+
+def next_multiple(step: int, every: int) -> int:
+    """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
+    return (step // every + 1) * every if every > 0 else sys.maxsize
 
 
 def suppressed(pl_module: object) -> bool:

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
-from .cadence import crossed
-from .hook import Hook, run_state_of
+from .cadence import crossed, next_multiple
+from .hook import Hook, run_state_of, skippable
 
 __all__ = ["Evaluate"]
 
@@ -46,11 +46,13 @@ class Evaluate(Hook):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _evaluation_of(pl_module)
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
+        self.next_due_step = next_multiple(step, self.every_n_steps)
         if not crossed(step - 1, step, self.every_n_steps):
             return
         with isolate_rng():

@@ -21,7 +21,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -38,6 +38,8 @@ __all__ = [
     "listeners",
     "order_callbacks",
     "run_state_of",
+    "skippable",
+    "skipping_hook",
 ]
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,9 @@ _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 _FIRST_RANK_ATTRIBUTE = "_genlight_is_first_rank"
 _POLICED_ATTRIBUTE = "_genlight_is_policed"
+_SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Hook(pl.Callback):
@@ -100,6 +105,8 @@ class Hook(pl.Callback):
     """Fields that must be written before this hook runs if any hook writes them."""
     writes: Sequence[str] = ()
     """Fields of the run state that this hook writes."""
+    next_due_step: int = 0
+    """The step whose end this hook waits for, where its ``on_train_batch_end`` is `skippable`."""
 
     _inside_event: bool = False
     _failures: Counter[str] | None = None
@@ -281,6 +288,24 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
         if _is_own(callback, event)
         and (not isinstance(callback, Hook) or callback.ranks == "all" or _is_first_rank(trainer))
     ]
+
+
+def skippable(method: _Method) -> _Method:
+    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
+
+    genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
+    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, once a
+    stop was asked for, and after ``eval_scores`` changed. Lightning's own loop calls it after every step. A method that
+    a subclass puts in its place is not skipped unless it is marked as well.
+    """
+    setattr(method, _SKIPPABLE_ATTRIBUTE, True)
+    return method
+
+
+def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
+    """The hook whose ``next_due_step`` says when `listener` is to be called; None where it is called after each step."""
+    hook = getattr(listener, "__self__", None)
+    return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
 
 
 def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:

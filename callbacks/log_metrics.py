@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from ..adapter.run_state import RunState
-from .cadence import suppressed
-from .hook import Hook, run_state_of
+from .cadence import next_multiple, suppressed
+from .hook import Hook, run_state_of, skippable
 
 __all__ = ["LogMetrics"]
 
@@ -63,13 +63,15 @@ class LogMetrics(Hook):
         waited_s = _waited_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run_state = self._run_state or run_state_of(trainer)
+        run_state, step = self._run_state or run_state_of(trainer), trainer.global_step
+        self.next_due_step = next_multiple(step, self.every_n_steps)
         # A step is one; so its boundary is crossed where it is a multiple.
-        is_crossed = self.every_n_steps > 0 and trainer.global_step % self.every_n_steps == 0
+        is_crossed = self.every_n_steps > 0 and step % self.every_n_steps == 0
         if is_crossed or run_state.eval_scores is not self._reported_scores:
             self._publish_due(trainer, pl_module, run_state, is_crossed=is_crossed)
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..adapter.exceptions import ReplicaDriftError
-from .cadence import crossed
-from .hook import Hook
+from .cadence import crossed, next_multiple
+from .hook import Hook, skippable
 
 __all__ = ["ReplicaGuard"]
 
@@ -49,11 +49,13 @@ class ReplicaGuard(Hook):
         self.every_n_steps = every_n_steps
         self._checked_step = 0
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.every_n_steps and crossed(self._checked_step, trainer.global_step, self.every_n_steps):
+        self.next_due_step = next_multiple(trainer.global_step, self.every_n_steps)
+        if crossed(self._checked_step, trainer.global_step, self.every_n_steps):
             self._check(trainer, pl_module)
 
     @override

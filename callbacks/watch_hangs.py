@@ -34,9 +34,9 @@ MEMORY = 0.9
 class WatchHangs(Hook):
     """Dumps the stacks of all threads when no step is finished for a multiple of the time that steps take.
 
-    Every rank watches itself, in a thread, and a step costs it one note of the time. Each hang gives one file,
-    ``rank-<rank>-<number>.txt``; a step that ends after all begins a new count. Batches of a validation count as
-    progress. What comes before the first step (compilation, say) has only `floor_s`.
+    Every rank watches itself, in a thread that looks at the loop's own counters, so a step costs it nothing. Each hang
+    gives one file, ``rank-<rank>-<number>.txt``; a step that ends after all begins a new count. Batches of a validation
+    count as progress. What comes before the first step (compilation, say) has only `floor_s`.
 
     With `end_run` the process ends too. Nothing can be raised in a thread that waits inside a collective or a driver,
     so the watching thread reports the failure itself where a run has set `on_hang`, and leaves by ``os._exit``; the
@@ -71,7 +71,6 @@ class WatchHangs(Hook):
         self.end_run = end_run
         self.on_hang: Callable[[TrainingHung], None] | None = None
         """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
-        self._progress_at_s = 0.0
         self._stopped: threading.Event | None = None
         self._count = 0
 
@@ -79,24 +78,13 @@ class WatchHangs(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
         directory = self.directory or Path(trainer.default_root_dir) / "hangs"
-        self._progress_at_s = time.monotonic()
         self._stopped = threading.Event()
         threading.Thread(
             target=self._watch,
-            args=(directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped),
+            args=(_batches_of(trainer), directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped),
             name="genlight-hangs",
             daemon=True,
         ).start()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._progress_at_s = time.monotonic()
-
-    @override
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._progress_at_s = time.monotonic()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,21 +99,23 @@ class WatchHangs(Hook):
         if self._stopped is not None:
             self._stopped.set()
 
-    def _watch(self, directory: Path, rank: int, ranks: int, stopped: threading.Event) -> None:
+    def _watch(
+        self, batches: Callable[[], int], directory: Path, rank: int, ranks: int, stopped: threading.Event
+    ) -> None:
         began_s = time.time()
-        usual_s, reported, seen = 0.0, False, self._progress_at_s
+        usual_s, reported, seen, seen_at_s = 0.0, False, batches(), time.monotonic()
         while True:
             limit_s = max(self.floor_s, self.factor * usual_s)
             if stopped.wait(min(limit_s / LOOKS_PER_LIMIT, LONGEST_PAUSE_S)):
                 return
-            now, newest = time.monotonic(), self._progress_at_s
+            now, newest = time.monotonic(), batches()
             if newest != seen:
-                # Of steps shorter than a look several lie between; then the floor is what counts anyway.
-                usual_s = newest - seen if not usual_s else MEMORY * usual_s + (1 - MEMORY) * (newest - seen)
-                seen, reported = newest, False
-            elif now - seen >= limit_s and not reported:
+                step_s = (now - seen_at_s) / max(1, newest - seen)  # Lightning counts validation anew in each run of it
+                usual_s = MEMORY * usual_s + (1 - MEMORY) * step_s if usual_s else step_s
+                seen, seen_at_s, reported = newest, now, False
+            elif now - seen_at_s >= limit_s and not reported:
                 reported = True
-                self._report(directory, rank, ranks, now - seen, began_s)
+                self._report(directory, rank, ranks, now - seen_at_s, began_s)
 
     def _report(self, directory: Path, rank: int, ranks: int, seconds: float, began_s: float) -> None:
         self._count += 1
@@ -146,6 +136,13 @@ class WatchHangs(Hook):
                     self.on_hang(TrainingHung(rank, seconds, path, *others))
             finally:
                 os._exit(EXIT_HUNG)
+
+
+def _batches_of(trainer: pl.Trainer) -> Callable[[], int]:
+    """A function that counts the batches that were trained and validated."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    trained, validated = epoch_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.total
+    return lambda: trained.completed + validated.completed
 
 
 def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> list[Path]:

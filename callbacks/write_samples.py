@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
 from ..reporters.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
-from .cadence import crossed, suppressed
-from .hook import Hook, fire, run_state_of
+from .cadence import crossed, next_multiple, suppressed
+from .hook import Hook, fire, run_state_of, skippable
 
 __all__ = ["WriteSamples"]
 
@@ -70,13 +70,13 @@ class WriteSamples(Hook):
         if self.every_n_steps:
             _sweep(self.directory)
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.every_n_steps == 0:
-            return
         step = trainer.global_step
+        self.next_due_step = next_multiple(step, self.every_n_steps)
         if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
             self.write(trainer, pl_module, step)
 

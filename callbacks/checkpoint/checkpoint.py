@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.run_state import RunState
-from ..cadence import crossed, suppressed
-from ..hook import Hook, fire, run_state_of
+from ..cadence import crossed, next_multiple, suppressed
+from ..hook import Hook, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
@@ -160,6 +160,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._io = _install(trainer)
+        self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
         if self.dirpath is None:
             self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
@@ -181,11 +182,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         if trainer.is_global_zero:
             require_space(self.directory, _estimate(pl_module))
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        is_settled = self._io is None or self._io.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
+        self.next_due_step = next_multiple(trainer.global_step, self.every_n_steps) if is_settled else 0
+        self._save_if_due(trainer, pl_module)
+
+    def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._is_between_batches = True
         step = trainer.global_step
         previous, self._previous_step = self._previous_step, step
@@ -197,7 +204,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._warm_up(trainer, pl_module)
-        elif not self._must_skip(trainer):
+        elif self._must_skip(trainer):
+            self._wake()
+        else:
             self.save(trainer, pl_module)
 
     @override
@@ -353,6 +362,10 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     # How
 
+    def _wake(self) -> None:
+        """From now on something goes on in the background: look after each step for how it ended."""
+        self.next_due_step = 0
+
     def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
         self.restore_pending_rng(trainer)
 
@@ -379,6 +392,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             return
         nbytes = _size_of_snapshot(trainer, pl_module)
         pinned = trainer.strategy.root_device.type == "cuda"
+        self._wake()
         io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
     def _must_skip(self, trainer: pl.Trainer) -> bool:

@@ -61,8 +61,19 @@ class DurableCheckpointIO(CheckpointIO):
         self.writer = BackgroundWriter()
         self.buffer = HostBuffer()
         self._requests: dict[Path, SaveRequest] = {}
+        self._on_background_save: list[Callable[[], None]] = []
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is in flight on any rank, and nothing failed that `poll` has yet to raise."""
+        return self._end_of_save is None and not self.writer.is_busy and self.writer.failure is None
+
+    def on_background_save(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in the training thread, before each save in the background."""
+        if call not in self._on_background_save:
+            self._on_background_save.append(call)
 
     def expect(self, path: str | os.PathLike[str], request: SaveRequest) -> None:
         """State how the next `save_checkpoint` to `path` is to be done."""
@@ -148,6 +159,8 @@ class DurableCheckpointIO(CheckpointIO):
         if not asynchronous:
             save(prepared)
             return
+        for call in self._on_background_save:
+            call()
         copies, count = self.buffer.copy([*prepared.entries, *prepared.slices]), len(prepared.entries)
         copied = replace(prepared, entries=copies[:count], slices=copies[count:])
         self.writer.start(lambda: save(copied))

@@ -68,13 +68,12 @@ def test_steps_that_end_in_time_leave_nothing(fit, counting_trainer, tmp_path):
 
 def test_what_counts_as_a_hang_is_learned_from_the_steps(tmp_path):
     """Steps of some length raise the limit above the floor, so that a longer one than that is none."""
-    watch, stopped = WatchHangs(tmp_path, floor_s=1.0, factor=1000.0), threading.Event()
-    watch._progress_at_s = time.monotonic()
-    thread = threading.Thread(target=watch._watch, args=(tmp_path, 0, 1, stopped))
+    watch, stopped, batches = WatchHangs(tmp_path, floor_s=1.0, factor=1000.0), threading.Event(), 0
+    thread = threading.Thread(target=watch._watch, args=(lambda: batches, tmp_path, 0, 1, stopped))
     thread.start()
     for _ in range(5):
         time.sleep(0.06)
-        watch._progress_at_s = time.monotonic()
+        batches += 1
     time.sleep(1.3)
     stopped.set()
     thread.join()
