@@ -8,6 +8,7 @@ is null counts as absent.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from .faults import FaultList, nearest
+from .faults import FaultList, nearest, render_value
 from .spec_rules import LARGEST, NESTED_FIELDS, NON_BLANK, PROMPT_FIELDS, SPEC_FIELDS, VALIDATE_FIELDS, Rule
 
 __all__ = [
@@ -301,6 +302,10 @@ def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:
             values[name] = _texts(f"dataset.{name}", values[name], faults)
     if values.get("columns") == () and not faults.concern_part("dataset.columns"):
         faults.invalid("dataset.columns", "at least one column", [], way_out="Leave it out to read all columns.")
+    twice = [name for name, count in Counter(values.get("columns", ())).items() if count > 1]
+    if twice:
+        text = f"Expected different columns, but received {render_value(twice)} more than once. Name each once."
+        faults.add(f"Invalid `dataset.columns`. {text}", name="dataset.columns")
     return DatasetSpec(**values)
 
 

@@ -110,6 +110,14 @@ def test_entries_of_lists_are_named_by_their_place():
     ]
 
 
+def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
+    _, faults, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
+    assert sorted(faults) == [
+        "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
+        'Invalid `dataset.columns`. Expected different columns, but received ["a"] more than once. Name each once.',
+    ]
+
+
 def test_all_faults_of_a_spec_are_found_in_one_go():
     _, faults, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
     assert len(faults) == len({name for name, _, _ in WRONG})

@@ -179,7 +179,8 @@ def test_a_spec_that_cannot_be_read_is_said_first_and_without_a_table_of_default
     code, text = diagnose(path)
     first, _, verdict = text.splitlines()
     assert code == 2
-    assert first.startswith("fault") and str(tmp_path / path) in first
+    assert first.startswith("fault")
+    assert str(tmp_path / path) in first
     assert verdict == "1 fault: the run would not start"
 
 
