@@ -54,17 +54,18 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
     if not config.resume_from_latest:
         _refuse_to_overwrite(config)
         return Start()
-    final, warnings = _final(config)
+    final = _final(config)
     if final is not None:
         _check_is_ours(final, config, allow_changed)
         target = final.max_steps if final.max_steps is not None else final.step
         if config.job.max_steps <= max(target, final.step):
-            return Start(final, is_finished=True, warnings=tuple(warnings))
-    newest, more = newest_valid(config.checkpoints_dir)
-    record = _later(newest, final)
+            return Start(final, is_finished=True)
+    record, warnings = newest_valid(config.checkpoints_dir)
     if record is not None:
         _check_is_ours(record, config, allow_changed)
-    return Start(record, warnings=(*warnings, *more))
+    elif warnings:
+        warnings.append(f"no checkpoint in {config.checkpoints_dir} is whole: starting at step 0")
+    return Start(record, warnings=tuple(warnings))
 
 
 def _named(path: Path) -> CheckpointRecord:
@@ -77,17 +78,11 @@ def _named(path: Path) -> CheckpointRecord:
         raise InputError(f"{error}; name another checkpoint, or use resume_from_latest to fall back") from error
 
 
-def _final(config: RunConfig) -> tuple[CheckpointRecord | None, list[str]]:
+def _final(config: RunConfig) -> CheckpointRecord | None:
     try:
-        return find_final(config.checkpoints_dir), []
-    except BrokenCheckpointError as error:
-        return None, [f"{error}; going on from a step checkpoint"]
-
-
-def _later(newest: CheckpointRecord | None, final: CheckpointRecord | None) -> CheckpointRecord | None:
-    if newest is None or (final is not None and final.step >= newest.step):
-        return final
-    return newest
+        return find_final(config.checkpoints_dir)
+    except BrokenCheckpointError:
+        return None  # `newest_valid` looks at it too, and says why it is passed over.
 
 
 def _refuse_to_overwrite(config: RunConfig) -> None:

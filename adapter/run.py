@@ -247,6 +247,9 @@ class _Training:
             inputs = materialize_inputs(config, progress=progress, raise_if_stopped=self.raise_if_stopped)
         if from_ref:
             start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
+        if start.record is not None and self.ending is not None:
+            place = _shown(start.record.path)
+            log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
         self._stage = "model-load"
         with on_sys_path([config.spec_dir, Path.cwd()]):
             return self._train(_load_trainer(config), inputs, start)

@@ -96,6 +96,7 @@ class GenlightCLI(LightningCLI):
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
         settings = self.config["fit"]
         if settings.get("ckpt_path") is not None:
+            self._say("going on from %s", settings["ckpt_path"])
             return
         directory = self._checkpoints()
         if settings["resume"] == "auto":
@@ -117,12 +118,20 @@ class GenlightCLI(LightningCLI):
             return None
         return callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
 
-    @staticmethod
-    def _newest_checkpoint(directory: Path) -> str | None:
+    def _newest_checkpoint(self, directory: Path) -> str | None:
         record, warnings = newest_valid(directory)
         for warning in warnings:
             log.warning(warning)
-        return None if record is None else str(record.path)
+        if record is not None:
+            self._say("going on after step %d, from %s", record.step, directory / record.path.name)
+            return str(record.path)
+        if warnings:
+            log.warning("no checkpoint in %s is whole: starting at step 0", directory)
+        return None
+
+    def _say(self, message: str, *values: object) -> None:
+        if self.trainer.is_global_zero:
+            log.info(message, *values)
 
 
 def run_lightning_cli(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,8 @@ def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
 
 
 def _order(listed: Listed) -> tuple[int, int, int]:
-    """By step; of one step a final checkpoint last, else the one committed last."""
+    """By step; of one step a final checkpoint last, else the one committed last. An unreadable ``final`` is newest."""
     if listed.record is None:
-        return (step_of_name(name_of(listed.path)) or 0, 0, 0)
+        name = name_of(listed.path)
+        return (sys.maxsize if name == FINAL_NAME else step_of_name(name) or 0, 0, 0)
     return (listed.record.step, int(listed.record.final), listed.record.created_at_ms)

@@ -301,11 +301,16 @@ def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Pat
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(write_job: Callable[..., Path]) -> None:
-    """The run continues where it ended, and is the run of that length."""
+def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run says where it continues, which is where it ended, and is the run of that length."""
+    caplog.set_level("INFO", logger="genlight")
     assert run(write_job(resume_from_latest=True, max_steps=7)) == 0
+    assert "going on" not in caplog.text
     job = write_job(resume_from_latest=True, max_steps=9)
     assert run(job) == 0
+    assert "going on after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == resumed["value"] == 7
     expected = sum(range(20)) + sum(range(16))
@@ -363,6 +368,7 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
     write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One flipped bit: the one before it is taken."""
+    caplog.set_level("INFO", logger="genlight")
     job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
     assert run(job) == 0
     checkpoints = job.parent / "out" / "checkpoints"
@@ -373,8 +379,23 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
     victim.write_bytes(data)
     assert run(job) == 0
     assert "step-00000004 is broken" in caplog.text
+    assert "going on after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == 2
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_says_that_it_starts_anew(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
+    checkpoints = job.parent / "out" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for name in ("step-00000004", "final"):
+        (checkpoints / f"{name}.json").write_text("{")
+    assert run(job) == 0
+    assert sum("final is broken" in message for message in caplog.messages) == 1
+    assert f"no checkpoint in {checkpoints} is whole: starting at step 0" in caplog.messages
+    assert "trainer/resumed_from_step" not in names(job)
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,34 @@ def test_resuming_needs_the_callback_that_leaves_checkpoints(genlight):
 
     assert code == 2
     assert "--resume auto needs the callback genlight.callbacks.Checkpoint" in words
+
+
+def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genlight, tmp_path, caplog):
+    caplog.set_level("INFO", logger="genlight")
+    works = {"plugin": "refused_trainer:Works", "callback": {"every_n_steps": 1}}
+    assert genlight(**works)[0] == 0
+    assert "going on" not in caplog.text
+
+    assert genlight("fit", "--resume", "auto", **works)[0] == 0
+    assert "going on after step 1, from c/final.json" in caplog.messages
+
+    caplog.clear()
+    (tmp_path / "c" / "final.json").write_text("{")
+    assert genlight("fit", "--resume", "auto", **works)[0] == 0
+    assert "checkpoint final is broken" in caplog.text
+    assert "going on after step 1, from c/step-00000001.json" in caplog.messages
+
+    caplog.clear()
+    for record in (tmp_path / "c").glob("*.json"):
+        record.write_text("{")
+    assert genlight("fit", "--resume", "auto", **works)[0] == 0
+    assert "no checkpoint in c is whole: starting at step 0" in caplog.messages
+
+
+def test_a_fit_from_a_named_checkpoint_says_so(genlight, caplog):
+    caplog.set_level("INFO", logger="genlight")
+    works = {"plugin": "refused_trainer:Works"}
+    assert genlight(**works)[0] == 0
+
+    assert genlight("fit", "--ckpt_path", "c/final.json", **works)[0] == 0
+    assert "going on from c/final.json" in caplog.messages

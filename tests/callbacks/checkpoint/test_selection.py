@@ -45,6 +45,14 @@ def test_a_broken_one_is_passed_over_with_a_warning_that_names_it_and_why(tmp_pa
     assert "step-00000002/training_state.json has 5 bytes" in warnings[1]
 
 
+def test_an_unreadable_final_marker_is_told_of_though_it_tells_no_step(tmp_path):
+    save_steps(tmp_path, 3)
+    (tmp_path / "final.json").write_text("{")
+    record, warnings = newest_valid(tmp_path)
+    assert record.step == 3
+    assert "checkpoint final is broken" in warnings[0]
+
+
 def test_no_directory_holds_no_checkpoint(tmp_path):
     assert newest_valid(tmp_path / "nowhere") == (None, [])
     assert list_checkpoints(tmp_path / "nowhere") == []
