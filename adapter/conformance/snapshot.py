@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...callbacks.checkpoint.buffers import as_uint8
+from ..aliases import key_text
 from ..discovery import uncompiled, walk
 
 __all__ = ["differences", "flatten", "snapshot"]
@@ -29,11 +32,21 @@ def snapshot(state: Any, trainer: object) -> dict[str, Any]:
 
 
 def flatten(value: Any, path: str) -> dict[str, Any]:
-    """The leaves of a plain structure of dicts and lists, by path."""
-    out: dict[str, Any] = {}
-    for where, node in walk(value, path):
-        out.update(_leaves(where, node))
-    return out
+    """The leaves of a payload that could be stored, by path; of what stands at two places, those of both."""
+    return dict(_flat(path, value))
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # Not by `walk` alone, which visits an object once: two groups of an optimizer hold one and the same pair of betas.
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _flat(f"{path}[{key_text(key)}]", entry)
+    elif isinstance(value, list | tuple | deque):
+        for i, entry in enumerate(value):
+            yield from _flat(f"{path}[{i}]", entry)
+    else:
+        for where, node in walk(value, path):
+            yield from _leaves(where, node)
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -43,11 +56,13 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor | np.ndarray):
-        yield path, _copy(value)
+    if isinstance(value, Tensor):
+        yield from _of_tensor(path, value)
+    elif isinstance(value, np.ndarray):
+        yield path, value.copy()
     elif isinstance(value, nn.Module):
         for name, tensor in (*uncompiled(value).named_parameters(), *uncompiled(value).named_buffers()):
-            yield f"{path}.{name}", _copy(tensor)
+            yield from _of_tensor(f"{path}.{name}", tensor)
     elif isinstance(value, Optimizer | LRScheduler | GradScaler):
         yield from _of_state_dict(path, value.state_dict())
     elif isinstance(value, torch.Generator):
@@ -68,13 +83,18 @@ def _of_state_dict(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         for i, entry in enumerate(value):
             yield from _of_state_dict(f"{path}[{i}]", entry)
     elif isinstance(value, Tensor):
-        yield path, _copy(value)
+        yield from _of_tensor(path, value)
     elif isinstance(value, bool | int | float | str):
         yield path, value
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value.copy()
+def _of_tensor(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    tensor = tensor.detach()
+    if tensor.is_sparse:  # which `torch.equal` does not take
+        yield f"{path}.indices", tensor._indices().cpu().clone()
+        yield f"{path}.values", tensor._values().cpu().clone()
+    else:
+        yield path, tensor.cpu().clone()
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -92,4 +112,4 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Tensors with NaNs are unequal to themselves; a run that reproduces them is exact all the same."""
     if not a.is_floating_point():
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(as_uint8(a.contiguous()), as_uint8(b.contiguous()))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["bytes_of", "element_type", "empty_tensor"]
+__all__ = ["as_uint8", "bytes_of", "element_type", "empty_tensor"]
 
 
 def bytes_of(source: Any) -> memoryview:
@@ -25,7 +25,8 @@ def bytes_of(source: Any) -> memoryview:
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat tensor of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not `reshape`: a single element is contiguous with any stride, and keeps it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def element_type(name: str) -> torch.dtype:

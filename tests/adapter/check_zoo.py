@@ -46,6 +46,58 @@ class Sound:
         state.count = payload["count"]
 
 
+class GroupsOfParameters(Sound):
+    """Both groups of the optimizer hold the same pair of betas, and one list stands at two places."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        weights, biases = ([p for p in state.model.parameters() if p.dim() == dim] for dim in (2, 1))
+        state.opt = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
+        state.losses = [1.0]
+        return state
+
+    def state_dict(self, state):
+        return {"count": state.count, "opt": state.opt.state_dict(), "losses": [state.losses, state.losses]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count = payload["count"]
+        state.opt.load_state_dict(payload["opt"])
+        state.losses = payload["losses"][0]
+
+
+class SparseGraph(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.visits = torch.zeros(3).to_sparse()
+        return state
+
+    def loss(self, batch, state):
+        state.visits = state.visits + torch.tensor([1.0, 0.0, 2.0]).to_sparse()
+        return super().loss(batch, state)
+
+    def state_dict(self, state):
+        return {"count": state.count, "visits": state.visits}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count, state.visits = payload["count"], payload["visits"]
+
+
+class ForgetsALongHistory(Sound):
+    """Longer than what is searched for modules."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.history = list(range(20_000))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        state.history[-1] += 1
+        return super().train_step(batch, state, ctx)
+
+    def state_dict(self, state):
+        return {"count": state.count, "history": state.history}
+
+
 class WithoutDropout(Sound):
     def configure(self, ctx):
         state = super().configure(ctx)

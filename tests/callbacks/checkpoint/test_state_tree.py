@@ -93,7 +93,8 @@ def same(one, other):
 
 
 def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    row_major = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return row_major.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 DTYPES = [
@@ -239,6 +240,16 @@ def test_sparse_tensors_and_lazy_conjugates_are_kept_as_values(tmp_path):
     assert loaded[0].is_coalesced()
     assert torch.equal(loaded[0].to_dense(), sparse.to_dense())
     assert torch.equal(loaded[1], conjugate.resolve_conj())
+
+
+def test_one_element_of_a_column_is_kept_with_what_shares_it(tmp_path):
+    """It is contiguous for torch, whatever its stride."""
+    one = torch.arange(6.0).view(3, 2)[:1, 1]
+    value = {"alone": torch.arange(4.0)[::2][:1], "shared": [one, one.view(1, 1), one.as_strided((), ())]}
+    loaded = round_trip(tmp_path, value)
+    assert same(loaded, value)
+    loaded["shared"][0].fill_(7.0)
+    assert [float(tensor) for tensor in loaded["shared"]] == [7.0, 7.0, 7.0]
 
 
 def test_tensors_that_share_memory_share_it_again(tmp_path):
