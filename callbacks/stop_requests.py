@@ -14,6 +14,7 @@ from typing_extensions import override
 from ..adapter.exceptions import StopReason, TrainingCanceled
 from .agreement import Agreement
 from .checkpoint.checkpoint import Checkpoint
+from .data_workers import protect_workers, release_workers
 from .hook import Hook, callbacks_of, run_state_of
 from .stop_signals import StopSignals
 from .stop_sources import Deadline, cancel_file_is_set
@@ -32,6 +33,9 @@ class StopRequests(Hook):
     told, by an asynchronous all-reduce that is begun in one step and read in the next. Under genlight's loop that loop
     then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
     before the next step.
+
+    From ``setup`` on, worker processes of torch data loaders heed no signal: those to the whole process group must not
+    take the batches from a training process that finishes its step.
 
     Args:
         cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
@@ -68,6 +72,7 @@ class StopRequests(Hook):
         self._requested: StopReason | None = "canceled" if canceled else None
         self._next_poll = 0.0
         self._agreement: Agreement | None = None
+        self._protects_workers = False
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -107,6 +112,9 @@ class StopRequests(Hook):
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
             add_cancel_check(lambda: self.requested() is not None)
+        if stage == "fit" and not self._protects_workers:
+            self._protects_workers = True
+            protect_workers()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -141,6 +149,20 @@ class StopRequests(Hook):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._agreement is not None:
             self._agreement.leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._release_workers()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release_workers()
+
+    def _release_workers(self) -> None:
+        if self._protects_workers:
+            self._protects_workers = False
+            release_workers()
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

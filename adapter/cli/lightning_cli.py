@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import yaml
@@ -23,7 +24,7 @@ from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
-from ..failures import EXIT_STARTUP, describe_failure
+from ..failures import EXIT_STARTUP, describe_failure, is_lost_worker
 from ..parser_errors import root_cause
 from .parsing import CommandParser
 
@@ -110,6 +111,22 @@ class GenlightCLI(LightningCLI):
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."
             )
+
+    def fit(self, **arguments: Any) -> None:
+        """Train; what a stop signal caused by ending a data worker is that stop.
+
+        Raises:
+            TrainingCanceled: The run was stopped.
+        """
+        try:
+            self.trainer.fit(**arguments)
+        except RuntimeError as error:
+            stops = (callback for callback in callbacks_of(self.trainer) if isinstance(callback, StopRequests))
+            reason = next((stop.signals.reason for stop in stops), None)
+            if reason is None or not is_lost_worker(error):
+                raise
+            log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+            raise TrainingCanceled(reason) from error
 
     def _checkpoints(self) -> Path | None:
         """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""

@@ -19,12 +19,12 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ...callbacks.data_workers import start_workers
 from ..exceptions import InputError
 from .plan import Share
 from .position import Position
 from .sources import Part
 from .supply import CLOSED, Block, Spec, batches_of, blocks
-from .worker_signals import heed_parent_alone, starting_workers
 
 __all__ = ["WorkerSupply"]
 
@@ -113,12 +113,10 @@ class WorkerSupply:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=max(spec.readahead, 1),
-            worker_init_fn=heed_parent_alone,
             # A generator of its own: the default would draw from the training process's random numbers.
             generator=torch.Generator().manual_seed(spec.layout.order.seed),
         )
-        with starting_workers():
-            self._made: Iterator[_Made] = iter(loader)
+        self._made: Iterator[_Made] = start_workers(loader)
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import random
 import subprocess
-import time
 
 import numpy as np
 import pytest
 import torch
 
 from genlight.adapter.feed import ArrowFeed, trained_rows
-from genlight.adapter.feed.worker_signals import heed_parent_alone
 
 
 def with_noise(batch):
@@ -114,19 +112,3 @@ def test_workers_outlive_a_sigterm_that_their_parent_did_not_send(rows_file, ids
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
     assert first + ids(batches) == [list(range(n, n + 5)) for n in range(0, 120, 5)]
     assert len(workers) == 2
-
-
-def test_a_worker_ends_when_its_parent_terminates_it():
-    started = multiprocessing.Barrier(2)
-    worker = multiprocessing.Process(target=_heeds_parent_alone, args=(started,))
-    worker.start()
-    started.wait(60)
-    worker.terminate()
-    worker.join(60)
-    assert worker.exitcode == 0
-
-
-def _heeds_parent_alone(started):
-    heed_parent_alone()
-    started.wait(60)
-    time.sleep(600)

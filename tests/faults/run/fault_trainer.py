@@ -8,6 +8,7 @@ a model that is updated every so many steps; ``cancels`` makes the file ``cancel
 
 import atexit
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -123,10 +124,19 @@ class Faulty:
 
 
 class LoadsInWorkers(Faulty):
+    worker_init_fn = None
+
     def rollout(self, state, ctx):
         from torch.utils.data import DataLoader
 
-        return DataLoader(range(100), batch_size=None, num_workers=2)
+        return DataLoader(range(100), batch_size=None, num_workers=2, worker_init_fn=self.worker_init_fn)
+
+
+class LosesWorkers(LoadsInWorkers):
+    """Its workers end on SIGTERM, whatever was set up for them before."""
+
+    def worker_init_fn(self, worker):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class BreaksInConstructor(Faulty):

@@ -1,59 +1,135 @@
-"""SIGTERM to the whole process group, as schedulers and container runtimes send it: data workers get it too."""
+"""A stop signal to the whole process group, as schedulers and terminals send it: data workers get it too."""
 
 import json
 import os
 import signal
+import time
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
+FEED = {
+    "class_path": "genlight.adapter.ArrowDataModule",
+    "init_args": {"parquet_paths": "x.parquet", "batch_size": 1, "workers": 2},
+}
 
-def terminate_group(job, process):
+
+def own_loader(**arguments):
+    return {"class_path": "loader_data.OwnLoader", "init_args": arguments}
+
+
+@pytest.fixture
+def fit(job, fork_server, kill_after):
+    """Starts ``genlight fit`` with a data module."""
+
+    def started(data):
+        checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
+        trained = {"run_id": "faulty", "max_steps": 4000, "hyperparams": {"at": "train_step:3", "holds": 60.0}}
+        module = {"plugin": "fault_trainer:Faulty", "job": trained}
+        config = {
+            "trainer": {"max_steps": 4000, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint]},
+            "model": {"class_path": "genlight.adapter.ContractModule", "init_args": module},
+            "data": data,
+        }
+        (job.folder / "fit.yaml").write_text(json.dumps(config))
+        process = fork_server.start(job, "fit", "--config", "fit.yaml")
+        kill_after(process)
+        return process
+
+    return started
+
+
+@pytest.fixture
+def run(job, fork_server, kill_after):
+    """Starts ``genlight run`` with a trainer whose rollouts are a loader's."""
+
+    def started(trainer):
+        plan = {"at": "train_step:3", "holds": 60.0}
+        job.write(plan=plan, trainer=trainer, mock_batches=..., max_steps=4000, resume_from_latest=True)
+        process = fork_server.start(job, "run", str(job.spec))
+        kill_after(process)
+        return process
+
+    return started
+
+
+def workers_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return [int(child) for child in children.read().split()]
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def signal_group(job, process, number=signal.SIGTERM, *, workers_stay=True):
+    """Signal the processes while a step runs, and let it end then; the exit code."""
     job.wait_until(job.reached, process)
-    os.killpg(process.pid, signal.SIGTERM)
+    workers = workers_of(process.pid)
+    os.killpg(process.pid, number)
+    if workers_stay:
+        time.sleep(0.5)
+        assert all(map(is_alive, workers)), shown(job)
+    else:
+        job.wait_until(lambda: not any(map(is_alive, workers)))
     job.go()
     return process.wait(120)
 
 
-def test_workers_of_the_feed_stay_until_the_step_is_done_and_saved(job, fork_server, kill_after):
-    checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
-    plan = {"at": "train_step:3", "holds": 60.0}
-    data = {"parquet_paths": "x.parquet", "batch_size": 1, "workers": 2}
-    trained = {"run_id": "faulty", "max_steps": 4000, "hyperparams": plan}
-    config = {
-        "trainer": {"max_steps": 4000, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint]},
-        "model": {
-            "class_path": "genlight.adapter.ContractModule",
-            "init_args": {"plugin": "fault_trainer:Faulty", "job": trained},
-        },
-        "data": {"class_path": "genlight.adapter.ArrowDataModule", "init_args": data},
-    }
-    (job.folder / "fit.yaml").write_text(json.dumps(config))
-    process = fork_server.start(job, "fit", "--config", "fit.yaml")
-    kill_after(process)
+def shown(job):
+    return (job.folder / "stderr").read_text()
 
-    assert terminate_group(job, process) == 75, (job.folder / "stderr").read_text()
+
+@pytest.mark.parametrize(
+    ("data", "number"),
+    [
+        (FEED, signal.SIGTERM),
+        (own_loader(method="fork", persistent=True), signal.SIGTERM),
+        (own_loader(method="fork"), signal.SIGINT),
+        (own_loader(method="spawn"), signal.SIGTERM),
+        (own_loader(method="spawn", persistent=True), signal.SIGINT),
+    ],
+    ids=["feed", "forked persistent", "forked, Ctrl-C", "spawned", "spawned persistent, Ctrl-C"],
+)
+def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, number):
+    assert signal_group(job, fit(data), number) == 75, shown(job)
     assert list((job.folder / "checkpoints").glob("step-0000000*.json"))
-    assert "DataLoader worker" not in (job.folder / "stderr").read_text()
+    assert "DataLoader worker" not in shown(job)
 
 
-def test_workers_of_a_loader_of_the_users_own_are_lost_to_the_signal_which_is_told_as_the_stop(
-    job, fork_server, kill_after
-):
-    job.write(
-        plan={"at": "train_step:3", "holds": 60.0},
-        trainer="fault_trainer:LoadsInWorkers",
-        mock_batches=...,
-        max_steps=4000,
-        resume_from_latest=True,
-    )
-    process = fork_server.start(job, "run", str(job.spec))
-    kill_after(process)
+def test_workers_of_a_loader_in_the_trainer_stay_as_well(job, run):
+    assert signal_group(job, run("fault_trainer:LoadsInWorkers")) == 75, shown(job)
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("preempted", True)
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+    assert "data worker" not in shown(job)
 
-    assert terminate_group(job, process) == 75, (job.folder / "stderr").read_text()
+
+def test_workers_that_are_lost_to_the_signal_nevertheless_are_told_as_the_stop_of_a_run(job, run):
+    assert signal_group(job, run("fault_trainer:LosesWorkers"), workers_stay=False) == 75, shown(job)
     failed = job.terminal_event()
     assert (failed["error"], failed["category"], failed["resumable"]) == ("preempted", "preempted", True)
     assert job.server.posted("/terminal")[-1]["error"] == "preempted"
     assert (job.out / "checkpoints" / "step-00000002.json").exists()
-    assert "Traceback" not in (job.folder / "stderr").read_text()
+    assert "Traceback" not in shown(job)
+
+
+def test_workers_that_are_lost_to_the_signal_nevertheless_are_told_as_the_stop_of_a_fit(job, fit):
+    assert signal_group(job, fit(own_loader(gives_up=True)), workers_stay=False) == 75, shown(job)
+    assert "stopped: preempted" in shown(job)
+    assert "Traceback" not in shown(job)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_no_worker_outlives_a_training_process_that_was_killed(job, fit, method):
+    process = fit(own_loader(method=method))
+    job.wait_until(job.reached, process)
+    workers = workers_of(process.pid)
+    assert len(workers) >= 2
+    process.send_signal(signal.SIGKILL)
+    job.wait_until(lambda: not any(is_alive(pid) for pid in workers))
