@@ -40,6 +40,8 @@ def first_rank_is_gone() -> bool:
         os.kill(int(announced), 0)
     except ProcessLookupError:
         return True
+    except PermissionError:  # it is there, as another user
+        return False
     return False
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -93,6 +96,17 @@ def test_a_rank_that_ends_by_itself_is_left_alone(tmp_path, monkeypatch):
     stop = watch_first_rank(tmp_path, lambda: pytest.fail("ended"))
     stop()
     time.sleep(0.05)
+
+
+def test_a_first_rank_of_another_user_is_there():
+    """A rank may have given up its rights; else the first process of the machine is another user's."""
+    looks = "import os; from genlight.adapter.first_rank import first_rank_is_gone as gone; "
+    looks += "os.getuid() == 0 and os.setuid(65534); print(gone())"
+    announced = {"GENLIGHT_FIRST_RANK_PID": str(os.getpid() if os.getuid() == 0 else 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", looks], env={**os.environ, **announced}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_notes_are_whole_files(ranks):
