@@ -207,32 +207,35 @@ class LifecycleSession:
         """``canceled`` once the run has to stop, else None; costs nothing."""
         return self._reason
 
-    def completed(self, step: int, final_checkpoint: Path | None) -> None:
-        """Report the end as planned; what the control plane does not take is logged."""
+    def completed(self, step: int, final_checkpoint: Path | None, *, within_s: float | None = None) -> None:
+        """Report the end as planned; what the control plane does not take `within_s` (None: `answer_s`) is logged."""
         final = None if final_checkpoint is None else str(final_checkpoint)
-        self._report(lambda lease: self._client.mark_completed(lease=lease, step=step, final_checkpoint=final))
+        self._report(
+            lambda lease: self._client.mark_completed(lease=lease, step=step, final_checkpoint=final), within_s
+        )
 
-    def failed(self, step: int, error: str) -> None:
-        """Report the end by an error or a stop; what the control plane does not take is logged."""
-        self._report(lambda lease: self._client.mark_failed(lease=lease, step=step, error=error))
+    def failed(self, step: int, error: str, *, within_s: float | None = None) -> None:
+        """Report the end by an error or a stop; else as `completed`."""
+        self._report(lambda lease: self._client.mark_failed(lease=lease, step=step, error=error), within_s)
 
-    def _report(self, tell: Callable[[LifecycleLease], None]) -> None:
+    def _report(self, tell: Callable[[LifecycleLease], None], within_s: float | None) -> None:
         assert self._lease is not None
         self._ended.set()
         lease = self._lease
         try:
-            self._answer(lambda: tell(lease), lambda: None)
+            self._answer(lambda: tell(lease), lambda: None, within_s)
         except Exception as error:  # noqa: BLE001 - as above
             log.error("the control plane was not told how the run ended: %s", _text(error))  # noqa: TRY400
 
-    def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None]) -> T:
+    def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None], within_s: float | None = None) -> T:
         """What the client answers in a thread of its own, which a wait that ends leaves behind."""
         future = DaemonThreads(1, "genlight-control-plane").submit(ask)
-        end = time.monotonic() + self._answer_s
+        limit_s = self._answer_s if within_s is None else within_s
+        end = time.monotonic() + limit_s
         while not wait([future], LOOK_EVERY_S).done:
             raise_if_stopped()
             if time.monotonic() >= end:
-                raise InputError(f"the control plane did not answer for {self._answer_s:.0f} s")
+                raise InputError(f"the control plane did not answer for {limit_s:.0f} s")
         return future.result()
 
     def _beat(self) -> None:

@@ -42,6 +42,9 @@ __all__ = ["Completion", "Ending", "log_failure"]
 
 log = logging.getLogger(__name__)
 
+LAST_TRY_S = 5.0
+"""How long a message is tried where the uploads before it took all the time."""
+
 _SAY_ALL = (
     StartupContractError,
     InputError,
@@ -72,8 +75,11 @@ class Ending:
     thread ends an attempt by `complete` or `fail`; a thread that watches over it by `fail_and_exit`, where the
     training thread may hang for ever.
 
-    A stop ends the wait for uploads. The terminal message is waited for until the deadline all the same: it may have
-    arrived, and must then stay the only one. A failure of a run that is being stopped is reported as the stop if the
+    All of it shares one deadline. A stop ends the wait for uploads where a run was about to complete. The terminal
+    message is waited for until the deadline all the same: it may have arrived, and must then stay the only one, so an
+    event that says otherwise would be false. Who takes machines away sooner sets a shorter deadline, or signals again.
+
+    A failure of a run that is being stopped is reported as the stop if the
     checkpoint of the stop is durable, or if the signal itself caused it; else it is reported as what it is.
 
     Args:
@@ -109,6 +115,7 @@ class Ending:
         self._claim = threading.Lock()
         self._owner = 0
         self._settled = False
+        self._end_by: float | None = None
 
     def complete(self, completion: Completion) -> int:
         """Report that the run ended as planned; returns the exit code.
@@ -119,10 +126,10 @@ class Ending:
         """
         self._claim_in_training_thread()
         self._settled = True
-        settle(self.uploader, raise_if_stopped=self.raise_if_stopped)
+        settle(self.uploader, deadline_s=self._left_s(), raise_if_stopped=self.raise_if_stopped)
         self._tell_completed(completion)
         if self.lifecycle is not None:
-            self.lifecycle.completed(completion.step, completion.final_checkpoint)
+            self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
         try:
             self.event_log.completed(
                 step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped
@@ -179,6 +186,13 @@ class Ending:
             _wait_for_the_end()
         self._owner = threading.get_ident()
 
+    def _left_s(self) -> float:
+        """Seconds until the deadline, which is counted from the first wait; some for a try where none are left."""
+        deadline_s, now = self.config.upload_deadline_s, time.monotonic()
+        if self._end_by is None:
+            self._end_by = now + deadline_s
+        return max(self._end_by - now, min(LAST_TRY_S, deadline_s))
+
     def _describe(self, error: BaseException) -> Failure:
         return describe_failure(
             error,
@@ -193,7 +207,7 @@ class Ending:
         log_failure(error, failure, secrets=(self.config.token,), environ=self.environ)
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
-            self.lifecycle.failed(step, failure.text)
+            self.lifecycle.failed(step, failure.text, within_s=self._left_s())
         try:
             self.event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except EventLogError as problem:
@@ -206,7 +220,7 @@ class Ending:
             return
         final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
         payload = TerminalPayload("completed", completion.step, final, attempt=self.event_log.attempt)
-        error = self.uploader.deliver_terminal(payload).error()
+        error = self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
         if error is not None:
             raise error
 
@@ -215,11 +229,11 @@ class Ending:
         if self.uploader is None:
             return
         if not self._settled:  # else that was waited for already
-            result = self.uploader.settle(progress=log.info)
+            result = self.uploader.settle(deadline_s=self._left_s(), progress=log.info)
             if not result.ok:
                 log.error("uploads of the failed run: %s", result.error())
         payload = TerminalPayload("failed", step, error=failure.text, attempt=self.event_log.attempt)
-        error = self.uploader.deliver_terminal(payload).error()
+        error = self.uploader.deliver_terminal(payload, deadline_s=self._left_s()).error()
         if error is not None:
             log.error("the failure could not be reported: %s", error)
 

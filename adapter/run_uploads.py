@@ -57,7 +57,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     return uploader
 
 
-def settle(uploader: Uploader | None, *, raise_if_stopped: Callable[[], None]) -> None:
+def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Callable[[], None]) -> None:
     """Wait for the required uploads, as long as no stop is asked for.
 
     Raises:
@@ -71,7 +71,7 @@ def settle(uploader: Uploader | None, *, raise_if_stopped: Callable[[], None]) -
         raise_if_stopped()
         log.info("%s", line)
 
-    error = uploader.settle(progress=show).error()
+    error = uploader.settle(deadline_s=deadline_s, progress=show).error()
     if error is not None:
         raise error
 

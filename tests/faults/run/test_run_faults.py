@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from genlight.callbacks.checkpoint.selection import newest_valid
-from genlight.reporters.uploads import SPOOL_DIRECTORY
+from genlight.reporters.uploads import SPOOL_DIRECTORY, Uploader
 
 
 @dataclass(frozen=True)
@@ -387,6 +387,33 @@ def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
     failed = job.terminal_event()
     assert (failed["category"], failed["step"]) == ("train-step", 3)
     assert "bad row" in failed["error"]
+
+
+def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_try_in_any_case(job, monkeypatch):
+    waits = []
+
+    def noted(name):
+        wait = getattr(Uploader, name)
+
+        def waited(uploader, *args, deadline_s=None, **kwargs):
+            waits.append((name, deadline_s))
+            return wait(uploader, *args, deadline_s=deadline_s, **kwargs)
+
+        monkeypatch.setattr(Uploader, name, waited)
+
+    noted("settle")
+    noted("deliver_terminal")
+    monkeypatch.setattr("genlight.adapter.run_ending.LAST_TRY_S", 0.2)
+    job.server.status["/checkpoint"] = 503
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.5"}
+    urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}
+    job.write(uploads=urls)
+
+    assert job.run() == 1
+    assert [name for name, _ in waits] == ["settle", "deliver_terminal"]
+    assert 0.4 < waits[0][1] <= 0.5
+    assert waits[1][1] == 0.2
+    assert job.terminal_event()["category"] == "upload"
 
 
 # a failure of a run that is being stopped
