@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         TrainingCanceled,
         TrainingHung,
         UnstorableStateError,
+        UnwrittenCheckpointError,
         UploadError,
     )
     from .feed import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
@@ -109,6 +110,7 @@ else:
                 "TrainingCanceled",
                 "TrainingHung",
                 "UnstorableStateError",
+                "UnwrittenCheckpointError",
                 "UploadError",
             ),
             ".feed": ("ArrowDataModule", "ArrowFeed", "ParquetArrowBatchFeeder"),
@@ -175,6 +177,7 @@ __all__ = [
     "TrainingJobSpec",
     "TrainingReporter",
     "UnstorableStateError",
+    "UnwrittenCheckpointError",
     "UploadError",
     "build_default_adamw_bundle",
     "load_components",

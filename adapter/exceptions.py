@@ -7,7 +7,8 @@
     │   └── AuthError             a server refused our credentials (401, 403)
     ├── CheckpointError           a checkpoint could not be written or used
     │   ├── BrokenCheckpointError     its content contradicts its record
-    │   └── UnstorableStateError (TypeError)  a value that the format cannot hold
+    │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
+    │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
     ├── HookOrderError (ValueError)  hooks wait for each other, or for a field nobody writes
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
@@ -22,8 +23,11 @@ genlight: everybody may import it.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from typing_extensions import override
 
 __all__ = [
     "AuthError",
@@ -42,6 +46,7 @@ __all__ = [
     "TrainingCanceled",
     "TrainingHung",
     "UnstorableStateError",
+    "UnwrittenCheckpointError",
     "UploadError",
 ]
 
@@ -125,6 +130,48 @@ class UnstorableStateError(CheckpointError, TypeError):
         return f"{self.path}: {self.type_name} cannot be stored in a checkpoint" + (
             f"; {self.hint}" if self.hint else ""
         )
+
+
+class UnwrittenCheckpointError(CheckpointError, OSError):
+    """The system refused to write a checkpoint. The one before it is as it was.
+
+    Args:
+        checkpoint: Name of the checkpoint, such as ``step-00000200``.
+        directory: Where it was to go.
+        nbytes: How large it is, about; None where that is not known yet.
+        code: The system's number for what went wrong (`errno`), if it has one.
+        reason: The same in words.
+        filename: The file that could not be written, if it is known.
+    """
+
+    def __init__(
+        self, checkpoint: str, directory: str, nbytes: int | None, code: int | None, reason: str, filename: str | None
+    ) -> None:
+        super().__init__(code, reason)
+        self.filename = filename
+        self.checkpoint = checkpoint
+        self.directory = directory
+        self.nbytes = nbytes
+
+    def __str__(self) -> str:
+        size = "" if self.nbytes is None else f" ({self.nbytes / 1e6:,.1f} MB)"
+        file = "" if self.filename is None else f" ({Path(self.filename).name})"
+        return (
+            f"checkpoint {self.checkpoint}{size} could not be written to {self.directory}: {self.strerror}{file}; "
+            f"{_WAYS_OUT.get(self.errno or 0, '')}choose another directory"
+        )
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        facts = (self.checkpoint, self.directory, self.nbytes, self.errno, self.strerror, self.filename)
+        return type(self), facts
+
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, keep fewer checkpoints, or "),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "let this user write there, or "),
+    errno.EIO: "look at the disk, or ",
+}
 
 
 class HookOrderError(GenlightError, ValueError):

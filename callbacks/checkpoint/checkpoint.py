@@ -43,6 +43,7 @@ from .sharded_saving import require_shared_directory
 from .sharded_strategy import rank_groups_of, save_through_plugin
 from .slicing import is_sharded
 from .snapshot import ALIGNMENT
+from .write_errors import naming_the_checkpoint
 
 __all__ = ["Checkpoint", "WritesTrainerFiles"]
 
@@ -263,8 +264,10 @@ class Checkpoint(Hook, LightningCheckpoint):
             restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
             if parts.get("is_between_batches"):
                 self._pending["rng"] = parts["rng"]
-                # Of the instance, and until then: a hook that is there is called in every step.
-                self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
+                # After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
+                if not checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+                    # Of the instance, and until then: a hook that is there is called in every step.
+                    self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 
     # What the runtime calls as well
 
@@ -303,7 +306,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it.
-            OSError: It, or the one before it, could not be written.
+            UnwrittenCheckpointError: It, or the one before it, could not be written.
         """
         self._save_began_s = time.monotonic()
         step = trainer.global_step
@@ -427,7 +430,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> tuple[Staging | None, Mapping[str, Any] | None]:
         if not isinstance(pl_module, WritesTrainerFiles):
             return None, None
-        staging = stage(path)
+        with naming_the_checkpoint(path):
+            staging = stage(path)
         try:
             output = staging.folder(TRAINER_FOLDER)
             result = pl_module.save_trainer_files(output_dir=output, step=step, final=final)

@@ -23,6 +23,7 @@ from .record import CheckpointRecord, RecordMeta
 from .saving import Prepared, prepare, write
 from .sharded_saving import only_slices, plan_save, write_together
 from .snapshot import HostBuffer
+from .write_errors import naming_the_checkpoint
 from .writer import BackgroundWriter
 
 __all__ = ["DurableCheckpointIO", "SaveRequest"]
@@ -94,7 +95,7 @@ class DurableCheckpointIO(CheckpointIO):
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it.
-            OSError: It could not be written; the checkpoint that was there before still is.
+            UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
             TypeError: `storage_options` is given.
         """
         if storage_options is not None:
@@ -105,9 +106,10 @@ class DurableCheckpointIO(CheckpointIO):
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()
         try:
-            # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
-            record.parent.mkdir(parents=True, exist_ok=True)
             prepared = prepare(checkpoint, request.meta)
+            # Here, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+            with naming_the_checkpoint(record, prepared.nbytes):
+                record.parent.mkdir(parents=True, exist_ok=True)
             self.wait()
         except BaseException:
             if request.staging is not None:
@@ -124,7 +126,7 @@ class DurableCheckpointIO(CheckpointIO):
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it, or another rank failed.
-            OSError: It could not be written; the checkpoint that was there before still is.
+            UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
         """
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()

@@ -42,7 +42,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
 
     Raises:
         BrokenCheckpointError: The file reads back otherwise.
-        OSError: It could not be written.
+        OSError: It could not be written; has its path as ``filename``.
     """
     hasher, size = xxhash.xxh3_128(), 0
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -55,6 +55,9 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
                 disk.follow(size)
             disk.sync()
             read_back = _hash_descriptor(descriptor)
+    except OSError as error:
+        error.filename = os.fspath(path)  # A call on a descriptor names none.
+        raise
     finally:
         os.close(descriptor)
     if read_back != (size, hasher.hexdigest()):

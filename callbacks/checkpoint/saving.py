@@ -32,6 +32,7 @@ from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serial
 from .safetensors_format import build_header
 from .state_tree import encode
 from .tensor_table import Entry, Slice, TensorTable
+from .write_errors import naming_the_checkpoint
 
 __all__ = [
     "CONTRACT_KEY",
@@ -95,7 +96,7 @@ def save(
     Raises:
         UnstorableStateError: A value cannot be stored; nothing was written.
         CheckpointError: The disk has no space for it; nothing was written.
-        OSError: It could not be written; the checkpoint that was there before still is.
+        UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
     """
     return write(record_path(path), prepare(checkpoint, meta or RecordMeta()), staging=staging)
 
@@ -128,7 +129,7 @@ def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> 
 
     Raises:
         CheckpointError: The disk has no space for it, or it holds sharded tensors; nothing was written.
-        OSError: It could not be written; the checkpoint that was there before still is.
+        UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
     """
     try:
         if prepared.wholes:
@@ -136,9 +137,10 @@ def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> 
                 f"{next(iter(prepared.wholes))[1]} is sharded over several ranks, which save it together: use the "
                 "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
             )
-        require_space(path.parent, prepared.nbytes + SPACE_FOR_THE_REST)
-        staging = staging or stage(path)
-        return publish(path, prepared, staging, write_files(staging, prepared))
+        with naming_the_checkpoint(path, prepared.nbytes):
+            require_space(path.parent, prepared.nbytes + SPACE_FOR_THE_REST)
+            staging = staging or stage(path)
+            return publish(path, prepared, staging, write_files(staging, prepared))
     except BaseException:
         if staging is not None:
             staging.discard()

@@ -34,6 +34,7 @@ from .record import CheckpointRecord, FileEntry, digest_of
 from .saving import SPACE_FOR_THE_REST, Prepared, header_of, in_order, publish, write_files, write_tensors
 from .slicing import Box, make_whole
 from .tensor_table import Entry
+from .write_errors import naming_the_checkpoint
 
 __all__ = ["Plan", "only_slices", "plan_save", "require_shared_directory", "write_together"]
 
@@ -74,7 +75,7 @@ def plan_save(
     Raises:
         Exception: Why it could not be prepared here, or a `CheckpointError` about another rank.
         CheckpointError: The disk has no space for all parts.
-        OSError: Rank zero could not make the folder.
+        UnwrittenCheckpointError: Rank zero could not make the folder.
     """
     problem = prepared if isinstance(prepared, Exception) else None
     nbytes = 0 if isinstance(prepared, Exception) else _own_bytes(prepared, channel.rank)
@@ -83,9 +84,11 @@ def plan_save(
     if channel.rank == 0 and plan is None:
         assert isinstance(prepared, Prepared)
         try:
-            record.parent.mkdir(parents=True, exist_ok=True)
-            require_space(record.parent, sum(nbytes for _, nbytes in said) + SPACE_FOR_THE_REST)
-            plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
+            whole = sum(nbytes for _, nbytes in said)
+            with naming_the_checkpoint(record, whole):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                require_space(record.parent, whole + SPACE_FOR_THE_REST)
+                plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, plan = error, f"rank 0 could not begin {name_of(record)}: {text_of(error)}"
     decided = channel.share(plan)
@@ -102,7 +105,7 @@ def write_together(channel: Channel, record: Path, prepared: Prepared, staging: 
 
     Raises:
         CheckpointError: A rank could not write its part, died, or does not see the directory.
-        OSError: This rank could not write its own.
+        UnwrittenCheckpointError: This rank could not write its own.
     """
     files, problem = _try_to_write_part(channel, prepared, staging)
     try:
@@ -157,8 +160,9 @@ def _try_to_write_part(
     """The files of this rank, or why they could not be written: the others wait to hear of it."""
     try:
         _wait_until_seen(staging.path, channel.rank)
-        files = write_files(staging, prepared) if channel.rank == 0 else []
-        return files + _write_slices(staging, channel, prepared.slices), None
+        with naming_the_checkpoint(staging.record, _own_bytes(prepared, channel.rank)):
+            files = write_files(staging, prepared) if channel.rank == 0 else []
+            return files + _write_slices(staging, channel, prepared.slices), None
     except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
         return [], error
 
@@ -205,7 +209,8 @@ def _commit_and_tell(
         try:
             files = [file for _, part in said for file in part]
             _check_parts(staging, prepared, files)
-            written = publish(record, prepared, staging, files)
+            with naming_the_checkpoint(record, sum(file.size for file in files)):
+                written = publish(record, prepared, staging, files)
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import pickle
 from pathlib import Path
@@ -18,6 +19,7 @@ EXAMPLES = [
     exceptions.CheckpointError("disk full"),
     exceptions.BrokenCheckpointError("step-00000200", "size differs"),
     exceptions.UnstorableStateError('state["cache"][3]', "builtins.generator", "leave it out"),
+    exceptions.UnwrittenCheckpointError("step-00000200", "c", 10**6, 28, "No space left on device", "c/.tmp/a.json"),
     exceptions.HookOrderError("a waits for b"),
     exceptions.EventLogError("locked"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
@@ -68,6 +70,8 @@ def test_a_startup_error_reads_code_then_message():
         (exceptions.UnstorableStateError("a", "b"), TypeError),
         (exceptions.UnstorableStateError("a", "b"), exceptions.CheckpointError),
         (exceptions.BrokenCheckpointError("a", "b"), exceptions.CheckpointError),
+        (exceptions.UnwrittenCheckpointError("a", "c", 1, 5, "b", None), OSError),
+        (exceptions.UnwrittenCheckpointError("a", "c", 1, 5, "b", None), exceptions.CheckpointError),
         (exceptions.HookOrderError("x"), ValueError),
         (exceptions.AuthError("x"), exceptions.InputError),
     ],
@@ -75,6 +79,25 @@ def test_a_startup_error_reads_code_then_message():
 def test_an_exception_is_caught_as_what_python_would_call_it(error, caught_as):
     with pytest.raises(caught_as):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENOSPC, "free some space, keep fewer checkpoints, or choose another directory"),
+        (errno.EDQUOT, "free some space, keep fewer checkpoints, or choose another directory"),
+        (errno.EACCES, "let this user write there, or choose another directory"),
+        (errno.EROFS, "let this user write there, or choose another directory"),
+        (errno.EIO, "look at the disk, or choose another directory"),
+        (errno.ENOTDIR, "choose another directory"),
+        (None, "choose another directory"),
+    ],
+)
+def test_an_unwritten_checkpoint_says_what_helps_against_its_cause(code, said):
+    error = exceptions.UnwrittenCheckpointError("final", "/c", 2_500_000, code, "it went wrong", None)
+
+    assert str(error) == f"checkpoint final (2.5 MB) could not be written to /c: it went wrong; {said}"
+    assert (error.errno, error.strerror, error.filename) == (code, "it went wrong", None)
 
 
 def test_an_unstorable_value_is_named_with_its_path_and_the_hint_only_if_there_is_one():

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from genlight.adapter.contract import StepControlHints, StepResult
 from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
@@ -73,6 +74,28 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net,
     scramble_rng()
     trainer = make_trainer(again, max_epochs=2, accumulate_grad_batches=4)
     trainer.fit(resumed, make_loader(), ckpt_path=saved.path)
+
+    assert equal(resumed, reference)
+
+
+@pytest.mark.parametrize("stop", [5, 10])
+def test_a_run_resumed_between_epochs_shuffles_as_it_would_have(tmp_path, make_trainer, make_net, stop):
+    """A loader of torch draws its order from the generator that dropout draws from too."""
+
+    def shuffled():
+        return DataLoader(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), batch_size=4, shuffle=True)
+
+    reference = make_net()
+    make_trainer(max_epochs=3).fit(reference, shuffled())
+
+    checkpoint = Checkpoint(tmp_path / "c", save_final=False)
+    with pytest.raises(Killed):
+        make_trainer(KillAfterSave(stop, checkpoint), checkpoint, max_epochs=3).fit(make_net(), shuffled())
+    saved, _ = newest_valid(tmp_path / "c")
+
+    resumed, again = make_net(seed=5), Checkpoint(tmp_path / "c", save_final=False)
+    scramble_rng()
+    make_trainer(again, max_epochs=3).fit(resumed, shuffled(), ckpt_path=saved.path)
 
     assert equal(resumed, reference)
 

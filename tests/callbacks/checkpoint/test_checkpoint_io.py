@@ -1,5 +1,6 @@
 """The checkpoint plugin under stock Lightning: ModelCheckpoint, ckpt_path, removal, files of Lightning's own."""
 
+import errno
 import os
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.adapter.exceptions import BrokenCheckpointError, UnwrittenCheckpointError
 from genlight.callbacks.checkpoint import DurableCheckpointIO, verify
 from genlight.callbacks.checkpoint.checkpoint_io import SaveRequest
 
@@ -134,6 +135,32 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
     assert verify(tmp_path / "old.ckpt").step == 1
 
 
+def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(tmp_path, plugin, monkeypatch):
+    def full(_, parts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "writev", full)
+    checkpoint = {"state_dict": {"weight": torch.ones(250_000)}, "global_step": 1}
+    with pytest.raises(UnwrittenCheckpointError) as failed:  # noqa: PT012 - by one of the two
+        plugin.save_checkpoint(checkpoint, tmp_path / "step-00000001")
+        plugin.teardown()
+    assert str(failed.value) == (
+        f"checkpoint step-00000001 (1.0 MB) could not be written to {tmp_path}: No space left on device "
+        "(model.safetensors); free some space, keep fewer checkpoints, or choose another directory"
+    )
+    assert failed.value.errno == errno.ENOSPC
+    assert failed.value.__cause__.filename.endswith("model.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_the_checkpoint_that_was_to_go_there(tmp_path, plugin):
+    (tmp_path / "c").write_text("in the way")
+    with pytest.raises(
+        UnwrittenCheckpointError, match=r"checkpoint a .* could not be written to .*/c: .* \(c\); choose"
+    ):
+        plugin.save_checkpoint({"global_step": 1}, tmp_path / "c" / "a")
+
+
 def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
     plugin = DurableCheckpointIO(asynchronous=True)
     weight, other = torch.ones(1000), torch.arange(12.0).reshape(3, 4).t()
@@ -156,7 +183,7 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next_call_and_leaves_nothin
     plugin = DurableCheckpointIO(asynchronous=True)
     (tmp_path / "a.ckpt").mkdir()
     plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(UnwrittenCheckpointError, match=r"Is a directory \(a.ckpt\)"):
         plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.teardown()

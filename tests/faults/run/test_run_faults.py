@@ -277,14 +277,17 @@ DISK_ERRORS = pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=err
 
 
 @DISK_ERRORS
-def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, code):
-    """The run ends as a failed step; the event log is written all the same."""
+def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, caplog, code):
+    """The run ends as a failed step and says of what; the event log is written all the same."""
     disk_fails("/checkpoints/", code)
 
     assert job.run() == 1
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", False)
-    assert os.strerror(code) in failed["error"]
+    assert failed["error"].startswith("train-step:checkpoint step-0000000")
+    assert f"could not be written to {job.out / 'checkpoints'}: {os.strerror(code)}" in failed["error"]
+    assert "choose another directory" in failed["error"]
+    assert "Traceback" not in caplog.text
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
     assert not list((job.out / "checkpoints").glob("*.json"))
 
