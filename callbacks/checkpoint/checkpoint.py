@@ -238,6 +238,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["is_between_batches"] = self._stands_between_batches(trainer)
+        parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         parts["elapsed_s"] = self.elapsed_s
         if "rng" not in parts:
             parts["rng"] = capture_rng_of_ranks()
@@ -265,7 +266,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             if parts.get("is_between_batches"):
                 self._pending["rng"] = parts["rng"]
                 # After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
-                if not checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+                if not parts.get("is_last_batch"):
                     # Of the instance, and until then: a hook that is there is called in every step.
                     self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 
