@@ -312,6 +312,7 @@ def test_a_disk_that_fails_while_an_event_is_written(job, disk_fails, caplog, co
 def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, code):
     uploads = {f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint", "metrics")}
     job.write(uploads=uploads)
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "3"}  # What was sent cannot be noted as such, and is waited for.
     disk_fails(f"/{SPOOL_DIRECTORY}/", code, when=(job.out / "checkpoints" / "step-00000004.json").exists)
 
     assert job.run() == 1
