@@ -1,7 +1,8 @@
 """Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
 
 The entry is replaced while a step runs in any thread, and put back when none does. Calls of other threads, and those of
-``torch.autograd.grad``'s kind inside of a backward, go straight through.
+``torch.autograd.grad``'s kind inside of a backward, go straight through. In steps that scale their loss, so are the
+methods that register backward hooks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from . import hook_interception
+from .hook_interception import HookTranslator
 
 __all__ = ["Interceptor", "begin", "end", "is_active", "run_backward", "wrap"]
 
@@ -33,6 +37,10 @@ class Interceptor(Protocol):
     in_backward: bool
     """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""
 
+    @property
+    def hooks_translator(self) -> HookTranslator | None:
+        """For the hooks of the trainer inside of the graph; None where the loss is not scaled."""
+
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """A backward call of the trainer."""
 
@@ -46,32 +54,39 @@ class Interceptor(Protocol):
 _active: dict[int, Interceptor] = {}
 _lock = threading.Lock()
 _step_hook: RemovableHandle | None = None
+_hooks_are_led = False
 
 
 def begin(interceptor: Interceptor) -> None:
     """Lead the calls of this thread to `interceptor`."""
-    global _step_hook
+    global _step_hook, _hooks_are_led
     with _lock:
         _active[threading.get_ident()] = interceptor
         if _step_hook is None:
             setattr(torch.autograd, _ENGINE, _intercepted)
             _step_hook = register_optimizer_step_pre_hook(_before_any_step)
+        if interceptor.hooks_translator is not None and not _hooks_are_led:
+            hook_interception.lead(_translator)
+            _hooks_are_led = True
 
 
 def end() -> None:
     """Leave the calls of this thread alone again."""
-    global _step_hook
+    global _step_hook, _hooks_are_led
     with _lock:
         _active.pop(threading.get_ident(), None)
         if not _active and _step_hook is not None:
             setattr(torch.autograd, _ENGINE, run_backward)
             _step_hook.remove()
             _step_hook = None
+        if _hooks_are_led and all(other.hooks_translator is None for other in _active.values()):
+            hook_interception.restore()
+            _hooks_are_led = False
 
 
 def is_active(interceptor: Interceptor) -> bool:
-    """Whether the calls of this thread lead to `interceptor`."""
-    return _active.get(threading.get_ident()) is interceptor
+    """Whether the calls of this thread, that of a step or one of torch's engine, lead to `interceptor`."""
+    return (_active.get(threading.get_ident()) or _of_engine()) is interceptor
 
 
 def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
@@ -89,7 +104,7 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
 
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-    interceptor = _active.get(threading.get_ident())
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
     if interceptor is None or interceptor.in_backward:
         return run_backward(outputs, grads, *args, **kwargs)
     # What torch.autograd.grad computes is not accumulated anywhere.
@@ -98,7 +113,22 @@ def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     return interceptor.backward(outputs, grads, *args, **kwargs)
 
 
+def _of_engine() -> Interceptor | None:
+    """In a thread of torch's engine: the one whose backward call it works for."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    python_threads = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+    if threading.get_ident() in {thread.ident for thread in python_threads}:
+        return None  # a backward call of somebody else
+    return next((each for each in tuple(_active.values()) if each.in_backward), None)
+
+
+def _translator() -> HookTranslator | None:
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    return None if interceptor is None else interceptor.hooks_translator
+
+
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
-    interceptor = _active.get(threading.get_ident())
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
     if interceptor is not None:
         interceptor.check_managed(optimizer)

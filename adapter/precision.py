@@ -123,6 +123,8 @@ class TrueUnitScaler(GradScaler):
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self._found: dict[int, Tensor] = {}
+        self._stepped: set[int] = set()
+        """Optimizers that stepped since the scale was adapted."""
         self._overflows: Tensor | float = 0.0
 
     @classmethod
@@ -173,23 +175,34 @@ class TrueUnitScaler(GradScaler):
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
         self._found[id(optimizer)] = total.clamp_(max=1.0)
 
-    def step_checked(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+    def step_checked(self, optimizer: Optimizer, step: Callable[[], Any], *, adapt: bool = True) -> Any:
         """Run `step` unless the gradients overflowed, and adapt the scale.
 
         Args:
             optimizer: The optimizer that `step` updates by.
             step: Calls ``optimizer.step`` of this scaler's wrapper, or the bare one where nothing was scaled.
+            adapt: False leaves the scale to a later `adapt`, or to a second step of `optimizer`.
         """
         found = self._found.pop(id(optimizer), None)
         if found is None:  # no backward since the last update: nothing was scaled
             return step()
         self._found[id(optimizer)] = found
+        if id(optimizer) in self._stepped:
+            self.adapt()
         self.unscale_(optimizer)
         result = self.step(optimizer)
-        self.update()
+        self._stepped.add(id(optimizer))
+        if adapt:
+            self.adapt()
         self._found.pop(id(optimizer), None)
         self._overflows = self._overflows + found
         return result
+
+    def adapt(self) -> None:
+        """Adapt the scale, if there were steps since that was last done."""
+        if self._stepped:
+            self._stepped.clear()
+            self.update()
 
     @override
     def _unscale_grads_(

@@ -122,6 +122,7 @@ class StepRouter:
             if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
         ]
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
+        self.hooks_translator = self._unscaling
         self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
         """Parameters that the trainer updates itself, without an optimizer."""
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -207,7 +208,7 @@ class StepRouter:
             if hooks.before_backward is not None:
                 hooks.before_backward(outputs[0])
             if self._unscaling is not None:
-                grads = self._unscaling.begin(outputs, grads)
+                grads = self._unscaling.begin(outputs, grads, args[2])
             with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
         finally:
@@ -218,6 +219,7 @@ class StepRouter:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
             for optimizer in self._with_shards:
                 self._scaler.check(optimizer)
+            self._scaler.adapt()
         if self._accumulation is not None:
             self._accumulation.after_backward()
         elif self._gradients is not None or self._scaler is not None:
@@ -336,6 +338,8 @@ class StepRouter:
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
     ) -> Any:
         assert self._scaler is not None
+        if self.in_backward:  # called by a hook of a parameter whose gradient is there
+            self._scaler.check(optimizer)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -343,7 +347,8 @@ class StepRouter:
         elif self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         # The scaler calls optimizer.step, which leads back to `_step` and from there to `inner`.
-        result = self._inside(optimizer, self._scaler.step_checked, optimizer, functools.partial(inner, **kwargs))
+        inner = functools.partial(inner, **kwargs)
+        result = self._inside(optimizer, self._scaler.step_checked, optimizer, inner, adapt=not self.in_backward)
         return loss if closure is not None else result
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

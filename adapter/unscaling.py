@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .discovery import Discovered
 from .precision import TrueUnitScaler
+from .true_unit_hooks import RetainedGradients, TrueUnitHooks
 
 __all__ = ["Unscaling"]
 
@@ -23,8 +24,8 @@ class Unscaling:
     """Scaled backward calls with unscaled gradients.
 
     Inputs that a trainer differentiates by (an adversarial example) are leaves like parameters, new in every step. To
-    walk the graph for them costs about a millisecond, so it is done on only where the first calls found some.
-    Gradients that ``retain_grad`` keeps inside of the graph stay scaled.
+    walk the graph for them costs about a millisecond, so it is done on only from where the first calls find one, or the
+    trainer calls ``requires_grad_`` on one, registers a hook on it or names it as an input of ``backward``.
 
     Sharded parameters are no leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
     taken away for the length of the call, and the new gradient is unscaled before it is added to that.
@@ -38,7 +39,9 @@ class Unscaling:
         self._scaler = scaler
         self._discovered = discovered
         self._hooked: dict[int, Tensor] = {}
-        self._inverse_scale: Tensor | None = None
+        self._updated = {id(tensor) for tensor in discovered.updated()}
+        self._hooks = TrueUnitHooks(scaler)
+        self._retained = RetainedGradients()
         self._searches_left = SEARCHED_CALLS
         self._has_visitors = False
         self._visiting: list[RemovableHandle] = []
@@ -47,12 +50,31 @@ class Unscaling:
         self._whole = {id(p) for p in parameters if not isinstance(p, DTensor)}
         self._had: list[tuple[DTensor, Tensor | None]] = []
 
-    def begin(self, outputs: Any, grads: Any) -> Any:
-        """The root gradients of a backward call, scaled; `end` must follow the call."""
+    def tensor_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The trainer's `hook` of `tensor`, as it is to be registered."""
+        if not tensor.is_leaf:
+            return self._hooks.tensor_hook(hook)
+        self.expect(tensor)
+        return hook
+
+    def module_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The trainer's `hook` of a module, as it is to be called in a backward."""
+        return self._hooks.module_hook(hook)
+
+    def expect(self, *tensors: Any) -> None:
+        """The trainer will read the gradients of `tensors`, be they inside of the graph or leaves of it."""
+        self._retained.add(tensors)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_leaf:
+                self._has_visitors |= id(tensor) not in self._hooked and id(tensor) not in self._updated
+
+    def begin(self, outputs: Any, grads: Any, inputs: Any = ()) -> Any:
+        """The root gradients of a backward call by `inputs`, scaled; `end` must follow the call."""
         for parameter in self._discovered.updated():
             if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._hooked[id(parameter)] = parameter
                 _register_first(parameter, self._unscale)
+        self.expect(*inputs)
         if self._searches_left or self._has_visitors:
             self._searches_left = max(self._searches_left - 1, 0)
             visitors = [
@@ -60,19 +82,22 @@ class Unscaling:
             ]
             self._has_visitors = self._has_visitors or bool(visitors)
             self._visiting += [_register_first(leaf, self._unscale) for leaf in visitors]
+        scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
+        self._hooks.begin(self._scaler.inverse_scale())
+        self._retained.begin()
         self._had = [(p, p.grad) for p in self._sharded if p.requires_grad]
         for sharded, _ in self._had:
             sharded.grad = None
-        scaled = tuple(g if g is None else self._scaler.scale(g) for g in grads)
-        self._inverse_scale = self._scaler.inverse_scale()
         return scaled
 
     def end(self) -> None:
         """The backward call has ended, or failed."""
         had, self._had = self._had, []
-        if self._inverse_scale is not None:
-            _add_unscaled(had, self._inverse_scale)
-        self._inverse_scale = None
+        inverse = self._hooks.inverse_scale
+        if inverse is not None:
+            _add_unscaled(had, inverse)
+            self._retained.end(inverse)
+        self._hooks.end()
         for handle in self._visiting:
             handle.remove()
         self._visiting.clear()
@@ -83,7 +108,7 @@ class Unscaling:
 
     def _unscale(self, grad: Tensor) -> Tensor | None:
         """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
-        inverse = self._inverse_scale
+        inverse = self._hooks.inverse_scale
         return None if inverse is None else grad * inverse.to(grad.device)
 
 

@@ -1,0 +1,107 @@
+"""Where torch is touched for gradients that a trainer asks for by name: with a hook, to retain them, by a new leaf.
+
+The methods for that are replaced while steps run whose loss is scaled, and put back when none does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn.modules.module import _WrappedHook
+from torch.utils.hooks import BackwardHook
+
+__all__ = ["HookTranslator", "lead", "restore"]
+
+Hook = Callable[..., Any]
+
+
+class HookTranslator(Protocol):
+    """Undoes the scale of the loss for a trainer's hooks."""
+
+    def tensor_hook(self, tensor: Tensor, hook: Hook) -> Hook:
+        """What is registered in place of a hook of `tensor`."""
+
+    def module_hook(self, hook: Hook) -> Hook:
+        """What is called in place of a backward hook of a module."""
+
+    def expect(self, *tensors: Any) -> None:
+        """The trainer will read the gradients of `tensors`."""
+
+
+_translator: Callable[[], HookTranslator | None] = lambda: None  # noqa: E731  # until `lead` says which
+
+
+def lead(translator: Callable[[], HookTranslator | None]) -> None:
+    """Lead what this module's text names through what `translator` then returns; None leaves it alone."""
+    global _translator
+    _translator = translator
+    for owner, name, led, _ in _LED:
+        setattr(owner, name, led)
+
+
+def restore() -> None:
+    """Leave torch as it was before `lead`."""
+    for owner, name, _, own in _LED:
+        if own is None:
+            delattr(owner, name)  # inherited
+        else:
+            setattr(owner, name, own)
+
+
+_register_hook: Callable[..., Any] = Tensor.register_hook
+_retain_grad: Callable[..., Any] = Tensor.retain_grad
+_requires_grad: Callable[..., Any] = Tensor.requires_grad_
+_full_hooks: Callable[..., None] = BackwardHook.__init__
+_old_hook: Callable[..., None] = _WrappedHook.__init__
+
+
+@functools.wraps(_register_hook)
+def _led_register_hook(self: Tensor, hook: Hook) -> Any:
+    translator = _translator()
+    return _register_hook(self, hook if translator is None else translator.tensor_hook(self, hook))
+
+
+@functools.wraps(_retain_grad)
+def _led_retain_grad(self: Tensor) -> None:
+    _retain_grad(self)
+    translator = _translator()
+    if translator is not None:
+        translator.expect(self)
+
+
+@functools.wraps(_requires_grad)
+def _led_requires_grad(self: Tensor, requires_grad: bool = True) -> Any:
+    translator = _translator()
+    if translator is not None and requires_grad:
+        translator.expect(self)
+    return _requires_grad(self, requires_grad)
+
+
+@functools.wraps(_full_hooks)
+def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[Hook]) -> None:
+    translator = _translator()
+    if translator is not None:
+        hooks, pre_hooks = [[translator.module_hook(hook) for hook in some] for some in (hooks, pre_hooks)]
+    _full_hooks(self, module, hooks, pre_hooks)
+
+
+@functools.wraps(_old_hook)
+def _led_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
+    """For ``register_backward_hook``; what has no module is the hook of something else."""
+    translator = _translator()
+    _old_hook(self, hook if translator is None or module is None else translator.module_hook(hook), module)
+
+
+_LED = tuple(
+    (owner, name, led, vars(owner).get(name))
+    for owner, name, led in (
+        (Tensor, "register_hook", _led_register_hook),
+        (Tensor, "retain_grad", _led_retain_grad),
+        (Tensor, "requires_grad_", _led_requires_grad),
+        (BackwardHook, "__init__", _led_full_hooks),
+        (_WrappedHook, "__init__", _led_old_hook),
+    )
+)
