@@ -139,7 +139,7 @@ def require_settings(reading: Settings, faults: FaultList) -> None:
             code="startup.missing_capability_token",
         )
     _refuse_contradictions(reading.spec, faults)
-    _refuse_unknown_arguments(reading.spec, faults)
+    _refuse_lightning_arguments(reading.spec.lightning, faults)
     _warn_of_no_effect(reading, faults)
 
 
@@ -157,12 +157,19 @@ def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
         faults.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
 
 
-def _refuse_unknown_arguments(spec: JobSpec, faults: FaultList) -> None:
-    """Note arguments that ``lightning.pytorch.Trainer`` does not have; Lightning would refuse them much later."""
-    if "max_steps" in spec.lightning:
+def _refuse_lightning_arguments(arguments: Mapping[str, Any], faults: FaultList) -> None:
+    """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
+    if "max_steps" in arguments:
         faults.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
-    known = trainer_arguments() if spec.lightning else ()
-    for name in spec.lightning if known else ():
+    if arguments.get("limit_train_batches", 1) == 0:
+        faults.add("Invalid `lightning.limit_train_batches`. With 0 nothing would be trained; remove it, or raise it.")
+    if arguments.get("enable_checkpointing") is False:
+        faults.add(
+            "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
+            "`checkpoint_every` at 0 to save no other."
+        )
+    known = trainer_arguments() if arguments else ()
+    for name in arguments if known else ():
         if name not in known:
             faults.add(
                 f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
