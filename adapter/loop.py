@@ -362,11 +362,11 @@ class _Step:
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
         self.train = self._train_profiled if self.profiled else module.train_raw_batch
         self.on_start = listeners(trainer, "on_train_batch_start")
-        self.on_end = listeners(trainer, "on_train_batch_end")
-        self.on_end_when_due = [(hook, skipping_hook(hook)) for hook in self.on_end]
-        for _, hook in self.on_end_when_due:
-            if hook is not None:
-                hook.next_due_step = 0
+        on_end = listeners(trainer, "on_train_batch_end")
+        self.on_end = [(hook, skipping_hook(hook)) for hook in on_end]
+        for _, waits in self.on_end:
+            if waits is not None:
+                waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
         self.scores_before = self.run_state.eval_scores
         self.on_mb_end = listeners(trainer, "on_mb_end")
@@ -379,8 +379,9 @@ class _Step:
         self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
         # Code that is not ours may call `pl_module.log` in any step.
         self.has_guests = bool(
-            self.module_on_start or self.module_on_end or any(map(_is_guest, [*self.on_start, *self.on_end]))
+            self.module_on_start or self.module_on_end or any(map(_is_guest, [*self.on_start, *on_end]))
         )
+        self.name_at_end = "on_train_batch_end" if self.has_guests else None
 
     def run(self) -> bool:
         """Train one batch; False if there is none left or the module ended the epoch.
@@ -414,13 +415,13 @@ class _Step:
         current.processed += 1
         total.processed += 1
         loop.global_step = step
-        if self.profiled or self.has_guests:
-            self._batch_end_with_guests(outputs, raw, index)
+        if self.profiled:
+            self._batch_end_profiled(outputs, raw, index)
         else:
-            self.names["_current_fx_name"] = None
+            self.names["_current_fx_name"] = self.name_at_end
             run_state = self.run_state
             scores, self.scores_before = self.scores_before, run_state.eval_scores
-            for hook, waits in self.on_end_when_due:
+            for hook, waits in self.on_end:
                 if (
                     waits is not None
                     and step < waits.next_due_step
@@ -432,6 +433,8 @@ class _Step:
                     hook(trainer, module, outputs, raw, index)
                 except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
                     after_failure(hook, "on_train_batch_end", error)
+            if self.has_guests:
+                self._batch_end_of_guests(outputs, raw, index)
         if self.on_mb_end:
             _call(self.on_mb_end, "on_mb_end", trainer, module)
         current.completed += 1
@@ -456,19 +459,18 @@ class _Step:
             self.strategy_on_start(raw, index)
         return bool(response != -1)
 
-    def _batch_end_with_guests(self, outputs: Any, raw: Any, index: int) -> None:
-        trainer, module = self.trainer, self.module
-        if self.profiled:
-            call._call_callback_hooks(trainer, "on_train_batch_end", outputs, raw, index)
-            call._call_lightning_module_hook(trainer, "on_train_batch_end", outputs, raw, index)
-        else:
-            self.names["_current_fx_name"] = "on_train_batch_end"
-            _call(self.on_end, "on_train_batch_end", trainer, module, outputs, raw, index)
-            if self.module_on_end:
-                self.module_on_end(outputs, raw, index)
+    def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
+        call._call_callback_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
+        call._call_lightning_module_hook(self.trainer, "on_train_batch_end", outputs, raw, index)
         self.names["_current_fx_name"] = None
         if self.has_guests:
             self._take_over_what_was_logged()
+
+    def _batch_end_of_guests(self, outputs: Any, raw: Any, index: int) -> None:
+        if self.module_on_end:
+            self.module_on_end(outputs, raw, index)
+        self.names["_current_fx_name"] = None
+        self._take_over_what_was_logged()
 
     def _expect_logging(self, raw: Any) -> None:
         """What the connector's ``on_batch_start`` does, which looks for the running loop by comparing enums."""

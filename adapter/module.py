@@ -31,7 +31,7 @@ from .precision import contract_dtype
 from .rollout import RolloutBatches
 from .routing import StepRouter, step_router
 from .sharding import ShardPolicy, shard_for, whole_metrics
-from .step_metrics import metric_name, named_metrics, read_scalars, validated_result
+from .step_metrics import metric_name, named_scalars, validated_result
 
 __all__ = ["ContractModule"]
 
@@ -165,10 +165,10 @@ class ContractModule(pl.LightningModule):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
-        metrics = named_metrics(self.step_result, self.contract_state, self.ctx, self._found_optimizers)
+        metrics = named_scalars(self.step_result, self.contract_state, self.ctx, self._found_optimizers)
         if self._router is not None and self._router.scales:
-            metrics["trainer/overflow_steps"] = self._router.overflow_steps
-        return read_scalars(metrics)
+            metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
+        return metrics
 
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
         """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.

@@ -11,7 +11,7 @@ from typing import Any
 from .contract import StepContext, StepResult
 from .exceptions import ContractError
 
-__all__ = ["metric_name", "named_metrics", "read_scalars", "validated_result"]
+__all__ = ["metric_name", "named_scalars", "validated_result"]
 
 _ALIASES = {
     "loss": "train/loss",
@@ -21,7 +21,6 @@ _ALIASES = {
     "train_lr": "train/lr",
 }
 _LR = "train/lr"
-_NOTHING: Mapping[Any, Any] = {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,25 +52,29 @@ def validated_result(result: Any) -> StepResult | Any:
     return result
 
 
-def named_metrics(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, Any]:
+def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, float]:
     """The metrics of a step under their reported names, with the learning rate where it can be found.
 
-    Values are as the trainer gave them, possibly tensors on a device.
+    This is where a device is waited for.
 
     Args:
         result: A validated step result.
         state: The trainer's opaque state.
         ctx: The context of the run.
         optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
+
+    Raises:
+        ContractError: A name is no text, or a value no number and no tensor of one element.
     """
-    metrics = {}
+    scalars = {}
     for name, value in result.metrics.items():
-        metrics[metric_name(name)] = value
-    if _LR not in metrics:
+        reported = metric_name(name)
+        scalars[reported] = value if type(value) is float else _scalar(reported, value)
+    if _LR not in scalars:
         rate = _learning_rate(result, state, ctx, optimizers)
         if rate is not None:
-            metrics[_LR] = rate
-    return metrics
+            scalars[_LR] = rate if type(rate) is float else _scalar(_LR, rate)
+    return scalars
 
 
 def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
@@ -79,7 +82,8 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
 
     It is looked for anew at each cadence: a trainer may put one where there was none before.
     """
-    for name, value in (getattr(result, "debug", None) or _NOTHING).items():
+    debug = getattr(result, "debug", None)
+    for name, value in debug.items() if debug else ():
         if isinstance(name, str) and metric_name(name) == _LR and _may_be_scalar(value):
             return value
     entry = state.get if isinstance(state, dict) else functools.partial(_entry, state)
@@ -88,16 +92,16 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
         if value is not None and _may_be_scalar(value):
             return value
     for optimizer in (ctx.optimizer, entry("optimizer"), *optimizers):
-        groups = getattr(optimizer, "param_groups", None)
+        groups = None if optimizer is None else getattr(optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
-        if rate is not None and _may_be_scalar(rate):
+        if type(rate) is float or (rate is not None and _may_be_scalar(rate)):
             return rate
     return None
 
 
 def _may_be_scalar(value: Any) -> bool:
     """Whether a value that nobody declared a learning rate can be one: a schedule or a list of rates is passed over."""
-    if type(value) is float or isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and math.prod(shape) == 1
@@ -107,25 +111,15 @@ def _entry(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as Python numbers; this is where a device is waited for.
-
-    Raises:
-        ContractError: A value is no number and no tensor of one element.
-    """
-    scalars: dict[str, float] = {}
-    for name, value in metrics.items():
-        if type(value) is float:
-            scalars[name] = value
-            continue
-        try:
-            # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
-            scalars[name] = float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            shape = getattr(value, "shape", None)
-            what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"
-            raise ContractError(f"metric {name!r} is {what}; a metric is one number or a 0-d tensor") from None
-    return scalars
+def _scalar(name: str, value: Any) -> float:
+    try:
+        # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
+        number = value.item() if hasattr(value, "item") else value
+        return number if type(number) is float else float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        shape = getattr(value, "shape", None)
+        what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"
+        raise ContractError(f"metric {name!r} is {what}; a metric is one number or a 0-d tensor") from None
 
 
 def _type_name(value: Any) -> str:

@@ -303,7 +303,7 @@ def skippable(method: _Method) -> _Method:
 
 
 def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
-    """The hook whose ``next_due_step`` says when `listener` is to be called; None where it is called after each step."""
+    """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
     hook = getattr(listener, "__self__", None)
     return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
 

@@ -54,7 +54,7 @@ class LogMetrics(Hook):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and not _hosts_trainer(pl_module):
+        if stage == "fit" and not hasattr(pl_module, "step_result"):
             log.warning("LogMetrics has no effect: %s hosts no trainer and logs by itself", type(pl_module).__name__)
 
     @override
@@ -70,25 +70,19 @@ class LogMetrics(Hook):
     ) -> None:
         run_state, step = self._run_state or run_state_of(trainer), trainer.global_step
         self.next_due_step = next_multiple(step, self.every_n_steps)
+        metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
         is_crossed = self.every_n_steps > 0 and step % self.every_n_steps == 0
-        if is_crossed or run_state.eval_scores is not self._reported_scores:
-            self._publish_due(trainer, pl_module, run_state, is_crossed=is_crossed)
-
-    def _publish_due(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, run_state: RunState, *, is_crossed: bool
-    ) -> None:
-        metrics: dict[str, float] = {}
-        if is_crossed and _hosts_trainer(pl_module) and not suppressed(pl_module):
+        if is_crossed and hasattr(pl_module, "step_result") and not suppressed(pl_module):
             metrics = pl_module.metrics()  # type: ignore[operator]
-            run_state.loss_stats = dict(metrics)
+            run_state.loss_stats = metrics.copy()
             if self._waited is not None:
                 metrics[WAIT_FRACTION] = self._wait_fraction(trainer)
         if run_state.eval_scores is not self._reported_scores:
             self._reported_scores = run_state.eval_scores
             metrics |= run_state.eval_scores or {}
         if metrics:
-            publish(trainer, pl_module, metrics, trainer.global_step)
+            publish(trainer, pl_module, metrics, step)
 
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
         """The share of the time since the last cadence in which the step waited for data."""
@@ -102,10 +96,6 @@ def _waited_s(trainer: pl.Trainer) -> float | None:
     """How long training has waited for data so far; None where the loader does not tell."""
     waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
     return waited_s
-
-
-def _hosts_trainer(pl_module: pl.LightningModule) -> bool:
-    return hasattr(pl_module, "step_result")
 
 
 def publish(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: dict[str, float], step: int) -> None:

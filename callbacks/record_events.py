@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -38,6 +39,14 @@ class RecordEvents(Hook):
         step = trainer.global_step
         if step:
             self.event_log.metric(name=RESUMED_METRIC, value=step, step=step)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        # A run that goes on from this checkpoint does not report the steps up to it again.
+        self.event_log.flush()
 
     @override
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override

@@ -13,6 +13,7 @@ import queue
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,27 +39,36 @@ class LineFile:
         size: Bytes of the file.
         lines: Lines that were appended since it was opened.
         closed: Whether `append` would be refused; also true in a forked child.
+        is_roused: Whether the flushing thread is on its way.
 
     Args:
         path: The file; it and its directories are created when absent.
         flush_every_s: Lines become durable on their own after at most about this many seconds.
+        before_flush: Called in the flushing thread before it makes lines durable; may append, and `rouse` again.
 
     Raises:
         EventLogError: The file is locked by another writer, cannot be opened, or holds something else than JSON lines.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, flush_every_s: float = 0.05) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        flush_every_s: float,
+        before_flush: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = Path(path)
         self._flush_every_s = flush_every_s
+        self._before_flush = before_flush
         self._descriptor = _open_locked(self.path)
         self.closed = False
         self._torn = False
-        self._dirty = False
+        self.is_roused = False
         # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
         self._closing: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Tells the flusher about a line that is not durable yet (False), and about the end (True)."""
+        """Tells the flusher that there is something to do (False), and about the end (True)."""
         self.lines = 0
-        self._flush_error: OSError | None = None
+        self._flush_error: EventLogError | None = None
         self._flusher: threading.Thread | None = None
         try:
             self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
@@ -76,22 +86,27 @@ class LineFile:
         """
         if self.closed or self._torn or self._flush_error is not None:
             self._recover()
+        descriptor, start, count = self._descriptor, self.size, self.lines
         for line in lines:
-            start, count = self.size, self.lines
             try:
-                written = os.write(self._descriptor, line)
+                written = os.write(descriptor, line)
                 if written != len(line):
-                    write_all(self._descriptor, line[written:])
-                self.size = start + len(line)
-                self.lines = count + 1
+                    write_all(descriptor, line[written:])
+                self.size, self.lines = start + len(line), count + 1
+                start, count = self.size, self.lines
             except BaseException as error:
                 # Also for a KeyboardInterrupt that lands between the write and its bookkeeping.
                 self._settle(start, start + len(line), count)
                 if isinstance(error, OSError):
                     raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
                 raise
-        if not self._dirty:
-            self._dirty = True
+        if not self.is_roused:
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Have the flusher come by in about `flush_every_s`, unless it is on its way."""
+        if not self.is_roused:
+            self.is_roused = True
             if self._flusher is None:
                 self._start_flusher()
             self._closing.put(False)
@@ -116,7 +131,7 @@ class LineFile:
         try:
             if self._flusher is not None:
                 self._flusher.join()
-            if self._dirty:
+            if self.is_roused:
                 self.sync()
         finally:
             _open_files.discard(self)
@@ -137,7 +152,7 @@ class LineFile:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._flush_error is not None:
             error, self._flush_error, self._flusher = self._flush_error, None, None
-            raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
+            raise error
         try:
             os.ftruncate(self._descriptor, self.size)
         except OSError as error:
@@ -168,10 +183,11 @@ class LineFile:
             except queue.Empty:  # time to flush
                 pass
             # In this order a line that is appended meanwhile is either covered by the sync below or wakes us again.
-            self._dirty = False
+            self.is_roused = False
             try:
-                os.fdatasync(self._descriptor)
-            except OSError as error:
+                self._before_flush()
+                self.sync()
+            except EventLogError as error:
                 self._flush_error = error
                 return
 

@@ -6,10 +6,12 @@ log that was written through it always passes ``genlight events FILE --check``.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,7 @@ from .event_lines import (
     checked_step,
     checked_text,
     encode_line,
+    encode_lines,
     error_text,
     finite_float,
     path_text,
@@ -42,6 +45,10 @@ __all__ = ["EventLog"]
 
 Phase = Literal["new", "started", "ended"]
 
+MOST_WAITING = 128
+"""How many lines may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
+
+_open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 _INF = math.inf
 _UNSET = msgspec.UNSET
 
@@ -58,7 +65,10 @@ class EventLog:
 
     ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
     ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
-    Started, checkpoint, completed and failed are durable when the call returns, the others within about 50 ms.
+    Started, checkpoint, completed and failed are durable when the call returns, the others within about twice
+    `flush_every_s`. Lines reach the file in the order of the calls. Where `metrics` is called more than once in
+    `flush_every_s`, its lines wait for the end of that time, for 128 lines or for any other event: a process that is
+    killed loses no more than those.
     Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
 
     Args:
@@ -66,13 +76,21 @@ class EventLog:
             one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
         run_id: Whose events these are. Empty only where the run failed before its identity was known; then
             ``failed`` is the only event it can have.
+        flush_every_s: See above; in seconds.
         clock: Nanoseconds since the epoch.
 
     Raises:
         EventLogError: Another process writes the file, it cannot be opened, or it is no event log.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, run_id: str, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        run_id: str,
+        flush_every_s: float = 0.05,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
         _check_run_id(run_id)
         self.run_id = run_id
         self._clock = clock
@@ -80,13 +98,18 @@ class EventLog:
         self._phase: Phase = "new"
         self._checkpointed: set[int] = set()
         self._resumed = False
-        self._file = LineFile(path)
+        self._waiting: list[Metric] = []
+        """What is not in the file yet."""
+        self._is_due = True
+        """Whether the next call of `metrics` is to write, rather than to let its lines wait."""
+        self._file = LineFile(path, flush_every_s=flush_every_s, before_flush=self._hurry)
         try:
             self._last_seq_found = _last_seq(self._file)
             self._attempt = 1 + count_started(self._file.path, run_id)
         except BaseException:
             self._file.close()
             raise
+        _open_logs.add(self)
 
     @property
     def path(self) -> Path:
@@ -138,6 +161,8 @@ class EventLog:
     def metric(self, *, name: str, value: Any, step: int) -> None:
         """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
 
+        In the file when this returns.
+
         Raises:
             TypeError: The value is not one real number, the name no text, or the step no integer.
             ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
@@ -145,11 +170,23 @@ class EventLog:
                 the line could not be written.
         """
         self.metrics({name: value}, step=step)
+        self.flush()
+
+    def flush(self) -> None:
+        """Bring to the file what waits.
+
+        Raises:
+            EventLogError: It could not be written.
+        """
+        if self._file.closed:  # before the lock is taken, as in `_require_open`
+            return
+        with self._lock:
+            self._write_waiting()
 
     def metrics(self, values: Mapping[str, Any], *, step: int) -> None:
         """Scalars of one step, a line for each, in their order; none where one of them is refused.
 
-        Raises as `metric` does.
+        Raises as `metric` does; what could not be written may also be raised by the next event.
         """
         # On the path of every step of some runs: what is plain is not handed on to be checked.
         if type(step) is not int or step < 0 or step > MAX_STEP:
@@ -169,15 +206,18 @@ class EventLog:
                     f"metric {', '.join(values)!r} of step {step} comes after a checkpoint of that step in "
                     f"{self.path}; report the metrics of a step before its checkpoint"
                 )
-            lines, seq, now = [], self._last_seq_found + file.lines, self._clock() // 1_000_000
+            if RESUMED_METRIC in values:
+                self._note_resume(values[RESUMED_METRIC], step)
+            waiting, run_id, now = self._waiting, self.run_id, self._clock() // 1_000_000
+            seq = self._last_seq_found + file.lines + len(waiting)
             for name, value in values.items():
-                if name == RESUMED_METRIC:
-                    self._note_resume(value, step)
-                number, text = (None, value) if type(value) is str else (value, _UNSET)
                 seq += 1
-                event = Metric("metric", name, self.run_id, SCHEMA_VERSION, seq, step, now, number, text)
-                lines.append(encode_line(event))
-            file.append(*lines)
+                number, text = (None, value) if type(value) is str else (value, _UNSET)
+                waiting.append(Metric("metric", name, run_id, SCHEMA_VERSION, seq, step, now, number, text))
+            if self._is_due or len(waiting) >= MOST_WAITING:
+                self._write_waiting()
+            elif not file.is_roused:
+                file.rouse()
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.
@@ -192,6 +232,7 @@ class EventLog:
         with self._lock:
             self._require("checkpoint", "started")
             self._checkpointed.add(step)
+            self._write_waiting()
             self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
         self._file.sync()
 
@@ -201,6 +242,7 @@ class EventLog:
         self._require_open("sample")
         with self._lock:
             self._require("sample", "started")
+            self._write_waiting()
             self._file.append(encode_line(self._artifact("sample", artifact, step)))
 
     def completed(
@@ -224,6 +266,7 @@ class EventLog:
         self._require_open("completed")
         with self._lock:
             self._require("completed", "started")
+            self._write_waiting()
             event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
             self._turn(event, "ended")
         self._file.sync()
@@ -252,6 +295,7 @@ class EventLog:
         self._require_open("failed")
         with self._lock:
             self._require("failed", "new", "started")
+            self._write_waiting()
             event = Failed(
                 category,
                 text,
@@ -272,8 +316,13 @@ class EventLog:
 
     def close(self) -> None:
         """Make every line durable and give up the file; an attempt without terminal event reads as killed."""
+        if self._file.closed:
+            return
         with self._lock:
-            self._file.close()
+            try:
+                self._write_waiting()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,6 +358,30 @@ class EventLog:
                 self._phase = before
             raise
 
+    def _write_waiting(self) -> None:
+        """Write the lines that wait, under the lock; those of the next call wait again."""
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._is_due = self._waiting, [], False
+        self._file.append(*encode_lines(waiting))
+
+    def _hurry(self) -> None:
+        """In the flushing thread, every `flush_every_s` while there is something to do.
+
+        The thread that reports metrics should write them too: each write lets go of the interpreter's lock, and another
+        thread would wait to get it back for every line. This one writes where no call has come for as long again.
+        """
+        if not self._waiting or not self._is_due:
+            self._is_due = True
+        elif self._lock.acquire(blocking=False):  # `close` holds it while it waits for this thread
+            try:
+                self._write_waiting()
+            finally:
+                self._is_due = True  # nothing waits any longer; where it failed, the next call is to hear of it
+                self._lock.release()
+        if self._waiting:
+            self._file.rouse()
+
     def _note_resume(self, value: float | str, step: int) -> None:
         if self._resumed or value != step:
             raise EventLogError(
@@ -325,6 +398,15 @@ class EventLog:
             "ended": "the attempt already has its terminal event",
         }[state]
         return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
+
+
+def _flush_at_exit() -> None:
+    """The last lines of a log that nobody closed."""
+    for event_log in list(_open_logs):
+        event_log.flush()
+
+
+atexit.register(_flush_at_exit)
 
 
 def _check_run_id(run_id: str) -> None:

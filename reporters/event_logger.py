@@ -79,6 +79,7 @@ class EventLogger(Logger):
         self.path = Path(save_dir, path)
         self._log: EventLog | None = None
         self._owns_log = True
+        self._is_begun = False
         self._trainer: pl.Trainer | None = None
         self._watch = _FitWatch(self)
         self._pending: list[tuple[str, int]] = []
@@ -90,11 +91,12 @@ class EventLogger(Logger):
     def attached(cls, event_log: EventLog) -> Self:
         """A logger that adds metrics to a log which somebody else opened.
 
-        Whoever opened it writes everything but metrics, and closes it.
+        Whoever opened it writes everything but metrics, brings what waits to the file before a checkpoint is saved
+        (`RecordEvents` does), and closes it.
         """
         logger = cls(event_log.path.absolute(), run_id=event_log.run_id, save_dir=event_log.path.parent)
         logger._log = event_log
-        logger._owns_log = False
+        logger._owns_log, logger._is_begun = False, True
         return logger
 
     @property
@@ -136,11 +138,12 @@ class EventLogger(Logger):
             self._started_log()
 
     @override
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if getattr(rank_zero_only, "rank", 0):  # what the decorator does, less a call in every step of some runs
+            return
         at = self._completed_steps() if step is None else step
-        event_log = self._log
-        if event_log is None or (self._owns_log and event_log.phase == "new"):
+        event_log = self._log if self._is_begun else None
+        if event_log is None:
             event_log = self._started_log() if self._owns_log else self.experiment
         if at > self._last_step:
             self._last_step = at
@@ -180,6 +183,11 @@ class EventLogger(Logger):
             self._log.close()
             self._forget()
 
+    def flush(self) -> None:
+        """Bring to the file what waits there."""
+        if self._log is not None:
+            self._log.flush()
+
     def note_resume(self, step: int) -> None:
         """Say where this attempt resumed."""
         self.experiment.metric(name=RESUMED_METRIC, value=step, step=step)
@@ -194,6 +202,7 @@ class EventLogger(Logger):
         if self._trainer is not None and self._watch in self._trainer.callbacks:  # type: ignore[attr-defined]
             self._trainer.callbacks.remove(self._watch)  # type: ignore[attr-defined]
         self._log = None
+        self._is_begun = False
         self._trainer = None
         self._pending = []
         self._last_checkpoint = None
@@ -203,6 +212,7 @@ class EventLogger(Logger):
         event_log: EventLog = self.experiment
         if event_log.phase == "new":
             event_log.started()
+        self._is_begun = True
         return event_log
 
     def _warn_late(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -272,6 +282,13 @@ class _FitWatch(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step:
             self._logger.note_resume(trainer.global_step)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # A run that goes on from this checkpoint does not report the steps up to it again.
+        self._logger.flush()
 
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 

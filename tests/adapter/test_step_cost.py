@@ -6,7 +6,9 @@ import gc
 import os
 import statistics
 import sys
+import threading
 import tracemalloc
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +128,9 @@ def counted(
     def switch(step: int) -> None:
         if at_step is not None:
             at_step(step)
-        if step == first:
+        if step == first - 1:
+            _await_checkpoint_thread()
+        elif step == first:
             sys.setprofile(count)
         elif step == last:
             sys.setprofile(None)
@@ -139,24 +143,31 @@ def counted(
     return seen
 
 
+def _await_checkpoint_thread() -> None:
+    """After a first step it makes memory ready for snapshots, and each step looks whether it has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "genlight-checkpoint":
+            thread.join()
+
+
 def calls_per_step(folder: Path, callbacks: list[pl.Callback], **settings: Any) -> float:
     """Python functions that are called in a step, `BARE` of them not by genlight."""
     return counted(folder, callbacks, lambda event, _: event == "call", **settings) / 100
 
 
 def test_a_step_without_callbacks_makes_few_calls(tmp_path: Path) -> None:
-    """Hosting a trainer class takes three calls beside its own two; Lightning's own loop takes some 300."""
-    assert calls_per_step(tmp_path, [LogMetrics(0)]) <= BARE + 3
+    """Hosting a trainer class takes two calls beside its own two; Lightning's own loop takes some 300."""
+    assert calls_per_step(tmp_path, [LogMetrics(0)]) <= BARE + 2
 
 
 def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) -> None:
-    """Stop checks, metrics and events every 10 steps, checkpoints and samples take some ten calls."""
-    assert calls_per_step(tmp_path, standard_set(tmp_path), events=True) <= BARE + 18
+    """Stop checks, metrics and events every 10 steps; what waits for its cadence is not called."""
+    assert calls_per_step(tmp_path, standard_set(tmp_path), events=True) <= BARE + 5
 
 
 def test_a_step_with_events_makes_few_calls(tmp_path: Path) -> None:
     """Two metrics of every step in the event log, a line for each."""
-    assert calls_per_step(tmp_path, standard_set(tmp_path, metric_every=1), events=True) <= BARE + 34
+    assert calls_per_step(tmp_path, standard_set(tmp_path, metric_every=1), events=True) <= BARE + 16
 
 
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
@@ -195,28 +206,26 @@ def test_a_hook_that_does_nothing_costs_one_call(tmp_path: Path) -> None:
 def test_little_memory_is_taken_between_two_steps_and_all_of_it_given_back(
     tmp_path: Path, metric_every: int, most: int
 ) -> None:
-    """A step of the loop makes a few numbers; metrics and their lines take about as much as they are long."""
-    kept: list[int] = []
-    taken: list[int] = []
+    """A step of the loop makes a few numbers; metrics take a few hundred bytes until their lines are written."""
+    held, taken = array("q", [0] * 500), array("q", [0] * 500)  # which take no memory while they are filled
 
     def measure(step: int) -> None:
         if step == 100:
             tracemalloc.start()
-        if step > 100:
+        if 100 < step <= 500:
             now, peak = tracemalloc.get_traced_memory()
-            if step > 150:
-                taken.append(peak - before[0])
-                kept.append(now - before[0])
+            held[step - 1], taken[step - 1] = now, peak - before[0]
             tracemalloc.reset_peak()
             before[0] = tracemalloc.get_traced_memory()[0]
 
     before = [0]
     try:
-        fit(tmp_path, Idle(measure), 250, standard_set(tmp_path, metric_every=metric_every), events=True)
+        fit(tmp_path, Idle(measure), 500, standard_set(tmp_path, metric_every=metric_every), events=True)
     finally:
         tracemalloc.stop()
-    assert statistics.median(taken) <= most
-    assert statistics.median(kept) <= 64
+    assert statistics.median(taken[100:]) <= most
+    # The least of so many steps that the lines of all before it were written in one of them.
+    assert min(held[400:]) - min(held[200:300]) <= 200 * 16, "a step keeps 16 bytes or more"
 
 
 @pytest.mark.parametrize("metric_every", [0, 10])
@@ -227,14 +236,14 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> N
     def measure(step: int) -> None:
         if step == 900:
             tracemalloc.start()
-        if step in (1000, 3000):
+        if step in (1000, 6000):
             sizes[step] = tracemalloc.get_traced_memory()[0]
 
     try:
-        fit(tmp_path, Idle(measure), 3000, standard_set(tmp_path, metric_every=metric_every), events=True)
+        fit(tmp_path, Idle(measure), 6000, standard_set(tmp_path, metric_every=metric_every), events=True)
     finally:
         tracemalloc.stop()
-    assert sizes[3000] - sizes[1000] < 16_000, "a step keeps 8 bytes or more"
+    assert sizes[6000] - sizes[1000] < 40_000, "a step keeps 8 bytes or more"  # 128 lines that wait take 20,000
 
 
 @pytest.mark.parametrize("metric_every", [0, 10])
@@ -248,7 +257,7 @@ def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> Non
             held[step] = sum(1 + _length(item) for item in gc.get_objects())
 
     fit(tmp_path, Idle(count), 20_000, standard_set(tmp_path, metric_every=metric_every), events=True)
-    assert abs(held[20_000] - held[2_000]) < 180, "something is kept in every hundredth step or more often"
+    assert abs(held[20_000] - held[2_000]) < 180 + 2 * 128, "something is kept in every hundredth step or more often"
 
 
 def _length(item: Any) -> int:

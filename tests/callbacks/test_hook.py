@@ -21,6 +21,7 @@ from genlight.callbacks.hook import (
     listeners,
     order_callbacks,
     run_state_of,
+    skippable,
 )
 
 LOG = "genlight.callbacks.hook"
@@ -254,6 +255,88 @@ def test_only_what_has_an_event_of_its_own_listens_to_it():
 
 
 # events
+
+
+class Waiting(Hook):
+    """Waits for every third step, and notes the steps after which it was called."""
+
+    ranks = "all"
+
+    def __init__(self):
+        self.called = []
+
+    @skippable
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.called.append(trainer.global_step)
+        self.next_due_step = trainer.global_step // 3 * 3 + 3
+
+
+def test_a_hook_that_waits_for_a_step_is_not_called_before_it(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=10)
+
+    assert hook.called == [1, 3, 6, 9]
+
+
+def test_lightnings_own_loop_calls_it_after_every_step(fit_plain):
+    hook = Waiting()
+
+    fit_plain([hook], steps=4)
+
+    assert hook.called == [1, 2, 3, 4]
+
+
+def test_a_hook_that_waits_is_called_at_the_first_step_of_each_epoch(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=8, batches=list(range(4)), max_epochs=-1)
+
+    assert hook.called == [1, 3, 5, 6]
+
+
+def test_a_hook_that_waits_is_called_again_in_a_second_fit(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=4)
+    fit(counting_trainer(), [hook], steps=4)
+
+    assert hook.called == [1, 3, 1, 3]
+
+
+def test_a_stop_and_new_scores_call_every_hook_that_waits(fit, counting_trainer):
+    early, late = Waiting(), Waiting()
+
+    class Scores(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                run_state_of(trainer).eval_scores = {"score": 1.0}
+            if trainer.global_step == 8:
+                run_state_of(trainer).stop_reason = "canceled"
+
+    with pytest.raises(TrainingCanceled):
+        fit(counting_trainer(), [early, Scores(), late], steps=12)
+
+    # One that came before who wrote the scores hears of them after the next step, as if it had been called each time.
+    assert late.called == [1, 3, 4, 5, 6, 8]
+    assert early.called == [1, 3, 5, 6]
+
+
+def test_what_a_subclass_puts_in_its_place_is_called_after_every_step(fit, counting_trainer):
+    class Curious(Waiting):
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
+
+    class Marked(Waiting):
+        @skippable
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
+
+    curious, marked = Curious(), Marked()
+    fit(counting_trainer(), [curious, marked], steps=4)
+
+    assert curious.called == [1, 2, 3, 4]
+    assert marked.called == [1, 3]
 
 
 def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter import ContractModule
-from genlight.callbacks import Checkpoint, RecordEvents, WriteSamples
+from genlight.callbacks import Checkpoint, LogMetrics, RecordEvents, WriteSamples
 from genlight.callbacks.hook import Hook
-from genlight.reporters import EventLog, read_events
+from genlight.reporters import EventLog, EventLogger, read_events
 
 
 @pytest.fixture
@@ -74,3 +74,20 @@ def test_a_log_that_cannot_be_written_ends_the_run(log, fit, counting_trainer):
 
     with pytest.raises(Exception, match="closed"):
         fit(counting_trainer(), [RecordEvents(log)])
+
+
+def test_the_metrics_up_to_a_checkpoint_are_in_the_log_before_it_is_saved(tmp_path, fit, counting_trainer):
+    """A run that goes on from it does not report them again, if the process is killed in the middle of the save."""
+    seen = []
+
+    class Looking(Hook):
+        critical = True
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            seen.append([event["step"] for event in read_events(log.path) if event["event"] == "metric"])
+
+    with EventLog(tmp_path / "events.jsonl", run_id="r", flush_every_s=3600.0) as log:
+        callbacks = [RecordEvents(log), LogMetrics(1), Checkpoint(tmp_path / "c", every_n_steps=4), Looking()]
+        fit(counting_trainer(), callbacks, steps=6, logger=EventLogger.attached(log), enable_checkpointing=True)
+
+    assert [max(steps) for steps in seen] == [4, 6]
