@@ -22,6 +22,7 @@ from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
 from .contract import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from .discovery import Discovered, Found, check_devices, check_nothing_new, discover
+from .evaluation import host_evaluation
 from .exceptions import ContractError, StartupContractError
 from .hosting import check_strategy, leave_unwrapped
 from .loading import check_instance, load_trainer_plugin
@@ -88,7 +89,7 @@ class ContractModule(pl.LightningModule):
         self._found_optimizers: list[Optimizer] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
-        self._start_step = 0
+        self._start_step = self._restored_step = 0
         self._to_restore: dict[str, Any] | None = None
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
         if callable(getattr(self.plugin, "rollout", None)):
@@ -118,6 +119,11 @@ class ContractModule(pl.LightningModule):
         """Steps trained so far, those before a resume included."""
         loop = self._trainer.fit_loop if self._trainer is not None else None
         return loop.epoch_loop.completed_steps if isinstance(loop, ContractFitLoop) else 0
+
+    @property
+    def restored_step(self) -> int:
+        """Steps behind what this module holds now: those trained here, else those of the checkpoint it was given."""
+        return self.completed_steps or self._restored_step
 
     @property
     def failed_step(self) -> int:
@@ -214,6 +220,7 @@ class ContractModule(pl.LightningModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         check_strategy(self.trainer.strategy)
         self._refuse_what_the_trainer_owns()
+        host_evaluation(self)
         if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
             return []
         return [LogMetrics(every_n_steps=self.ctx.job.metric_every)]
@@ -236,19 +243,23 @@ class ContractModule(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage != "fit":
+        if stage == "predict":
             return
-        loop = install_loop(self.trainer, self, start_step=self._start_step)
-        if self.job is not None and self.trainer.max_steps == -1 and self.job.max_steps:
-            loop.epoch_loop.max_steps = self.job.max_steps
-        leave_unwrapped(self.trainer.strategy)
-        self.ended = False
+        if stage == "fit":
+            self._set_up_loop()
         self.ctx = self._context()
         if not self.configured:
             self.plugin.setup(self.ctx)
             self.contract_state = self.plugin.configure(self.ctx)
             self._register(discover(self.contract_state, self.plugin, reserved=dir(self)))
             self.configured = True
+
+    def _set_up_loop(self) -> None:
+        loop = install_loop(self.trainer, self, start_step=self._start_step)
+        if self.job is not None and self.trainer.max_steps == -1 and self.job.max_steps:
+            loop.epoch_loop.max_steps = self.job.max_steps
+        leave_unwrapped(self.trainer.strategy)
+        self.ended = False
 
     @override
     def configure_model(self) -> None:
@@ -322,6 +333,7 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._restored_step = checkpoint.get("global_step", 0)
         if CONTRACT_KEY in checkpoint:
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),

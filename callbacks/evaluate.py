@@ -13,7 +13,7 @@ from ..adapter.exceptions import ContractError
 from .cadence import crossed, next_multiple
 from .hook import Hook, run_state_of, skippable
 
-__all__ = ["Evaluate"]
+__all__ = ["Evaluate", "scores_of"]
 
 
 class Evaluate(Hook):
@@ -55,13 +55,20 @@ class Evaluate(Hook):
         self.next_due_step = next_multiple(step, self.every_n_steps)
         if not crossed(step - 1, step, self.every_n_steps):
             return
-        with isolate_rng():
-            scores = _evaluation_of(pl_module)(
-                getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None)
-            )
-        if not isinstance(scores, Mapping):
-            raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
-        run_state_of(trainer).eval_scores = {str(name): float(score) for name, score in scores.items()}
+        run_state_of(trainer).eval_scores = scores_of(pl_module)
+
+
+def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
+    """What the hosted trainer's ``evaluate`` returns now, by name; leaves the random numbers as they are.
+
+    Raises:
+        ContractError: There is no ``evaluate``, or it returned no mapping.
+    """
+    with isolate_rng():
+        scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
+    if not isinstance(scores, Mapping):
+        raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
+    return {str(name): float(score) for name, score in scores.items()}
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:

@@ -75,7 +75,8 @@ class GenlightCLI(LightningCLI):
             choices=["auto", "never"],
             default=None,
             help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: start anew; "
-            "without it a run does not start where the callback genlight.callbacks.Checkpoint left checkpoints",
+            "without it a run does not start where the callback genlight.callbacks.Checkpoint left checkpoints. For "
+            "validate and test, auto takes the newest whole checkpoint",
         )
 
     @override
@@ -101,15 +102,31 @@ class GenlightCLI(LightningCLI):
             return
         directory = self._checkpoints()
         if settings["resume"] == "auto":
-            if directory is None:
-                raise _UnusableConfigurationError(
-                    "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
-                )
-            self.config_init["fit"]["ckpt_path"] = self._newest_checkpoint(directory)
+            if not self._take_newest("going on after") and directory is not None and record_paths(directory):
+                log.warning("no checkpoint in %s is whole: starting at step 0", directory)
         elif settings["resume"] is None and directory is not None and record_paths(directory):
             raise _UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."
+            )
+
+    def before_validate(self) -> None:
+        """Choose the checkpoint to evaluate, where that was left to us."""
+        self._choose_what_to_evaluate()
+
+    def before_test(self) -> None:
+        """Choose the checkpoint to evaluate, where that was left to us."""
+        self._choose_what_to_evaluate()
+
+    def _choose_what_to_evaluate(self) -> None:
+        settings = self.config[str(self.subcommand)]
+        if settings.get("ckpt_path") is not None:
+            return
+        if settings["resume"] != "auto":
+            self._say("evaluating the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
+        elif not self._take_newest("evaluating"):
+            raise _UnusableConfigurationError(
+                f"{str(self._checkpoints())!r} holds no whole checkpoint to evaluate. Name one by `--ckpt_path`."
             )
 
     def fit(self, **arguments: Any) -> None:
@@ -135,16 +152,21 @@ class GenlightCLI(LightningCLI):
             return None
         return callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
 
-    def _newest_checkpoint(self, directory: Path) -> str | None:
+    def _take_newest(self, doing: str) -> bool:
+        """Have the subcommand start from the newest whole checkpoint, and say so; whether there is one."""
+        directory = self._checkpoints()
+        if directory is None:
+            raise _UnusableConfigurationError(
+                "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
+            )
         record, warnings = newest_valid(directory)
         for warning in warnings:
             log.warning(warning)
-        if record is not None:
-            self._say("going on after step %d, from %s", record.step, directory / record.path.name)
-            return str(record.path)
-        if warnings:
-            log.warning("no checkpoint in %s is whole: starting at step 0", directory)
-        return None
+        if record is None:
+            return False
+        self._say("%s step %d, from %s", doing, record.step, directory / record.path.name)
+        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record.path)
+        return True
 
     def _say(self, message: str, *values: object) -> None:
         if self.trainer.is_global_zero:

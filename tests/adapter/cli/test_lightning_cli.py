@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from genlight.adapter.cli import main
+from genlight.reporters import read_events
+from genlight.reporters.event_validation import validate_events
 
 TRAINER = """
 from gen_worker.trainer import StepResult
@@ -25,6 +27,24 @@ class Trainer:
 class Works(Trainer):
     def train_step(self, batch, state, ctx):
         return StepResult()
+
+
+class Counts(Works):
+    def configure(self, ctx):
+        return {"steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        return StepResult()
+
+    def state_dict(self, state):
+        return dict(state)
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+
+    def evaluate(self, state, ctx):
+        return {"steps done": state["steps"]}
 """
 
 
@@ -59,7 +79,7 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Trainer"),
+        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Counts, Trainer"),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
         ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
@@ -67,7 +87,8 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
         ({"logger": "no.Such"}, "`trainer.logger`: Problem with given class_path 'no.Such': No module named 'no'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
-        ({"command": "validate"}, "No `validation_step()` method defined"),
+        ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
+        ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, given, said):
@@ -151,3 +172,33 @@ def test_a_fit_from_a_named_checkpoint_says_so(genlight, caplog):
 
     assert genlight("fit", "--ckpt_path", "c/final.json", **works)[0] == 0
     assert "going on from c/final.json" in caplog.messages
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_a_contract_trainer_is_evaluated_as_it_is_built_or_as_a_checkpoint_has_it(genlight, command, caplog):
+    caplog.set_level("INFO", logger="genlight")
+    events = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "e.jsonl", "run_id": "r"}}
+    counts = {"plugin": "refused_trainer:Counts", "logger": events}
+    assert genlight(**counts)[0] == 0
+
+    for arguments, score, told in (
+        ([], 0.0, "evaluating the model as it is built; for a checkpoint use --ckpt_path, or --resume auto"),
+        (["--ckpt_path", "c/final.json"], 1.0, None),
+        (["--resume", "auto"], 1.0, "evaluating step 1, from c/final.json"),
+    ):
+        caplog.clear()
+        assert genlight(command, *arguments, **counts)[0] == 0
+        assert told in [None, *caplog.messages]
+        metrics = [event for event in read_events("e.jsonl") if event["event"] == "metric"]
+        assert (metrics[-1]["name"], metrics[-1]["value"], metrics[-1]["step"]) == ("steps done", score, int(score))
+    assert validate_events("e.jsonl") == []
+
+
+def test_nothing_is_evaluated_where_no_checkpoint_is_whole(genlight, tmp_path):
+    counts = {"plugin": "refused_trainer:Counts"}
+    assert genlight(**counts)[0] == 0
+    (tmp_path / "c" / "final.json").write_text("{")
+
+    code, words = genlight("validate", "--resume", "auto", **counts)
+    assert code == 2
+    assert "'c' holds no whole checkpoint to evaluate. Name one by `--ckpt_path`." in words
