@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+from .cadence import steps_within
 
 __all__ = ["Agreement"]
 
@@ -91,8 +92,4 @@ class Agreement:
     def _wanted_distance(self) -> int:
         """How many steps fit between two rounds, at the speed since the last one."""
         before, self._began_at = self._began_at, self._clock()
-        elapsed_s = self._began_at - before
-        most = min(2 * self._distance, MOST_STEPS)
-        if elapsed_s * most <= ROUND_S * self._distance:
-            return most
-        return math.ceil(ROUND_S * self._distance / elapsed_s)
+        return steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
-__all__ = ["crossed", "next_multiple", "suppressed"]
+__all__ = ["crossed", "next_multiple", "steps_within", "suppressed"]
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
@@ -19,6 +20,16 @@ def crossed(previous: int, current: int, every: int) -> bool:
 def next_multiple(step: int, every: int) -> int:
     """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
     return (step // every + 1) * every if every > 0 else sys.maxsize
+
+
+def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
+    """How many steps fit into so many seconds at the pace of the last `steps`: from 1 to `most`, and to twice `steps`.
+
+    What is done by the clock is so done by the step, without a look at the clock in each. A pace that slows down is
+    noticed after that many steps.
+    """
+    most = max(1, min(2 * steps, most))
+    return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
 
 
 def suppressed(pl_module: object) -> bool:

@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
 from .agreement import Agreement
+from .cadence import steps_within
 from .checkpoint.checkpoint import Checkpoint
 from .data_workers import protect_workers, release_workers
-from .hook import Hook, callbacks_of, run_state_of
+from .hook import Hook, callbacks_of, run_state_of, skippable
 from .stop_signals import StopSignals
 from .stop_sources import Deadline, cancel_file_is_set
 
@@ -23,6 +24,9 @@ __all__ = ["StopRequests"]
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
+
+MOST_STEPS = 8
+"""How many steps apart it looks at the clock at most, for a run whose steps become slow from one to the next."""
 
 
 class StopRequests(Hook):
@@ -73,6 +77,8 @@ class StopRequests(Hook):
         self._next_poll = 0.0
         self._agreement: Agreement | None = None
         self._protects_workers = False
+        self._called_after, self._called_at = 0, 0.0
+        """The step after which this hook was called last, and when."""
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -87,7 +93,13 @@ class StopRequests(Hook):
             if now >= self._next_poll:
                 self._next_poll = now + self.poll_s
                 self._requested = self._look(now)
+        if self._requested is not None:
+            self._wake()
         return self._requested
+
+    def _wake(self) -> None:
+        """Have the loop call this hook after the step that runs."""
+        self.next_due_step = 0
 
     def _code(self) -> int:
         """The number that stands for what this rank was asked."""
@@ -103,6 +115,12 @@ class StopRequests(Hook):
         reasons = (check() for check in self._checks)
         reason = next((reason for reason in reasons if reason is not None), None)
         return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
+
+    def _next_step_to_look_after(self, step: int) -> int:
+        now = time.monotonic()
+        steps, took_s = max(1, step - self._called_after), now - self._called_at
+        self._called_after, self._called_at = step, now
+        return step + steps_within(self.poll_s, steps=steps, took_s=took_s, most=MOST_STEPS)
 
     def _note_save_time(self, seconds: float) -> None:
         self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
@@ -120,6 +138,8 @@ class StopRequests(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning's handlers, registered just before, talk to other ranks from inside the signal, which can hang.
         self.signals.install()
+        self.signals.on_stop = self._wake
+        self._called_after, self._called_at = trainer.global_step, time.monotonic()
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
         self.deadline.saves = bool(savers)
         for saver in savers:
@@ -132,15 +152,16 @@ class StopRequests(Hook):
             code = self._agreement.now(code)
         run_state_of(trainer).stop_reason = _REASONS[code]
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._agreement is not None:
             reason: str | None = _REASONS[self._agreement.after_step(self._code)]
-        elif self.signals.reason is None and self._requested is None and time.monotonic() < self._next_poll:
-            return
         else:
+            # In this order: a signal that comes in between has this hook called after the next step.
+            self.next_due_step = self._next_step_to_look_after(trainer.global_step)
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -34,6 +34,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called once `reason` is set, in the signal handler or in another thread: it may do no more than set a flag."""
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
@@ -71,6 +73,7 @@ class StopSignals:
             # Not by the default action of the signal: the kernel spares the first process of a container its own.
             os._exit(128 + number)
         self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
+        self.on_stop()
 
     def _watch_arrivals(self) -> None:
         # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits

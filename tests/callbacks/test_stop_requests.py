@@ -181,6 +181,56 @@ def test_files_are_not_looked_at_in_every_step():
     assert len(looks) < 1000
 
 
+class Counted(StopRequests):
+    """Counts the steps after which the loop called it."""
+
+    def __init__(self, *given, **settings):
+        super().__init__(*given, **settings)
+        self.looks = 0
+
+    def _next_step_to_look_after(self, step):
+        self.looks += 1
+        return super()._next_step_to_look_after(step)
+
+
+def test_quick_steps_are_looked_after_in_every_eighth(fit, counting_trainer):
+    stop = Counted()
+    stop.poll_s = 3600.0
+
+    fit(counting_trainer(), [stop], steps=80)
+
+    assert stop.looks == 12  # after steps 1, 3, 7 and 15, and from then on after every eighth
+
+
+def test_slow_steps_are_each_looked_after(fit, counting_trainer):
+    stop = Counted()
+    stop.poll_s = 1e-9
+
+    fit(counting_trainer(), [stop], steps=20)
+
+    assert stop.looks == 20
+
+
+def test_a_stop_that_a_trainer_noticed_in_a_quick_step_ends_the_run_after_it(fit, counting_trainer, tmp_path):
+    steps = []
+
+    class Asking(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            steps.append(batch)
+            if len(steps) == 42:
+                (tmp_path / "cancel").touch()
+                while not ctx.is_canceled():
+                    time.sleep(0.001)
+            return super().train_step(batch, state, ctx)
+
+    stop = Counted(tmp_path / "cancel")
+    with pytest.raises(TrainingCanceled):
+        fit(Asking(), [stop], steps=80)
+
+    assert len(steps) == 42
+    assert stop.looks < 42
+
+
 def test_a_trainer_learns_of_a_stop_within_a_step(fit, counting_trainer, tmp_path):
     heard = []
 
@@ -245,6 +295,18 @@ def test_a_signal_stops_the_run_after_the_step(train, number, reason):
     assert caught.value.reason == reason
     assert seen.ended == 2
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
+def test_a_signal_stops_the_run_after_the_step_however_quick_steps_are(fit, counting_trainer):
+    seen = Doing(42, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stop = Counted()
+    stop.poll_s = 3600.0
+
+    with pytest.raises(TrainingCanceled):
+        fit(counting_trainer(), [seen, stop], steps=80)
+
+    assert seen.ended == 42
+    assert stop.looks < 42
 
 
 def test_the_reasons_of_signals_are_those_of_the_contract():
