@@ -35,7 +35,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.reason: StopReason | None = None
         self.on_stop: Callable[[], None] = lambda: None
-        """Called once `reason` is set, in the signal handler or in another thread: it may do no more than set a flag."""
+        """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
