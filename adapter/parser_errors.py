@@ -1,16 +1,38 @@
-"""jsonargparse's errors, shortened to the part that tells what is wrong."""
+"""Errors about a configuration: jsonargparse's, shortened to what tells what is wrong, and others told apart."""
 
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Iterable
 
-__all__ = ["root_cause", "shortened"]
+__all__ = ["is_about_what_was_given", "root_cause", "shortened"]
 
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY = re.compile(r'^\s*Parser key "(?P<key>[^"]+)":', re.MULTILINE)
 _REASON = re.compile(r"^\s*- (?P<reason>Problem with given class_path .*)\n\s+(?P<detail>.*)$", re.MULTILINE)
 _EXPECTED = re.compile(r"^\s*- Expected an? (?P<type>.*)$", re.MULTILINE)
 _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
+
+
+_READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
+"""Packages that look at a configuration and know no code of a user's."""
+
+
+def is_about_what_was_given(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
+    """Whether genlight or Lightning refused something before any other code was called; its message then says all.
+
+    Args:
+        error: What was raised.
+        by: Which of the two packages, or parts of them, may have raised it.
+    """
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named = [name for name in modules if name != "__main__"]
+    return bool(named) and named[-1].startswith(by) and _packages(named) <= _READERS
+
+
+def _packages(modules: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
 
 
 def root_cause(error: Exception) -> Exception:

@@ -35,6 +35,7 @@ from .lifecycle import LifecycleSession
 from .lightning_import import import_lightning
 from .loading import find_trainer, make_trainer, on_sys_path
 from .log_redaction import redacted_logs
+from .parser_errors import is_about_what_was_given
 from .rank_failures import RankFailures, watch_ranks
 from .rank_processes import RankProcesses
 from .resume import Start, decide_start, move_old_artifacts_aside
@@ -306,12 +307,18 @@ class _Training:
         final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
         return Completion(self.module.completed_steps, final if final.exists() else None, self.module.stopped)
 
-    @staticmethod
     def _fit(
-        trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
+        self, trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
     ) -> None:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        except (ValueError, MisconfigurationException) as error:
+            if self.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
+                raise
+            text = f"The `lightning` block of the job cannot be used: {str(error).strip()}"
+            raise StartupContractError("startup.invalid_job_spec", text) from error
         except SystemExit as error:
             if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
                 raise TrainingCanceled("canceled") from error.__context__

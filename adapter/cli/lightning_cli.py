@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ...callbacks.stop_requests import StopRequests
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
 from ..failures import EXIT_STARTUP, describe_failure, is_lost_worker
-from ..parser_errors import root_cause
+from ..parser_errors import is_about_what_was_given, root_cause
 from .parsing import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -85,9 +84,18 @@ class GenlightCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
-            if not _is_told_by_its_message(cause):
+            if not isinstance(cause, GenlightError) and not is_about_what_was_given(cause):
                 raise
             raise _UnusableConfigurationError(str(cause)) from error
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+            if not is_about_what_was_given(error):
+                raise
+            raise _UnusableConfigurationError(str(error).strip()) from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -98,7 +106,7 @@ class GenlightCLI(LightningCLI):
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
         settings = self.config["fit"]
         if settings.get("ckpt_path") is not None:
-            self._say("going on from %s", settings["ckpt_path"])
+            self._say("the checkpoint to go on from: %s", settings["ckpt_path"])
             return
         directory = self._checkpoints()
         if settings["resume"] == "auto":
@@ -194,15 +202,6 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
 
 class _UnusableConfigurationError(Exception):
     """A configuration asks for what it cannot have."""
-
-
-def _is_told_by_its_message(error: Exception) -> bool:
-    """Whether an error is one of the configuration, and not of a class that it names."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
-    return isinstance(error, (GenlightError, MisconfigurationException)) or raised_in.startswith(
-        ("genlight.", "lightning.pytorch.")
-    )
 
 
 def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:

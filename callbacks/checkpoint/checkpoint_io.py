@@ -270,6 +270,8 @@ def _existing_record(path: str | os.PathLike[str]) -> Path:
     record = record_path(path)
     if path.is_dir() and not record.exists():
         raise FileNotFoundError(f"{path} is a folder without its record {record.name}")
+    if path.is_file() and not record.exists():
+        raise FileNotFoundError(f"{path} is no checkpoint: name a record, .json, or a .ckpt file")
     if not record.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     return record

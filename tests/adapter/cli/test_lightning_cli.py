@@ -29,6 +29,11 @@ class Works(Trainer):
         return StepResult()
 
 
+class Fails(Works):
+    def train_step(self, batch, state, ctx):
+        raise ValueError("of the trainer's own")
+
+
 class Counts(Works):
     def configure(self, ctx):
         return {"steps": 0}
@@ -79,7 +84,7 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Counts, Trainer"),
+        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Counts, Fails, Trainer"),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
         ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
@@ -98,6 +103,28 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
     assert said in words
     assert "Traceback" not in words
     assert len(words.splitlines()) < 6, words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.val_check_interval", "9"], "`val_check_interval` (9) must be less than or equal to the number of"),
+        (["--ckpt_path", "none.json"], "Checkpoint file not found: none.json"),
+        (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint: name a record, .json, or a .ckpt file"),
+        (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
+    ],
+)
+def test_what_lightning_refuses_of_a_configuration_is_told_without_a_traceback(genlight, arguments, said):
+    code, words = genlight("fit", *arguments, plugin="refused_trainer:Works")
+
+    assert code == 2
+    assert said in words
+    assert "Traceback" not in words
+
+
+def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
+    with pytest.raises(ValueError, match="of the trainer's own"):
+        genlight("fit", plugin="refused_trainer:Fails")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +198,7 @@ def test_a_fit_from_a_named_checkpoint_says_so(genlight, caplog):
     assert genlight(**works)[0] == 0
 
     assert genlight("fit", "--ckpt_path", "c/final.json", **works)[0] == 0
-    assert "going on from c/final.json" in caplog.messages
+    assert "the checkpoint to go on from: c/final.json" in caplog.messages
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
