@@ -5,11 +5,13 @@ Each codec turns a value of exactly one type into children (which the state tree
 
 from __future__ import annotations
 
+import argparse
 import base64
 import datetime as dt
 import decimal
 import fractions
 import pathlib
+import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -90,6 +92,10 @@ def _time_together(parts: list[Any]) -> dt.time:
     return dt.time.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
+def _attributes(value: object) -> dict[str, Any]:
+    return dict(vars(value))
+
+
 def _unbase64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
@@ -120,6 +126,8 @@ _CODECS = [
     Codec("$decimal", decimal.Decimal, str, decimal.Decimal),
     Codec("$fraction", fractions.Fraction, lambda f: [f.numerator, f.denominator], lambda p: fractions.Fraction(*p)),
     Codec("$uuid", uuid.UUID, str, uuid.UUID),
+    Codec("$arguments", argparse.Namespace, _attributes, lambda found: argparse.Namespace(**found)),
+    Codec("$namespace", types.SimpleNamespace, _attributes, lambda found: types.SimpleNamespace(**found)),
 ]
 
 CODECS_BY_TYPE = {codec.kind: codec for codec in _CODECS}

@@ -162,7 +162,7 @@ class _Encoder:
         if known_types.is_named_tuple(kind):
             name = self._known(value, kind, path)
             return self._inside(value, path, lambda: {"$namedtuple": [name, self._list(list(value), path)]})
-        raise _refusal(value, path, _hint(value))
+        raise _refusal(value, path, _hint(value, path))
 
     def _dataclass(self, value: Any, kind: type, path: Path) -> dict[str, Any]:
         fields = {
@@ -188,14 +188,14 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
     return UnstorableStateError(format_path(path), name, hint)
 
 
-def _hint(value: Any) -> str:
+def _hint(value: Any, path: Path) -> str:
     if callable(getattr(value, "state_dict", None)):
         return "store its state_dict()"
     if callable(getattr(value, "get_state", None)):
         return "store its get_state()"
     if callable(value):
         return "store what is needed to build it again (with save_hyperparameters, name it in `ignore`)"
-    return ""
+    return "name it in `ignore` of save_hyperparameters" if "hyper_parameters" in path[:2] else ""
 
 
 def _numpy_scalar(value: Any, path: Path) -> list[str]:

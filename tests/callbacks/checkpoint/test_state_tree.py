@@ -1,5 +1,6 @@
 """The codec of state trees: equal values of equal types come back, and the rest is refused by path."""
 
+import argparse
 import collections
 import dataclasses
 import datetime as dt
@@ -11,6 +12,7 @@ import math
 import pathlib
 import random
 import sys
+import types
 import uuid
 from typing import NamedTuple
 
@@ -206,6 +208,8 @@ def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
         fractions.Fraction(1, 3),
         uuid.UUID(int=5),
         collections.defaultdict(None, a=1),
+        argparse.Namespace(lr=0.1, sizes=(1, 2), nested=argparse.Namespace()),
+        types.SimpleNamespace(steps=3, **{"no identifier": [1]}),
         random.Random(3).getstate(),
         np.random.default_rng(1).bit_generator.state,
         np.zeros(3, dtype=[("x", "<f4"), ("y", "<i8", (2,))]),
@@ -311,6 +315,11 @@ def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, path, kind):
         round_trip(tmp_path, value)
     assert refused.value.path == path
     assert refused.value.type_name.endswith(kind)
+
+
+def test_a_hyperparameter_that_cannot_be_stored_is_told_with_the_way_to_leave_it_out(tmp_path):
+    with pytest.raises(UnstorableStateError, match=r'\["hyper_parameters"\]\["config"\]: object .*`ignore`'):
+        save(tmp_path / "a", {"hyper_parameters": {"config": object()}})
 
 
 def test_a_tree_that_contains_itself_is_refused(tmp_path):
