@@ -10,8 +10,9 @@ is equal on all ranks and stays what it is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ __all__ = ["BufferSync", "GradientSync", "average", "average_scalar", "broadcast
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
+
+LATE_CALLS = 8
+"""How many calls a GPU may be behind the host before the host waits for it."""
 
 
 class GradientSync:
@@ -45,7 +49,7 @@ class GradientSync:
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
-        self._sent: tuple[int, tuple[Tensor, torch.cuda.Event | None]] | None = None
+        self._sent: deque[_SentOrdinal] = deque()
         self._sizes: list[int] | None = None
         self._candidates: list[Tensor] = []
         self._plans: dict[tuple[bool, ...], list[_Bucket]] = {}
@@ -61,29 +65,30 @@ class GradientSync:
             ContractError: It was not: some ranks looked at gradients between their backward calls, others did not, and
                 what was averaged does not belong together.
         """
-        self._check_ordinal()
         buckets = self._buckets()
         for bucket in buckets:
             bucket.send(ordinal)
         for bucket in buckets:
             bucket.land()
         if buckets:
-            self._sent = ordinal, _to_host(buckets[0].ordinal)
-            if buckets[0].ordinal.device.type == "cpu":
-                self._check_ordinal()
+            self._sent.append(_SentOrdinal(ordinal, *_to_host(buckets[0].ordinal)))
+            self._check_ordinals()
 
-    def _check_ordinal(self) -> None:
-        """Compare the last ordinal with its mean; on a GPU one call later, so that nothing waits for the device."""
-        if self._sent is None:
-            return
-        (ordinal, (mean, ready)), self._sent = self._sent, None
-        if ready is not None:
-            ready.synchronize()
-        if abs(float(mean) - ordinal) > 0.5 / self._world_size + 0.02 * ordinal:
-            raise ContractError(
-                "Ranks averaged their gradients at different points of a step. `train_step` reads gradients between "
-                "its backward calls, or calls backward, on some ranks only; it must do so on all."
-            )
+    def _check_ordinals(self) -> None:
+        """Compare ordinals with their means; on a GPU some calls later, so that the host need not wait for the device.
+
+        All ranks look at one after the same number of calls, so that all that have an error raise it in the same call.
+        """
+        latest = self._sent[-1]
+        while len(self._sent) > (0 if latest.ready is None else LATE_CALLS):
+            sent = self._sent.popleft()
+            if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
+                sent.ready.synchronize()
+            if abs(float(sent.mean) - sent.ordinal) > 0.5 / self._world_size + 0.02 * sent.ordinal:
+                raise ContractError(
+                    "Ranks averaged their gradients at different points of a step. `train_step` reads gradients "
+                    "between its backward calls, or calls backward, on some ranks only; it must do so on all."
+                )
 
     def parameters(self) -> list[Tensor]:
         """The parameters whose gradients are averaged, as they are now."""
@@ -111,6 +116,14 @@ class GradientSync:
             plan = [_Bucket(parameters, self._world_size, self.group) for parameters in _buckets(wanted)]
             self._plans[pattern] = plan
         return plan
+
+
+class _SentOrdinal(NamedTuple):
+    """An ordinal on its way through the device: what this rank sent, the mean, and when that can be read."""
+
+    ordinal: int
+    mean: Tensor
+    ready: torch.cuda.Event | None
 
 
 class _Bucket:

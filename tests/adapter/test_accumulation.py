@@ -13,6 +13,7 @@ from torch import nn
 from genlight.adapter import replication
 from genlight.adapter.accumulation import Accumulation
 from genlight.adapter.discovery import discover
+from genlight.adapter.exceptions import ContractError
 from genlight.adapter.precision import StepPrecision
 from genlight.adapter.replication import GradientSync
 from genlight.adapter.routing import StepRouter
@@ -199,3 +200,61 @@ def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_mem
 
     assert len(averaged) == 3 * pieces
     assert places == places[:pieces] * 3
+
+
+class Device:
+    """What torch's events are to a device that works through calls later than the host makes them."""
+
+    def __init__(self, done=0):
+        self.recorded, self.done, self.waits = 0, done, 0
+
+    def copy(self, value):
+        self.recorded += 1
+        return value.clone(), DeviceEvent(self, self.recorded)
+
+
+class DeviceEvent:
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+
+    def query(self):
+        return self.number <= self.device.done
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.done = self.number
+
+
+@pytest.mark.parametrize(("behind", "waits"), [(0, 0), (8, 0), (12, 1)])
+def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averaged, monkeypatch, behind, waits):
+    device = Device()
+    monkeypatch.setattr(replication, "_to_host", device.copy)
+    sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
+
+    for call in range(1, 21):
+        device.done = max(device.done, call - behind)
+        sync()
+
+    assert (device.waits > 0) == waits
+    assert len(sync._sent) == replication.LATE_CALLS
+
+
+def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
+    device = Device(done=100)
+    monkeypatch.setattr(replication, "_to_host", device.copy)
+    sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Late(tensor))
+
+    with pytest.raises(ContractError, match="at different points of a step"):
+        for _ in range(replication.LATE_CALLS + 1):
+            sync(ordinal=1)
+
+
+class _Late:
+    """An average with a rank that is one backward behind."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def wait(self):
+        self.tensor[-1] = 0.0
