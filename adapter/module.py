@@ -29,6 +29,7 @@ from .loading import check_instance, load_trainer_plugin
 from .loop import ContractFitLoop, install_loop
 from .loose_tensors import LooseTensors
 from .precision import contract_dtype
+from .regrouping import restore_set_aside, set_aside
 from .rollout import RolloutBatches
 from .routing import StepRouter, step_router
 from .sharding import ShardPolicy, shard_for, whole_metrics
@@ -340,6 +341,9 @@ class ContractModule(pl.LightningModule):
                 "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
                 "trainer_directory": trainer_directory(self.trainer.ckpt_path),
             }
+            if self.discovered is not None and not self._is_sharded:
+                states = checkpoint.get("optimizer_states", [])
+                self._to_restore["optimizers"] = set_aside(self.discovered.optimizers, states)
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.
@@ -367,6 +371,9 @@ class ContractModule(pl.LightningModule):
         load_checkpoint = getattr(self.plugin, "load_checkpoint", None)
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.contract_state, checkpoint_dir=Path(directory), payload=payload, ctx=self.ctx)
+        if "optimizers" in restored:
+            assert self.discovered is not None
+            restore_set_aside(self.discovered.optimizers, restored["optimizers"])
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
         """What Lightning does not save: the trainer's gradient scalers, further schedulers of an optimizer."""

@@ -1,0 +1,104 @@
+"""A trainer that adds a group of parameters to its optimizer while it trains, as gradual unfreezing does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint
+
+STEPS = 6
+
+
+class Unfreezing:
+    """The first layer joins at the third step; what it keeps of that is a number."""
+
+    adds_in_load = True
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        net[0].requires_grad_(False)
+        return {"net": net, "optimizer": torch.optim.Adam(net[2].parameters(), lr=0.1), "step": 0}
+
+    def unfreeze(self, state: Any) -> None:
+        state["net"][0].requires_grad_(True)
+        state["optimizer"].add_param_group({"params": list(state["net"][0].parameters()), "lr": 0.05})
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["step"] += 1
+        if state["step"] == 3:
+            self.unfreeze(state)
+        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["step"] = payload["step"]
+        if payload["step"] >= 3 and self.adds_in_load:
+            self.unfreeze(state)
+
+
+class UnfreezingOnce(Unfreezing):
+    adds_in_load = False
+
+
+class Batches:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        for step in range(self.position, STEPS):
+            self.position = step + 1
+            yield torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[Checkpoint(folder, asynchronous=False)],
+    )
+    module = ContractModule(plugin, TrainingJobSpec("unfreezing", steps))
+    trainer.fit(module, Batches(), **options)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_groups_that_load_state_dict_adds_get_the_state_they_had(tmp_path: Path, stop: int) -> None:
+    whole = fit(tmp_path / "whole", Unfreezing(), STEPS)
+    fit(tmp_path / "parts", Unfreezing(), stop)
+    resumed = fit(tmp_path / "parts", Unfreezing(), STEPS, ckpt_path=str(tmp_path / "parts" / "final.json"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_groups_that_nobody_adds_are_told_with_the_path_of_their_optimizer(tmp_path: Path) -> None:
+    fit(tmp_path, Unfreezing(), 4)
+    said = r'state\["optimizer"\] had groups of \[2, 2\] parameters .* has groups of \[2\]'
+    with pytest.raises(ContractError, match=said):
+        fit(tmp_path, UnfreezingOnce(), STEPS, ckpt_path=str(tmp_path / "final.json"))
