@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import _WrappedHook
 from torch.utils.hooks import BackwardHook
 
@@ -80,6 +81,7 @@ def _led_requires_grad(self: Tensor, requires_grad: bool = True) -> Any:
     return _requires_grad(self, requires_grad)
 
 
+@_disable_dynamo  # which would warn of what it cannot trace
 @functools.wraps(_full_hooks)
 def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[Hook]) -> None:
     translator = _translator()
@@ -88,6 +90,7 @@ def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[H
     _full_hooks(self, module, hooks, pre_hooks)
 
 
+@_disable_dynamo
 @functools.wraps(_old_hook)
 def _led_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
     """For ``register_backward_hook``; what has no module is the hook of something else."""

@@ -1,13 +1,14 @@
 """While a scaled backward runs, hooks inside of the graph see true units, and what they return gets its scale back.
 
 That holds for hooks of activations and of modules, and for what ``retain_grad`` keeps. Out of reach, and scaled as with
-any gradient scaler, are the ``backward`` of a ``torch.autograd.Function``, hooks of a ``tensor.grad_fn``, and what
-``torch.compile`` took into a graph. Where one of these compares a gradient with a constant, use bf16-mixed.
+any gradient scaler, are the ``backward`` of a ``torch.autograd.Function``, hooks of a ``tensor.grad_fn``, and what is
+registered in compiled code. Where one of these compares a gradient with a constant, use bf16-mixed.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .precision import TrueUnitScaler
 
 __all__ = ["RetainedGradients", "TrueUnitHooks"]
+
+log = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
 
@@ -59,6 +62,7 @@ class TrueUnitHooks:
         def call(gradient: Tensor) -> Any:
             inverse = self.inverse_scale
             if inverse is None:
+                _warn_if_compiling()
                 return hook(gradient)
             true = _in_true_units(gradient, inverse)
             result = self._result(hook, true)
@@ -72,6 +76,7 @@ class TrueUnitHooks:
         def call(module: Any, *gradients: tuple[Tensor | None, ...]) -> Any:
             inverse = self.inverse_scale
             if inverse is None:
+                _warn_if_compiling()
                 return hook(module, *gradients)
             true = [tuple(g if g is None else _in_true_units(g, inverse) for g in some) for some in gradients]
             result = self._result(hook, module, *true)
@@ -118,6 +123,8 @@ class RetainedGradients:
 
     def begin(self) -> None:
         """A backward call begins."""
+        if not self._retaining:
+            return
         self._had = [(tensor, tensor.grad if tensor.retains_grad else None) for tensor in self._retaining]
         for tensor, _ in self._had:
             tensor.grad = None
@@ -144,10 +151,16 @@ def _is_written(fresh: Tensor) -> bool:
     return fresh._version > 0
 
 
+def _warn_if_compiling() -> None:
+    if torch.compiler.is_compiling():
+        log.warning(
+            "torch.compile takes a gradient hook into a graph, where gradients have the scale of 16-mixed. A hook that "
+            "compares them with a constant, as clamping does, has to be registered outside of compiled code."
+        )
+
+
 def _wrapper(call: Hook, hook: Hook) -> Hook:
-    """`call` under the name of `hook`; a wrapper of ours as it is, and so are those that shard: they know no units."""
-    if hasattr(hook, "_in_true_units") or str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+    """`call` under the name of `hook`; but that itself where torch shards modules by it, which asks for no units."""
+    if str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
         return hook
-    functools.update_wrapper(call, hook, updated=())
-    call._in_true_units = True  # type: ignore[attr-defined]
-    return call
+    return functools.update_wrapper(call, hook, updated=())

@@ -74,7 +74,8 @@ class Unscaling:
             if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._hooked[id(parameter)] = parameter
                 _register_first(parameter, self._unscale)
-        self.expect(*inputs)
+        if inputs:
+            self.expect(*inputs)
         if self._searches_left or self._has_visitors:
             self._searches_left = max(self._searches_left - 1, 0)
             visitors = [

@@ -37,6 +37,7 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.forward: Callable[[Tensor], Tensor] = self.model
         self.seen: dict[str, list[Tensor]] = {}
         discovered = discover({"model": self.model, "optimizer": self.optimizer})
         self.router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(plugin, discovered))
@@ -245,9 +246,10 @@ def assert_trains_alike(half: Run, full: Run, step: Callable[[Run, Tensor, Tenso
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("scale", [2.0, SCALE])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__.replace("_", " "))
-def test_trains_and_sees_gradients_as_in_full_precision(step):
-    assert_trains_alike(Run(fp16()), Run(Precision()), step)
+def test_trains_and_sees_gradients_as_in_full_precision(step, scale):
+    assert_trains_alike(Run(fp16(scale)), Run(Precision()), step)
 
 
 def full_hook(run: Run, module: nn.Module, entering: tuple, leaving: tuple) -> tuple:
@@ -394,6 +396,20 @@ def test_hooks_of_other_threads_are_registered_as_they_are_while_a_step_runs():
         thread.join()
 
     assert registered == [clamped]
+
+
+def test_hooks_by_which_torch_shards_modules_are_registered_as_they_are():
+    def gather(gradient: Tensor) -> Tensor:
+        return gradient
+
+    gather.__module__ = "torch.distributed.fsdp"
+    run = Run(fp16())
+
+    with run.router:
+        hidden = run.model[0](run.batch(0)[0])
+        hidden.register_hook(gather)
+
+    assert list(hidden._backward_hooks.values()) == [gather]
 
 
 class Plain(Tensor):
@@ -559,3 +575,42 @@ def test_optimizers_that_step_inside_of_backward_skip_overflows_and_adapt_the_sc
     assert fused.plugin.scaler.get_scale() == scaler.get_scale() < 2.0**22
     for mine, expected in zip(fused.run.model.parameters(), by_hand.model.parameters(), strict=True):
         assert torch.equal(mine, expected)
+
+
+def test_one_optimizer_may_step_several_times_inside_of_a_backward_call():
+    def step(run: Run, x: Tensor, y: Tensor) -> None:
+        def update(_: Tensor) -> None:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+        handles = [p.register_post_accumulate_grad_hook(update) for p in run.model.parameters()]
+        mean_square(run.model(x), y).backward()
+        for handle in handles:
+            handle.remove()
+
+    assert_trains_alike(Run(fp16()), Run(Precision()), step)
+
+
+def test_a_hook_that_is_taken_into_a_compiled_graph_is_warned_of(caplog):
+    run = Run(fp16())
+
+    @torch.compile(backend="aot_eager")
+    def forward(x: Tensor) -> Tensor:
+        hidden = run.model[0](x)
+        hidden.register_hook(clamped)
+        return run.model[2](run.model[1](hidden))
+
+    run.train(lambda run, x, y: mean_square(forward(x), y).backward(), 2)
+
+    warned = [record for record in caplog.records if record.name == "genlight.adapter.true_unit_hooks"]
+    assert "registered outside of compiled code" in warned[0].getMessage()
+
+
+def test_hooks_of_modules_inside_of_a_compiled_one_act_as_in_full_precision():
+    runs = [Run(fp16()), Run(Precision())]
+    for run in runs:
+        on_each_full_hook(run)
+        run.forward = torch.compile(run.model, backend="aot_eager")
+
+    assert_trains_alike(*runs, lambda run, x, y: mean_square(run.forward(x), y).backward())
+    assert runs[0].seen
