@@ -79,8 +79,8 @@ class Ending:
     message is waited for until the deadline all the same: it may have arrived, and must then stay the only one, so an
     event that says otherwise would be false. Who takes machines away sooner sets a shorter deadline, or signals again.
 
-    A failure of a run that is being stopped is reported as the stop if the
-    checkpoint of the stop is durable, or if the signal itself caused it; else it is reported as what it is.
+    A failure of a run that is being stopped is reported as the stop if the checkpoint of the stop is durable, or if the
+    signal itself caused it; else it is reported as what it is.
 
     Args:
         config: The run.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +19,7 @@ from .cadence import steps_within
 from .checkpoint.checkpoint import Checkpoint
 from .data_workers import protect_workers, release_workers
 from .hook import Hook, callbacks_of, run_state_of, skippable
-from .stop_signals import StopSignals
+from .stop_signals import REASON_OF_SIGNAL, StopSignals
 from .stop_sources import Deadline, cancel_file_is_set
 
 __all__ = ["StopRequests"]
@@ -76,7 +78,7 @@ class StopRequests(Hook):
         self._requested: StopReason | None = "canceled" if canceled else None
         self._next_poll = 0.0
         self._agreement: Agreement | None = None
-        self._protects_workers = False
+        self._undo = ExitStack()
         self._called_after, self._called_at = 0, 0.0
         """The step after which this hook was called last, and when."""
 
@@ -130,14 +132,13 @@ class StopRequests(Hook):
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
             add_cancel_check(lambda: self.requested() is not None)
-        if stage == "fit" and not self._protects_workers:
-            self._protects_workers = True
+        if stage == "fit":
+            self._take_signals(trainer)
             protect_workers()
+            self._undo.callback(release_workers)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning's handlers, registered just before, talk to other ranks from inside the signal, which can hang.
-        self.signals.install()
         self.signals.on_stop = self._wake
         self._called_after, self._called_at = trainer.global_step, time.monotonic()
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
@@ -174,16 +175,33 @@ class StopRequests(Hook):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        self._release_workers()
+        self._undo.close()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release_workers()
+        self._undo.close()
 
-    def _release_workers(self) -> None:
-        if self._protects_workers:
-            self._protects_workers = False
-            release_workers()
+    def _take_signals(self, trainer: pl.Trainer) -> None:
+        """Handle signals from now on, and keep Lightning's handlers out.
+
+        Those talk to other ranks from inside the signal, which hangs where these do something else at the moment.
+        """
+        early = self._undo.enter_context(ExitStack())
+        if not self.signals.are_handled:
+            early.enter_context(self.signals.installed())
+        connector = trainer._signal_connector
+        register = type(connector).register_signal_handlers
+
+        def register_and_take() -> None:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
+            try:
+                early.close()  # Lightning puts back what it finds, when it has ended
+                register(connector)
+                self.signals.install()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        connector.register_signal_handlers = register_and_take  # type: ignore[method-assign]
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

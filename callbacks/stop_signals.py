@@ -40,6 +40,11 @@ class StopSignals:
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
 
+    @property
+    def are_handled(self) -> bool:
+        """Whether a signal that comes now is noted here."""
+        return all(signal.getsignal(number) == self._handle for number in REASON_OF_SIGNAL)
+
     def install(self) -> None:
         """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
         if threading.current_thread() is not threading.main_thread():

@@ -309,6 +309,43 @@ def test_a_signal_stops_the_run_after_the_step_however_quick_steps_are(fit, coun
     assert stop.looks < 42
 
 
+@pytest.mark.parametrize("hook", ["configure", "load_state_dict"])
+def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, counting_trainer, tmp_path, hook):
+    """Also while a checkpoint is restored, when Lightning would handle it."""
+    from genlight.adapter import ContractModule
+
+    class Told(counting_trainer):
+        def configure(self, ctx):
+            return self.told("configure") or super().configure(ctx)
+
+        def load_state_dict(self, state, payload, ctx):
+            self.told("load_state_dict")
+
+        def told(self, here):
+            if here == hook:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    module, seen = ContractModule(Told()), Doing(0, None)
+    module.resume_from(step=2, payload={}, checkpoint_dir=tmp_path)
+    before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
+    with pytest.raises(TrainingCanceled, match="preempted"):
+        fit(None, [seen, StopRequests()], module=module)
+
+    assert seen.ended == 0
+    assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
+def test_handlers_are_as_before_after_a_fit_that_fails_before_it_trains(fit, counting_trainer):
+    class Fails(counting_trainer):
+        def configure(self, ctx):
+            raise ValueError("no model")
+
+    before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
+    with pytest.raises(ValueError, match="no model"):
+        fit(Fails(), [StopRequests()])
+    assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
 def test_the_reasons_of_signals_are_those_of_the_contract():
     assert REASON_OF_SIGNAL == {
         signal.SIGTERM: "preempted",

@@ -43,12 +43,20 @@ class Phase:
     opens: bool = False
     """Whether the server answers after the trigger."""
     ends: tuple = ("failed", 75)
+    resumes: bool = False
+    """Whether there is a checkpoint of step 4."""
 
 
 def sampled(at):
     return Phase({"at": at, "samples": True}, {"sample_every": 3, "sample_prompts": ["a cat"]}, ranks=(0,))
 
 
+EARLY = {
+    "import": Phase(fields={"trainer": "holds_on_import:Faulty"}),
+    "configure": Phase({"at": "configure"}),
+    "resume": Phase({"at": "load_checkpoint"}, resumes=True),
+}
+"""Of these the short matrix has one cell each."""
 PHASES = {
     "inputs": Phase(
         fields={
@@ -70,6 +78,7 @@ PHASES = {
     "upload": Phase(fields={"checkpoint_every": 2}, gate="/checkpoint", opens=True, ranks=(0,)),
     "end": Phase(fields={"max_steps": 6, "checkpoint_every": 0}, gate="/checkpoint", ranks=(0,)),
     "teardown": Phase({"at": "save_final"}, {"max_steps": 6}, ranks=(0,), ends=("completed", 0)),
+    **EARLY,
 }
 
 
@@ -97,8 +106,9 @@ PROCESSES = {
 def makes_sense(cell):
     trigger, processes, phase = cell
     met = PROCESSES[processes].met
-    # Lightning starts the second one when the inputs are there; when uploads settle it has ended.
-    if (PROCESSES[processes].launched and phase == "inputs" and 1 in met) or (phase == "end" and met != (0,)):
+    # Lightning starts the second one when the first has inputs and trainer; when uploads settle it has ended.
+    comes_late = PROCESSES[processes].launched and phase in ("inputs", "import") and 1 in met
+    if comes_late or (phase == "end" and met != (0,)):
         return False
     # What only the first process does is met by the second one as a wait for it: only a signal goes to one of them.
     return trigger in SIGNALS or met == (0,) or PHASES[phase].ranks != (0,)
@@ -109,7 +119,9 @@ CELLS = [cell for cell in itertools.product(TRIGGERS, PROCESSES, PHASES) if make
 
 def _short():
     """For each kind of trigger and each phase one cell, with triggers of the kind and processes in turn."""
-    for (k, kind), (p, phase) in itertools.product(enumerate(KINDS), enumerate(PHASES)):
+    for (k, kind), (p, phase) in itertools.product(
+        enumerate(KINDS), enumerate(phase for phase in PHASES if phase not in EARLY)
+    ):
         trigger = kind[p % len(kind)]
         # Ones that Lightning launches take seconds to start, so there are few of them.
         launched = ("launched, first", "launched, second", "launched, both")[p % 3]
@@ -118,7 +130,7 @@ def _short():
         yield next(cell for cell in turns if cell in CELLS)
 
 
-SHORT = set(_short())
+SHORT = {*_short(), *(("SIGTERM", "two, first", phase) for phase in EARLY)}
 
 
 class Stop:
@@ -133,7 +145,7 @@ class Stop:
     def holding(self):
         return [rank for rank in self.processes.met if rank in self.phase.ranks] or [0]
 
-    def write(self, limit_s):
+    def write(self, limit_s, **fields):
         lightning = {"accelerator": "cpu", "devices": self.processes.world}
         plan = {**self.phase.plan, "step_s": 0.02}
         if "at" in plan:
@@ -148,8 +160,15 @@ class Stop:
             "max_runtime_seconds": limit_s if self.trigger == "limit" else 0,
             "resume_from_latest": True,
             **self.phase.fields,
+            **fields,
         }
         self.job.write(plan=plan, **wanted)
+
+    def leave_checkpoint(self):
+        """What an earlier attempt leaves, when that is asked for."""
+        if self.phase.resumes:
+            self.write(0, max_steps=4, lightning={"accelerator": "cpu"})
+            assert self.job.run() == 0
 
     def start(self):
         """The processes, that of rank 0 first."""
@@ -255,6 +274,7 @@ def stop_it(stop):
     A limit counts from the start of a process: where that did not come to the phase within it, a longer one is tried.
     """
     limit_s = 4.0
+    stop.leave_checkpoint()
     while True:
         started = run_into_phase(stop, limit_s)
         if stop.is_reached(started):
