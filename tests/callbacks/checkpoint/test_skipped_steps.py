@@ -1,0 +1,88 @@
+"""Checkpoint is not called after each step of genlight's loop, and still hears in time of what it waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from genlight.adapter.exceptions import CheckpointError
+from genlight.callbacks import Checkpoint
+from genlight.callbacks.hook import Hook
+
+
+def finish_writing():
+    """Wait for what is written in the background; a failure of it is still to be raised."""
+    for thread in threading.enumerate():
+        if thread.name == "genlight-checkpoint":
+            thread.join()
+
+
+@pytest.fixture
+def trainer_class(counting_trainer):
+    """Steps in which a write of the step before ends."""
+
+    class Waiting(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            finish_writing()
+            return super().train_step(batch, state, ctx)
+
+    return Waiting
+
+
+class Counted(Checkpoint):
+    """Counts the steps after which it was called to save what is due."""
+
+    calls = 0
+
+    def _save_if_due(self, trainer, pl_module):
+        self.calls += 1
+        super()._save_if_due(trainer, pl_module)
+
+
+class Told(Hook):
+    """Notes after which step it heard of each checkpoint."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_checkpoint_durable(self, trainer, pl_module, path, step):
+        self.heard.append((step, trainer.global_step))
+
+
+def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, tmp_path):
+    told, checkpoint = Told(), Counted(tmp_path, every_n_steps=20, save_final=False)
+
+    fit(trainer_class(), [checkpoint, told], steps=60, enable_checkpointing=True)
+
+    assert told.heard == [(20, 21), (40, 41), (60, 60)]
+    assert checkpoint.calls < 15
+
+
+def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fit, trainer_class, tmp_path):
+    class Saving(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 30:
+                trainer.strategy.checkpoint_io.asynchronous = True
+                (tmp_path / "other").mkdir()
+                trainer.save_checkpoint(tmp_path / "other" / "mine.json")
+                trainer.strategy.checkpoint_io.writer.afterwards(self.fail)
+
+        @staticmethod
+        def fail():
+            raise CheckpointError("of the background")
+
+    class Counting(trainer_class):
+        def train_step(self, batch, state, ctx):
+            self.steps = state["steps"] + 1
+            return super().train_step(batch, state, ctx)
+
+    plugin = Counting()
+    checkpoint = Counted(tmp_path / "c", every_n_steps=1000, save_final=False)
+    with pytest.raises(CheckpointError, match="of the background"):
+        fit(plugin, [Saving(), checkpoint], steps=60, enable_checkpointing=True)
+
+    assert plugin.steps in (30, 31)
+    assert checkpoint.calls < 15
