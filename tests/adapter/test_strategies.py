@@ -93,7 +93,7 @@ BLOCKS = [
     "SavingAndLoading",
     "Frozen",
 ]
-HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "OwnScaler", "AdamClosure", "LooseTensor"]
+HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
 
 OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
 

@@ -312,6 +312,24 @@ class ClippedByValue(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class ClampedInside(Base):
+    """Hooks of an activation and of a module change gradients inside of the graph, by what they are a row."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        first, act, _ = state["model"]
+        first.register_forward_hook(lambda _, entering, out: self.hook(out))
+        act.register_full_backward_hook(lambda _, entering, leaving: (self.clamped(entering[0], 0.2),))
+        return state
+
+    def hook(self, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.clamped(gradient, 0.1))
+
+    def clamped(self, gradient: torch.Tensor, limit: float) -> torch.Tensor:
+        return gradient.clamp(-limit / len(gradient), limit / len(gradient))
+
+
 class Scheduled(Base):
     """A learning rate that changes with every step, and weight decay."""
 
@@ -743,6 +761,7 @@ ZOO = {
         AdamClosure,
         ClippedByNorm,
         ClippedByValue,
+        ClampedInside,
         Scheduled,
         Frozen,
         Adapted,
