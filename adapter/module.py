@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -38,6 +39,9 @@ from .step_metrics import metric_name, named_scalars, validated_result
 __all__ = ["ContractModule"]
 
 log = logging.getLogger(__name__)
+
+_TAKE_WEIGHTS_IN_SETUP = (StochasticWeightAveraging, WeightAveraging, ModelPruning)
+"""Callbacks of Lightning whose ``setup`` precedes that of the module, in which a trainer class builds its own."""
 
 
 class ContractModule(pl.LightningModule):
@@ -239,6 +243,12 @@ class ContractModule(pl.LightningModule):
                 f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
                 "torch.nn.utils.clip_grad_norm_ in train_step"
             )
+        faults += [
+            f"{type(callback).__name__} takes the weights before `configure` has built them; average or prune in the "
+            "trainer class, as with torch.optim.swa_utils.AveragedModel"
+            for callback in callbacks_of(trainer)
+            if isinstance(callback, _TAKE_WEIGHTS_IN_SETUP)
+        ]
         if faults:
             raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))
 
