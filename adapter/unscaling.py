@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,15 +19,15 @@ from .true_unit_hooks import RetainedGradients, TrueUnitHooks
 __all__ = ["Unscaling"]
 
 SEARCHED_CALLS = 4
-"""Backward calls whose graph is searched for leaves that no optimizer holds."""
+"""Backward calls, of those from one place in the trainer's code, whose graph is searched for unknown leaves."""
 
 
 class Unscaling:
     """Scaled backward calls with unscaled gradients.
 
     Inputs that a trainer differentiates by (an adversarial example) are leaves like parameters, new in every step. To
-    walk the graph for them costs about a millisecond, so it is done on only from where the first calls find one, or the
-    trainer calls ``requires_grad_`` on one, registers a hook on it or names it as an input of ``backward``.
+    walk the graph for them costs about a millisecond, so it is done on only when the first calls from some place found
+    one, or the trainer called ``requires_grad_`` on one, hooked it or named it as an input of ``backward``.
 
     Sharded parameters are no leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
     taken away for the length of the call, and the new gradient is unscaled before it is added to that.
@@ -42,7 +44,7 @@ class Unscaling:
         self._updated = {id(tensor) for tensor in discovered.updated()}
         self._hooks = TrueUnitHooks(scaler)
         self._retained = RetainedGradients()
-        self._searches_left = SEARCHED_CALLS
+        self._searches: dict[tuple[int, ...], int] = {}
         self._has_visitors = False
         self._visiting: list[RemovableHandle] = []
         parameters = [p for found in discovered.modules for p in found.value.parameters()]
@@ -76,8 +78,7 @@ class Unscaling:
                 _register_first(parameter, self._unscale)
         if inputs:
             self.expect(*inputs)
-        if self._searches_left or self._has_visitors:
-            self._searches_left = max(self._searches_left - 1, 0)
+        if self._has_visitors or self._is_to_search():
             visitors = [
                 leaf for leaf in _leaves(outputs) if id(leaf) not in self._hooked and not self._is_gathered(leaf)
             ]
@@ -103,6 +104,12 @@ class Unscaling:
             handle.remove()
         self._visiting.clear()
 
+    def _is_to_search(self) -> bool:
+        place = _place()
+        searches = self._searches.get(place, 0)
+        self._searches[place] = searches + 1 if searches < SEARCHED_CALLS else searches
+        return searches < SEARCHED_CALLS
+
     def _is_gathered(self, leaf: Tensor) -> bool:
         """Whether `leaf` is one of the whole parameters that FSDP computes with in place of the sharded ones."""
         return bool(self._sharded) and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole
@@ -125,6 +132,21 @@ def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tenso
         if isinstance(parameter.grad, DTensor) and isinstance(before, DTensor):
             before.to_local().add_(parameter.grad.to_local())
         parameter.grad = before
+
+
+def _place() -> tuple[int, ...]:
+    """Where in the trainer's code a backward call comes from: the instructions that led to it, innermost first."""
+    place: list[int] = []
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("genlight."):
+            if place:
+                break
+        elif not name.startswith("torch."):
+            place += (id(frame.f_code), frame.f_lasti)
+        frame = frame.f_back
+    return tuple(place)
 
 
 def _leaves(outputs: Any) -> Iterator[Tensor]:
