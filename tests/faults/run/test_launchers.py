@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -85,6 +86,23 @@ def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(j
     assert codes[0] == 75
     failed = job.terminal_event()
     assert (failed["error"], failed["step"], failed["resumable"]) == ("canceled", 0, True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_ends(job, fork_server, kill_after, rank):
+    write(job, {}, trainer="holds_on_import:Faulty")
+    job.go()
+    process = fork_server.start(job, "run", str(job.spec), **environ_of(rank, random.randrange(10**6, 10**7)))
+    kill_after(process)
+    job.wait_until(lambda: job.reached(rank), process)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(100) == (75 if rank == 0 else 0), (job.folder / "stderr").read_text()
+    if rank == 0:
+        failed = job.terminal_event()
+        assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)
+        assert job.server.posted("/terminal")[-1]["error"] == "preempted"
 
 
 @pytest.fixture
