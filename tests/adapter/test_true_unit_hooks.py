@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.func import grad, vmap
+from torch.nn.functional import linear, mse_loss
 from torch.nn.modules.module import _WrappedHook, register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import BackwardHook
@@ -181,13 +182,19 @@ def gradients_that_are_differentiated_again(run: Run, x: Tensor, y: Tensor) -> N
     run.see(weight=parameters[0].grad)
 
 
-def functional_gradient(run: Run, x: Tensor, y: Tensor) -> None:
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return mean_square(torch.func.functional_call(run.model, parameters, (x,)), y)
+def functional_gradients(run: Run, x: Tensor, y: Tensor) -> None:
+    """By samples, and differentiated again as meta-learning does."""
 
-    by_parameter = torch.func.grad(loss)({name: p.detach() for name, p in run.model.named_parameters()})
-    run.see(weight=by_parameter["0.weight"])
-    hook_on_an_activation(run, x, y)
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        hidden = linear(x, parameters["0.weight"], parameters["0.bias"])
+        hidden.register_hook(lambda g: 0.5 * g)
+        return mean_square(linear(hidden.tanh(), parameters["2.weight"], parameters["2.bias"]), y)
+
+    parameters = dict(run.model.named_parameters())
+    detached = {name: p.detach() for name, p in parameters.items()}
+    run.see(of_samples=vmap(grad(loss), (None, 0, 0))(detached, x, y)["0.weight"])
+    by_parameter = grad(loss)(parameters, x, y)
+    loss({name: p - 0.1 * by_parameter[name] for name, p in parameters.items()}, x, y).backward()
 
 
 def backward_call_inside_of_a_hook(run: Run, x: Tensor, y: Tensor) -> None:
@@ -225,7 +232,7 @@ STEPS = [
     checkpointed_by_saved_tensor_hooks,
     gradient_penalty,
     gradients_that_are_differentiated_again,
-    functional_gradient,
+    functional_gradients,
     backward_call_inside_of_a_hook,
     hooks_on_parameters,
 ]
