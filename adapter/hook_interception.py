@@ -33,23 +33,26 @@ class HookTranslator(Protocol):
 
 
 _translator: Callable[[], HookTranslator | None] = lambda: None  # noqa: E731  # until `lead` says which
+_found: list[Any] = []
+"""What `lead` found in the place of each of its own; None where that was inherited."""
 
 
 def lead(translator: Callable[[], HookTranslator | None]) -> None:
     """Lead what this module's text names through what `translator` then returns; None leaves it alone."""
     global _translator
     _translator = translator
-    for owner, name, led, _ in _LED:
+    _found[:] = [vars(owner).get(name) for owner, name, _ in _LED]
+    for owner, name, led in _LED:
         setattr(owner, name, led)
 
 
 def restore() -> None:
     """Leave torch as it was before `lead`."""
-    for owner, name, _, own in _LED:
-        if own is None:
-            delattr(owner, name)  # inherited
+    for (owner, name, _), found in zip(_LED, _found, strict=True):
+        if found is None:
+            delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, found)
 
 
 _register_hook: Callable[..., Any] = Tensor.register_hook
@@ -98,13 +101,10 @@ def _led_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
     _old_hook(self, hook if translator is None or module is None else translator.module_hook(hook), module)
 
 
-_LED = tuple(
-    (owner, name, led, vars(owner).get(name))
-    for owner, name, led in (
-        (Tensor, "register_hook", _led_register_hook),
-        (Tensor, "retain_grad", _led_retain_grad),
-        (Tensor, "requires_grad_", _led_requires_grad),
-        (BackwardHook, "__init__", _led_full_hooks),
-        (_WrappedHook, "__init__", _led_old_hook),
-    )
+_LED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (Tensor, "register_hook", _led_register_hook),
+    (Tensor, "retain_grad", _led_retain_grad),
+    (Tensor, "requires_grad_", _led_requires_grad),
+    (BackwardHook, "__init__", _led_full_hooks),
+    (_WrappedHook, "__init__", _led_old_hook),
 )

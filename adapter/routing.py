@@ -3,7 +3,7 @@
 While a ``train_step`` runs, and in its thread alone::
 
     backward            on_before_backward
-                        scale the loss                     16-mixed
+                        scale the loss, unseen by hooks    16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
                         average gradients over the ranks   several ranks; put off until somebody looks
                         look for overflows                 16-mixed

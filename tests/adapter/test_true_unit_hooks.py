@@ -467,6 +467,16 @@ def test_torch_is_untouched_after_a_step_that_scaled_and_after_one_that_failed()
     assert torch_now() == before
 
 
+def test_what_somebody_else_put_in_the_place_of_a_method_is_there_again_after_a_step(monkeypatch):
+    mine = lambda self: None  # noqa: E731
+    monkeypatch.setattr(Tensor, "retain_grad", mine)
+
+    with Run(fp16()).router:
+        assert Tensor.retain_grad is not mine
+
+    assert Tensor.retain_grad is mine
+
+
 def test_a_hook_that_raises_leaves_retained_gradients_in_true_units_and_later_steps_alone():
     run = Run(fp16())
     x, y = run.batch(0)
