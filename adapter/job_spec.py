@@ -147,6 +147,9 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
     if len(content) > LARGEST_SPEC_BYTES:
         faults.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
         return None
+    if not content.strip():
+        faults.add(f"The job spec {str(path)!r} is empty. Expected a JSON object, {{...}}.")
+        return None
     try:
         decoded = json.loads(
             content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates

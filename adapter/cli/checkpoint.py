@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -53,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
         return _export(args)
     except BrokenCheckpointError as error:
         return _complain(str(error), _BROKEN)
-    except FileNotFoundError as error:
-        path = error.filename or args.path
-        return _complain(f"there is nothing at {path}; name a run's directory or a checkpoint", _USAGE)
-    except (CheckpointError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:  # of the output, which the command line looks after
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
             raise
+        problem = f"{args.path} is no checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
+        return _complain(f"{problem}; name a run's directory or a checkpoint", _USAGE)
+    except CheckpointError as error:
         return _complain(str(error), _USAGE)
 
 
@@ -225,10 +226,10 @@ def _text(value: Any) -> str:
 def _export(args: argparse.Namespace) -> int:
     if not args.to:
         return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
+    path, target = _one(Path(args.path)).path, Path(args.to)
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
 
-    path, target = _one(Path(args.path)).path, Path(args.to)
     if target.suffix == ".safetensors":
         written = export_safetensors(path, target, strip_prefix=args.strip_prefix)
     elif target.suffix == ".ckpt":

@@ -8,6 +8,7 @@ neither torch nor Lightning, so that ``--help``, listings and shell completion a
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from typing import Any
 from jsonargparse import set_parsing_settings
 
 from ..lightning_import import import_lightning
+from .config_files import config_file_fault
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parsing import CommandParser
 
 __all__ = ["main"]
 
+WRONG_USAGE = 2
 INTERRUPTED = 130
 """128 + SIGINT, as a shell says it."""
 
@@ -86,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     _configure_messages()
     if words and words[0] in LIGHTNING_COMMANDS:
+        fault = config_file_fault(words)
+        if fault is not None:
+            sys.stderr.write(f"error: {fault}\n")
+            return WRONG_USAGE
         import_lightning()
         from .lightning_cli import run_lightning_cli
 
@@ -96,7 +103,14 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return 0
     command = import_module(f".{parsed.subcommand}", __package__)
-    code: int = command.run(getattr(parsed, parsed.subcommand))
+    try:
+        code: int = command.run(getattr(parsed, parsed.subcommand))
+    except OSError as error:
+        if error.filename is None:  # Of the output, which is looked after where that is.
+            raise
+        path = os.fsdecode(error.filename)
+        sys.stderr.write(f"genlight {parsed.subcommand}: {path}: {error.strerror}; name a path that can be used\n")
+        return WRONG_USAGE
     return code
 
 

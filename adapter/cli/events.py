@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check and args.follow:
             return _complain("--check reads a log to its end: leave out --follow", _USAGE)
         if not args.follow and not path.is_file():
-            return _complain(f"no event log at {path}", _USAGE)
+            return _complain(f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE)
         return _check(path, as_json=args.json) if args.check else _show(path, args)
     except EventLogError as error:
         return _complain(str(error), _BROKEN)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
@@ -19,6 +21,10 @@ LONGEST_USAGE = 10
 """Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
+_UNKNOWN_KEY = re.compile(r"Subcommand '(?P<command>[^']*)' does not accept option '(?P<given>[^']*)'")
+_UNKNOWN_ARGUMENT = re.compile(
+    r"class_path '(?P<module>[\w.]+)\.(?P<name>\w+)': Option '(?P<given>[^']*)' is not accepted"
+)
 _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
 _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 
@@ -48,24 +54,50 @@ class CommandParser(ArgumentParser):
 
 def _offer(parser: ArgumentParser, message: str) -> str:
     """A sentence that offers the known name nearest to a misspelled one."""
-    choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
+    choice, unknown, key = _CHOICE.search(message), _UNKNOWN.search(message), _UNKNOWN_KEY.search(message)
+    argument = _UNKNOWN_ARGUMENT.search(message)
     if choice is not None:
         offered = nearest(choice["given"], re.findall(r"'([^']+)'", choice["choices"]), alike=0.6)
     elif unknown is not None:
-        offered = nearest(unknown["given"], [option for action in parser._actions for option in action.option_strings])
+        offered = nearest(unknown["given"], _options(parser))
+    elif key is not None:
+        known = [option.removeprefix("--") for option in _options(_command(parser, key["command"]))]
+        offered = nearest(key["given"], known)
+    elif argument is not None:
+        offered = nearest(argument["given"], _parameters(argument["module"], argument["name"]))
     else:
         return ""
     return f".{offered}" if offered else ""
 
 
+def _parameters(module: str, name: str) -> Iterable[str]:
+    """What a class that was imported already takes, where it tells."""
+    try:
+        return inspect.signature(getattr(sys.modules[module], name)).parameters
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return ()
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def _command(parser: ArgumentParser, name: str) -> ArgumentParser:
+    """The parser of the subcommand `name`; `parser` itself, where that is it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+            subparser: ArgumentParser = action.choices[name]
+            return subparser
+    return parser
+
+
 def _lacking(parser: ArgumentParser, keys: list[str]) -> tuple[ArgumentParser, list[str]]:
     """The parser of the subcommand that lacks arguments, and what its usage calls them."""
-    command, _, _ = keys[0].partition(".")
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
-            subparser: ArgumentParser = action.choices[command]
-            return subparser, [_usage_name(subparser, key.removeprefix(f"{command}.")) for key in keys]
-    return parser, keys
+    name, _, _ = keys[0].partition(".")
+    command = _command(parser, name)
+    if command is parser:
+        return parser, keys
+    return command, [_usage_name(command, key.removeprefix(f"{name}.")) for key in keys]
 
 
 def _usage_name(parser: ArgumentParser, key: str) -> str:

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """
     spool = _spool_of(Path(args.run_dir))
     if not spool.is_dir():
-        return _complain(f"there is no directory {spool}", _USAGE)
+        problem = f"{spool} is no directory" if spool.exists() else f"there is no directory {spool}"
+        return _complain(f"{problem}; name the artifacts directory of a run", _USAGE)
     if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
         return _complain(f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
     try:

@@ -183,7 +183,8 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is not JSON"),
+        (b"", "is empty. Expected a JSON object, {...}."),
+        (b" \n", "is empty. Expected a JSON object, {...}."),
         (b'{"a": 1,}', "is not JSON"),
         (b'{"a": NaN}', "NaN is no JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),

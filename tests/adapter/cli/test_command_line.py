@@ -95,6 +95,55 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(genlight, arguments, mes
 
 
 @pytest.mark.parametrize(
+    "words",
+    [["events"], ["events", "--check"], ["uploads"], ["checkpoint", "ls"], ["checkpoint", "show"], ["doctor"]],
+    ids=" ".join,
+)
+def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    too_long = "x" * 300
+
+    assert main([*words, too_long]) == 2
+    out, err = capfd.readouterr()
+    assert too_long in out + err
+    assert "File name too long" in out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["events", "none"], "no event log at none; name the file, or the artifacts directory of a run"),
+        (["events", "."], "no event log at .; name the file, or the artifacts directory of a run"),
+        (["uploads", "none"], "there is no directory none; name the artifacts directory of a run"),
+        (["uploads", "data.parquet"], "data.parquet is no directory; name the artifacts directory of a run"),
+        (["checkpoint", "ls", "data.parquet"], "data.parquet is no checkpoint; name a run's directory or a checkpoint"),
+        (["checkpoint", "show", "none"], "there is nothing at none; name a run's directory or a checkpoint"),
+        (["checkpoint", "ls", "data.parquet/x"], "there is nothing at data.parquet/x; name a run's directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_path_that_is_not_what_was_meant_is_told_as_it_was_typed_with_the_way_out(
+    words, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_export_of_nothing_is_refused_before_torch_is_loaded(genlight):
+    script = (
+        "import sys; from genlight.adapter.cli import main\n"
+        "assert main(['checkpoint', 'export', 'none', '--to', 'x.safetensors']) == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         (None, "startup.missing_job_spec_path: There is no job spec at "),

@@ -127,10 +127,49 @@ def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
         genlight("fit", plugin="refused_trainer:Fails")
 
 
+@pytest.mark.parametrize("option", ["--config {}", "--config={}", "-c {}"])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.yaml", None, "The configuration 'none.yaml' cannot be read: No such file or directory."),
+        (".", None, "The configuration '.' cannot be read: Is a directory."),
+        ("fit.yaml/x", None, "The configuration 'fit.yaml/x' cannot be read: Not a directory."),
+        ("x" * 300, None, "cannot be read: File name too long."),
+        ("empty.yaml", b"", "The configuration 'empty.yaml' is empty."),
+        ("rows.parquet", b"PAR1\xff", "The configuration 'rows.parquet' is no text: byte 4 is not utf-8."),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, tmp_path, option, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+
+    code, words = genlight("fit", *option.format(name).split())
+
+    assert code == 2
+    assert words.count("\n") == 1
+    assert words.startswith("error: The configuration ")
+    assert f"{said} Name a YAML file." in words
+
+
+def test_a_configuration_may_stand_on_the_command_line(genlight):
+    code, words = genlight("fit", "--config", "trainer: {max_steps: 3}", plugin="refused_trainer:Works")
+
+    assert code == 0, words
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--confg", "x"], "unrecognized arguments: --confg x. Did you mean `--config`?"),
+        (
+            ["--config", "trainr: {max_steps: 3}"],
+            "does not accept option 'trainr.max_steps'. Did you mean `trainer.max_",
+        ),
+        (
+            ["--config", "trainer: {max_step: 3}"],
+            "does not accept option 'trainer.max_step'. Did you mean `trainer.max_",
+        ),
+        (["--model.plugn", "x"], "ContractModule': Option 'plugn' is not accepted. Did you mean `plugin`?"),
         (["--resume", "aut"], "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
     ],
 )
