@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 
-__all__ = ["crossed", "next_multiple", "steps_within", "suppressed"]
+__all__ = ["Pace", "crossed", "next_multiple", "steps_within", "suppressed"]
+
+MOST_STEPS = 8
+"""How many steps a look at the clock is apart from the next at most, should steps become slow from one to the next."""
 
 
 def crossed(previous: int, current: int, every: int) -> bool:
@@ -30,6 +34,24 @@ def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int
     """
     most = max(1, min(2 * steps, most))
     return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
+
+
+class Pace:
+    """When to look at the clock next, for a callback that acts by the clock and is not to be called after each step.
+
+    Args:
+        step: The step that was completed last.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step, self._at = step, time.monotonic()
+
+    def next_look(self, step: int, seconds: float) -> int:
+        """The step after which so many seconds will be about over, at the pace since the last call."""
+        now = time.monotonic()
+        steps, took_s = max(1, step - self._step), now - self._at
+        self._step, self._at = step, now
+        return step + steps_within(seconds, steps=steps, took_s=took_s, most=MOST_STEPS)
 
 
 def suppressed(pl_module: object) -> bool:

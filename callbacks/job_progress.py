@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from .hook import Hook, run_state_of
+from .cadence import Pace
+from .hook import Hook, run_state_of, skippable
 
 __all__ = ["JobProgress"]
 
@@ -43,10 +44,12 @@ class JobProgress(Hook):
         self._next = 0.0
         self._start_step = 0
         self._started_at = 0.0
+        self._pace = Pace(0)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step = trainer.global_step
+        self._pace = Pace(self._start_step)
         self._started_at = time.monotonic()
         self._next = self._started_at
         self._every_s = self.line_every_s
@@ -68,10 +71,12 @@ class JobProgress(Hook):
         self._task = self._bar.add_task("", total=_limit(trainer), completed=self._start_step, loss="", speed="")
         self._bar.start()
 
+    @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.next_due_step = self._pace.next_look(trainer.global_step, self._every_s)
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._every_s

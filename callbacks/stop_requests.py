@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
 from .agreement import Agreement
-from .cadence import steps_within
+from .cadence import Pace
 from .checkpoint.checkpoint import Checkpoint
 from .data_workers import protect_workers, release_workers
 from .hook import Hook, callbacks_of, run_state_of, skippable
@@ -26,9 +26,6 @@ __all__ = ["StopRequests"]
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
-
-MOST_STEPS = 8
-"""How many steps apart it looks at the clock at most, for a run whose steps become slow from one to the next."""
 
 
 class StopRequests(Hook):
@@ -79,8 +76,7 @@ class StopRequests(Hook):
         self._next_poll = 0.0
         self._agreement: Agreement | None = None
         self._undo = ExitStack()
-        self._called_after, self._called_at = 0, 0.0
-        """The step after which this hook was called last, and when."""
+        self._pace = Pace(0)
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -118,12 +114,6 @@ class StopRequests(Hook):
         reason = next((reason for reason in reasons if reason is not None), None)
         return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
 
-    def _next_step_to_look_after(self, step: int) -> int:
-        now = time.monotonic()
-        steps, took_s = max(1, step - self._called_after), now - self._called_at
-        self._called_after, self._called_at = step, now
-        return step + steps_within(self.poll_s, steps=steps, took_s=took_s, most=MOST_STEPS)
-
     def _note_save_time(self, seconds: float) -> None:
         self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
 
@@ -140,7 +130,7 @@ class StopRequests(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.signals.on_stop = self._wake
-        self._called_after, self._called_at = trainer.global_step, time.monotonic()
+        self._pace = Pace(trainer.global_step)
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
         self.deadline.saves = bool(savers)
         for saver in savers:
@@ -162,7 +152,7 @@ class StopRequests(Hook):
             reason: str | None = _REASONS[self._agreement.after_step(self._code)]
         else:
             # In this order: a signal that comes in between has this hook called after the next step.
-            self.next_due_step = self._next_step_to_look_after(trainer.global_step)
+            self.next_due_step = self._pace.next_look(trainer.global_step, self.poll_s)
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason

@@ -16,7 +16,7 @@ import pytest
 
 from genlight.adapter.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, StopRequests
-from genlight.callbacks.hook import run_state_of
+from genlight.callbacks.hook import run_state_of, skippable
 from genlight.callbacks.stop_signals import REASON_OF_SIGNAL, StopSignals
 from genlight.callbacks.stop_sources import cancel_file_is_set, process_age_s
 
@@ -184,13 +184,12 @@ def test_files_are_not_looked_at_in_every_step():
 class Counted(StopRequests):
     """Counts the steps after which the loop called it."""
 
-    def __init__(self, *given, **settings):
-        super().__init__(*given, **settings)
-        self.looks = 0
+    looks = 0
 
-    def _next_step_to_look_after(self, step):
+    @skippable
+    def on_train_batch_end(self, *event):
         self.looks += 1
-        return super()._next_step_to_look_after(step)
+        super().on_train_batch_end(*event)
 
 
 def test_quick_steps_are_looked_after_in_every_eighth(fit, counting_trainer):
