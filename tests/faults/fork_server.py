@@ -1,73 +1,93 @@
-"""Forks jobs from a process that has torch and Lightning loaded, so that a job starts in a tenth of a second.
+"""Starts processes from one that has torch and Lightning loaded: a copy costs milliseconds, a start seconds.
 
-A process that has trained, or met other ranks, must not fork: this one only imports, and runs no thread. Its clients
-are processes of ``forked_job.py``, each of which stands for one job, or one rank of it.
+    python fork_server.py SOCKET
+
+A client connects for each process, and sends one line of JSON: ``program`` (a file, or a module), ``arguments``,
+``environ``, ``folder``, ``log``. It is sent two lines: the process's id, and the exit status once it has ended. When a
+client goes away its process is killed. The server ends when its standard input does.
+
+It has one thread when it copies itself, so that a copy is as good as a process of its own.
 """
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import json
 import os
+import runpy
 import selectors
 import signal
 import socket
 import sys
-from pathlib import Path
+import threading
 
-import torch
-import torch._dynamo  # Loaded by the first optimizer, for seconds.
+LOADED = (
+    "lightning.pytorch",
+    "torch._dynamo",  # by the first optimizer, for seconds
+    "genlight.adapter.assembly",
+    "genlight.adapter.cli.command_line",
+    "genlight.adapter.compat",
+    "genlight.adapter.feed",
+    "genlight.adapter.inputs.transfer",
+    "genlight.adapter.module",
+    "genlight.adapter.run",
+    "genlight.callbacks.checkpoint",
+    "genlight.callbacks.evaluate",
+    "genlight.callbacks.stop_requests",
+    "genlight.callbacks.upload_artifacts",
+    "genlight.callbacks.watch_hangs",
+)
 
-# Imported before the fork, so that each job starts at once.
-import genlight.adapter.assembly
-import genlight.adapter.feed
-import genlight.adapter.module  # noqa: F401
-from genlight.adapter.run import RunOptions, run_job
-
-HANGS_AFTER_S = 240
-
-
-def run_forked(argv, environ):
-    """In the new process: what ``python forked_job.py …`` says of itself, and no way back into the server."""
-    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)  # A job that hangs says where, and fails the test.
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv = argv  # Lightning starts the other ranks with the command line of the first.
-    spec, processes = Path(argv[2]), Path(argv[3])
-    (processes / f"{environ.get('LOCAL_RANK', '0')}-{os.getpid()}").touch()
-    code = 1
-    try:
-        code = run_job(RunOptions(spec_path=spec))
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+HANGS_AFTER_S = 140
+"""When a process that has not ended says where its threads are."""
 
 
 class Server:
-    """One job for each connection: a request, then the exit status as the answer. A client that dies ends its job."""
+    """Serves in the process that makes it, and returns from `serve` in each process that it starts."""
 
     def __init__(self, path):
         self.selector = selectors.DefaultSelector()
         self.clients = {}
+        self.wanted = None
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(path)
-        self.listener.listen()
+        self.listener.listen(100)
         self.selector.register(self.listener, selectors.EVENT_READ, self.start)
+        self.selector.register(sys.stdin, selectors.EVENT_READ, sys.exit)
+
+    def serve(self):
+        """Answer requests; returns what a process that was started is to be."""
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+                if self.wanted is not None:
+                    return self.wanted
 
     def start(self):
         client, _ = self.listener.accept()
         request = client.makefile().readline()
-        if not request:  # The client was killed before it asked.
+        if not request:  # the client was killed before it asked
             client.close()
             return
+        assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1
         pid = os.fork()
         if pid == 0:
-            client.close()
-            self.listener.close()
-            run_forked(**json.loads(request))
+            self.let_go(client)
+            self.wanted = json.loads(request)
+            return
         process = os.pidfd_open(pid)
         self.clients[pid] = client
         self.selector.register(process, selectors.EVENT_READ, lambda: self.end(pid, process))
         self.selector.register(client, selectors.EVENT_READ, lambda: self.kill(pid))
+        answer(client, pid)
+
+    def let_go(self, client):
+        """In a new process: nothing stays open that is the server's."""
+        # Not unregistered: the selector's own file is shared with the server.
+        self.selector.close()
+        for each in (client, self.listener, *self.clients.values()):
+            each.close()
 
     def end(self, pid, process):
         _, status = os.waitpid(pid, 0)
@@ -75,8 +95,7 @@ class Server:
         os.close(process)
         client = self.clients.pop(pid)
         self.selector.unregister(client)
-        with contextlib.suppress(ConnectionError):  # The client may be gone as well.
-            client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        answer(client, os.waitstatus_to_exitcode(status))
         client.close()
 
     def kill(self, pid):
@@ -84,12 +103,42 @@ class Server:
         if pid in self.clients:
             os.kill(pid, signal.SIGKILL)
 
-    def serve(self):
-        while True:
-            for key, _ in self.selector.select():
-                key.data()
+
+def answer(client, number):
+    with contextlib.suppress(ConnectionError):  # the client may be gone
+        client.sendall(f"{number}\n".encode())
+
+
+def become(wanted):
+    """Turn this copy into a process with the wanted folder, environment and log, in a session of its own."""
+    os.setsid()
+    os.chdir(wanted["folder"])
+    os.environ.clear()
+    os.environ.update(wanted["environ"])
+    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)
+    faulthandler.register(signal.SIGQUIT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
+
+def run(program, arguments):
+    """As ``python program arguments`` or ``python -m program arguments``."""
+    sys.argv = [program, *arguments]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    Server(sys.argv[1]).serve()
+    for name in LOADED:
+        importlib.import_module(name)
+    gc.freeze()  # what was loaded stays, and is not looked through in every copy
+    server = Server(sys.argv[1])
+    print("ready", flush=True)
+    wanted = server.serve()
+    become(wanted)
+    run(wanted["program"], wanted["arguments"])

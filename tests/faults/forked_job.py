@@ -1,25 +1,47 @@
 """Stands for a job that ``fork_server.py`` runs: ends as it ends, and when this is killed, so is the job.
 
-    python forked_job.py SOCKET JOB_SPEC FOLDER
+    python forked_job.py SOCKET LOG JOB_SPEC FOLDER
 
-The job notes its processes in the folder, by files whose names are ``<rank>-<pid>``.
+The job notes its processes in the folder, by files whose names are ``<rank>-<pid>``. The server's process runs this
+program too, so that Lightning starts the other ranks with this command line.
 """
 
 import json
 import os
 import socket
 import sys
+from pathlib import Path
+
+IS_THE_JOB = "FORKED_JOB"
 
 
-def main():
+def run():
+    """In the server's process, which has all of this loaded."""
+    from genlight.adapter.run import RunOptions, run_job
+
+    (Path(sys.argv[4]) / f"{os.environ.get('LOCAL_RANK', '0')}-{os.getpid()}").touch()
+    code = 1
+    try:
+        code = run_job(RunOptions(spec_path=sys.argv[3]))
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def stand_in():
+    environ = {**os.environ, IS_THE_JOB: "1"}
+    wanted = {"program": os.path.abspath(__file__), "arguments": sys.argv[1:], "environ": environ}
+    wanted |= {"folder": os.getcwd(), "log": sys.argv[2]}
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(sys.argv[1])
-        server.sendall(json.dumps({"argv": sys.argv, "environ": dict(os.environ)}).encode() + b"\n")
-        status = int(server.makefile().readline())
+        server.sendall(json.dumps(wanted).encode() + b"\n")
+        answers = server.makefile()
+        answers.readline()  # the process's id
+        status = int(answers.readline())
     if status < 0:
         os.kill(os.getpid(), -status)
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run() if os.environ.pop(IS_THE_JOB, None) else stand_in())

@@ -27,36 +27,15 @@ HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits"
 STEPS, CADENCE = 40, 2
 LIMIT_S = 180
-"""Less than a job that hangs takes to end itself."""
-
-
-class ForkServer:
-    """A process of ``fork_server.py``."""
-
-    def __init__(self, folder):
-        self.socket, self.log = folder / "socket", folder / "log"
-        with self.log.open("w") as log:
-            command = [sys.executable, HERE / "fork_server.py", self.socket]
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
-
-    def wait_until_ready(self):
-        end = time.monotonic() + LIMIT_S
-        while not self.socket.exists():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
+"""More than a job that hangs takes to say where."""
 
 
 @dataclass
 class Run:
     """One artifacts directory, from the first start to the end."""
 
-    server: ForkServer
+    server: object
+    """The fork server."""
     spec: Path
     artifacts: Path
     started_pids: set = field(default_factory=set)
@@ -66,7 +45,9 @@ class Run:
         self.processes.mkdir(exist_ok=True)
         for note in self.processes.iterdir():
             note.unlink()
-        command = [sys.executable, HERE / "forked_job.py", self.server.socket, self.spec, self.processes]
+        self.log = self.artifacts.with_name(f"{self.artifacts.name}-log")
+        job = [self.server.socket, self.log, self.spec, self.processes]
+        command = [sys.executable, HERE / "forked_job.py", *job]
         environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
         return subprocess.Popen(command, env=environ)
 
@@ -103,8 +84,8 @@ class Run:
         if status == 0:
             return True
         # A rank that is killed alone is reported by rank zero, which then ends by itself.
-        assert victims, self.server.log.read_text()
-        assert status == (-signal.SIGKILL if 0 in victims else 1), self.server.log.read_text()
+        assert victims, self.log.read_text()
+        assert status == (-signal.SIGKILL if 0 in victims else 1), self.log.read_text()
         return False
 
     @property
@@ -118,7 +99,7 @@ class Run:
         """Return when the event log is so many bytes longer, or the job has ended."""
         size, end = self.log_size(), time.monotonic() + LIMIT_S
         while self.log_size() < size + growth and job.poll() is None:
-            assert time.monotonic() < end, self.server.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.002)
 
     def digests(self):
@@ -139,14 +120,6 @@ class Run:
                     attempts[-1]["from"] = event["step"]
         trained = [attempt for attempt in attempts if attempt["to"]]
         return [before["to"] - after["from"] for before, after in itertools.pairwise(trained)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    started = ForkServer(tmp_path_factory.mktemp("server"))
-    started.wait_until_ready()
-    yield started
-    started.close()
 
 
 @pytest.fixture
@@ -196,9 +169,11 @@ def assert_nothing_is_left(run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # The long run kills 1,000 times.
-def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(server, ranks, spec, tmp_path, kills, report):
+def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(
+    fork_server, ranks, spec, tmp_path, kills, report
+):
     def new_run(name):
-        return Run(server, spec, tmp_path / name)
+        return Run(fork_server, spec, tmp_path / name)
 
     reference = new_run("reference")
     assert reference.attempt()

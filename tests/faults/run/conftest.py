@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,60 +89,6 @@ class Server:
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
-
-
-class ForkServer:
-    """Starts processes as `subprocess.Popen` does, from one that has everything loaded."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, **request):
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def start(self, job, *arguments, program="genlight.adapter.cli", **environ):
-        wanted = {"folder": str(job.folder), "log": str(job.folder / "stderr"), "arguments": list(arguments)}
-        return Forked(self, self.ask(program=program, **wanted, environ=job.process_environ(**environ)))
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-class Forked:
-    """A process of the fork server, which leads a session of its own."""
-
-    def __init__(self, server, pid):
-        self.server, self.pid, self.returncode = server, pid, None
-
-    def poll(self):
-        if self.returncode is None:
-            self.returncode = self.server.ask(poll=self.pid)
-        return self.returncode
-
-    def wait(self, timeout=None):
-        end = None if timeout is None else time.monotonic() + timeout
-        while self.poll() is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.02)
-        return self.returncode
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-@pytest.fixture(scope="session")
-def fork_server():
-    started = ForkServer()
-    yield started
-    started.close()
 
 
 class Job:
@@ -246,9 +192,24 @@ def kill_after():
     started = []
     yield started.append
     for process in started:
-        if isinstance(process, Forked):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        if hasattr(process, "kill_session"):
+            process.kill_session()
+        elif process.poll() is None:
+            process.kill()
             process.wait()
+
+
+@pytest.fixture
+def torchrun_environs():
+    """What torchrun gives to each of so many processes."""
+
+    def environs(world):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        names = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = [names | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        return [{name: str(value) for name, value in rank.items()} for rank in own]
+
+    return environs

@@ -7,7 +7,6 @@ faults`` sets it, runs all cells.
 import itertools
 import os
 import signal
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -136,8 +135,9 @@ SHORT = {*_short(), *(("SIGTERM", "two, first", phase) for phase in EARLY)}
 class Stop:
     """One run that is stopped."""
 
-    def __init__(self, job, fork_server, kill_after, cell):
+    def __init__(self, job, fork_server, kill_after, torchrun_environs, cell):
         self.job, self.fork_server, self.kill_after = job, fork_server, kill_after
+        self.torchrun_environs = torchrun_environs
         self.trigger, processes, phase = cell
         self.phase, self.processes = PHASES[phase], PROCESSES[processes]
 
@@ -178,9 +178,7 @@ class Stop:
         settings = {"TRAINER_JOB_SPEC_PATH": str(self.job.spec), "CONTROL_PLANE": f"{self.job.server.url}/plane"}
         started = []
         by_hand = self.processes.world if not self.processes.launched else 1
-        port = free_port()
-        for rank in range(by_hand):
-            ranks = environ_of(rank, by_hand, port) if by_hand > 1 else {}
+        for ranks in self.torchrun_environs(by_hand) if by_hand > 1 else [{}]:
             arguments = [] if under_plane else ["run", str(self.job.spec)]
             started.append(self.fork_server.start(self.job, *arguments, program=program, **settings, **ranks))
             self.kill_after(started[-1])
@@ -222,19 +220,6 @@ def is_fetching(pid):
         return False
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def environ_of(rank, world, port):
-    """What torchrun gives to a process."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    return {name: str(value) for name, value in names.items()}
-
-
 def children_of(pid):
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -248,10 +233,10 @@ def children_of(pid):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" / ".join)
-def test_a_stop_ends_the_run(job, fork_server, kill_after, is_long, cell):
+def test_a_stop_ends_the_run(job, fork_server, kill_after, torchrun_environs, is_long, cell):
     if not is_long and cell not in SHORT:
         pytest.skip("runs with GENLIGHT_LONG_FAULTS=1")
-    stop = Stop(job, fork_server, kill_after, cell)
+    stop = Stop(job, fork_server, kill_after, torchrun_environs, cell)
     started = stop_it(stop)
 
     codes = [process.wait(LIMIT_S) for process in started]
