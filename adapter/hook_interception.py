@@ -1,6 +1,6 @@
 """Where torch is touched for gradients that a trainer asks for by name: with a hook, to retain them, by a new leaf.
 
-The methods for that are replaced while steps run whose loss is scaled, and put back when none does.
+The methods for that are replaced for the length of a training whose loss is scaled, and put back after it.
 """
 
 from __future__ import annotations

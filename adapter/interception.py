@@ -1,8 +1,8 @@
 """Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
 
-The entry is replaced while a step runs in any thread, and put back when none does. Calls of other threads, and those of
-``torch.autograd.grad``'s kind inside of a backward, go straight through. In steps that scale their loss, so are the
-methods that register backward hooks.
+The entry is replaced while somebody holds it, for a whole training, and put back when nobody does. Calls between steps
+and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
+loss is scaled, so are the methods that register backward hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from . import hook_interception
 from .hook_interception import HookTranslator
 
-__all__ = ["Interceptor", "begin", "end", "is_active", "run_backward", "wrap"]
+__all__ = ["Interceptor", "begin", "end", "hold", "is_active", "release", "run_backward", "wrap"]
 
 # The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
 # It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
@@ -52,36 +52,52 @@ class Interceptor(Protocol):
 
 
 _active: dict[int, Interceptor] = {}
+"""By thread, of those in which a step runs."""
 _lock = threading.Lock()
+_holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
 _hooks_are_led = False
 
 
-def begin(interceptor: Interceptor) -> None:
-    """Lead the calls of this thread to `interceptor`."""
-    global _step_hook, _hooks_are_led
+def hold(interceptor: Interceptor) -> None:
+    """Replace torch's entries until `release`, which may come many steps later: replacing them costs some 10 µs."""
     with _lock:
-        _active[threading.get_ident()] = interceptor
-        if _step_hook is None:
-            setattr(torch.autograd, _ENGINE, _intercepted)
-            _step_hook = register_optimizer_step_pre_hook(_before_any_step)
-        if interceptor.hooks_translator is not None and not _hooks_are_led:
-            hook_interception.lead(_translator)
-            _hooks_are_led = True
+        _holders.append(interceptor)
+        _replace_or_put_back()
+
+
+def release(interceptor: Interceptor) -> None:
+    """Undo one `hold`; once nobody holds them, torch's entries are its own."""
+    with _lock:
+        _holders.remove(interceptor)
+        _replace_or_put_back()
+
+
+def _replace_or_put_back() -> None:
+    global _step_hook, _hooks_are_led
+    if _holders and _step_hook is None:
+        setattr(torch.autograd, _ENGINE, _intercepted)
+        _step_hook = register_optimizer_step_pre_hook(_before_any_step)
+    elif not _holders and _step_hook is not None:
+        setattr(torch.autograd, _ENGINE, run_backward)
+        _step_hook.remove()
+        _step_hook = None
+    translates = any(holder.hooks_translator is not None for holder in _holders)
+    if translates and not _hooks_are_led:
+        hook_interception.lead(_translator)
+    elif not translates and _hooks_are_led:
+        hook_interception.restore()
+    _hooks_are_led = translates
+
+
+def begin(interceptor: Interceptor) -> None:
+    """Lead the calls of this thread to `interceptor`, which holds torch's entries."""
+    _active[threading.get_ident()] = interceptor
 
 
 def end() -> None:
     """Leave the calls of this thread alone again."""
-    global _step_hook, _hooks_are_led
-    with _lock:
-        _active.pop(threading.get_ident(), None)
-        if not _active and _step_hook is not None:
-            setattr(torch.autograd, _ENGINE, run_backward)
-            _step_hook.remove()
-            _step_hook = None
-        if _hooks_are_led and all(other.hooks_translator is None for other in _active.values()):
-            hook_interception.restore()
-            _hooks_are_led = False
+    _active.pop(threading.get_ident(), None)
 
 
 def is_active(interceptor: Interceptor) -> bool:

@@ -57,7 +57,7 @@ STOP_POLL_S = 0.05
 """How often a pause looks for a stop request."""
 
 _USED_OF_LIGHTNING = (
-    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "on_advance_end", "reset", "done")),
+    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "on_advance_end", "reset", "done", "teardown")),
     (_TrainingEpochLoop, ("on_run_start", "on_advance_end", "reset", "run", "global_step", "update_restart_stage")),
     (_PrefetchDataFetcher, ("__next__", "setup")),
 )
@@ -204,6 +204,11 @@ class ContractFitLoop(_FitLoop):
             raise _empty_source()
         # A source of one pass stays empty: another epoch would train nothing, and then another.
         self.data_exhausted = self.epoch_loop.batch_progress.current.ready == 0
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self.module.close_router()
 
     @override
     def on_run_end(self) -> None:

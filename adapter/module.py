@@ -290,9 +290,15 @@ class ContractModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         assert self.discovered is not None
         self._router = step_router(self.trainer, self, self.discovered)
+        if self._router is not None:
+            self._router.open()
 
     @override
     def on_fit_end(self) -> None:
+        self.close_router()
+
+    def close_router(self) -> None:
+        """Leave torch as it was before the training, which has ended or failed."""
         if self._router is not None:
             self._router.close()
 

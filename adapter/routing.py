@@ -129,7 +129,7 @@ class StepRouter:
         """Optimizers that nobody found, and the step in which each was first used."""
         self._steps = 0
         self._refusal: ContractError | None = None
-        self._is_closed = False
+        self._is_open = self._is_closed = False
         self._may_be_written = False
         """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
         self._averaged: set[int] = set()
@@ -159,20 +159,32 @@ class StepRouter:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return self._scaler.overflow_steps if self._scaler is not None else 0
 
+    def open(self) -> None:
+        """Have torch's entries replaced until `close`, rather than for each step anew."""
+        interception.hold(self)
+        self._is_open = True
+
     def close(self) -> None:
-        """Training is over: from now on the optimizers are used as torch has them."""
+        """Training is over: from now on torch and the optimizers are used as they are."""
         self._is_closed = True
+        if self._is_open:
+            self._is_open = False
+            interception.release(self)
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
         if self._precision.context is not None:
             self._context = self._autocast or self._precision.context()
             self._context.__enter__()
+        if not self._is_open:
+            interception.hold(self)
         interception.begin(self)
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         interception.end()
+        if not self._is_open:
+            interception.release(self)
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(exc_type, exc, traceback)

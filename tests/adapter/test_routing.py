@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
 from torch.autograd import backward as backward_by_name
 
+from genlight.adapter.contract import StepResult
 from genlight.adapter.discovery import discover
 from genlight.adapter.exceptions import ContractError
 from genlight.adapter.precision import step_precision
@@ -262,3 +264,45 @@ def test_one_device_in_fp32_without_hooks_needs_no_router():
     )
 
     assert step_router(trainer, pl.LightningModule(), run.discovered) is None
+
+
+def entries() -> list[object]:
+    """What a training replaces for its whole length."""
+    return [torch.autograd._engine_run_backward, vars(torch.Tensor).get("register_hook")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_ends(fit, fails):
+    class Linear:
+        def setup(self, ctx): ...
+
+        def configure(self, ctx):
+            model = nn.Linear(2, 1)
+            return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+        def prepare_batch(self, raw, state, ctx):
+            return raw
+
+        def train_step(self, batch, state, ctx):
+            state["model"](torch.ones(1, 2)).sum().backward()
+            state["optimizer"].step()
+            seen.append(entries())
+            if fails and batch == 2:
+                raise ZeroDivisionError
+            return StepResult(metrics={})
+
+        def state_dict(self, state):
+            return {}
+
+        def load_state_dict(self, state, payload, ctx): ...
+
+    seen: list[list[object]] = []
+    between = LambdaCallback(on_train_batch_end=lambda *_: seen.append(entries()))
+    before = entries()
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        fit(Linear(), [between], plugins=MixedPrecision("16-mixed", "cpu"))
+
+    assert len(seen) == (5 if fails else 8)
+    assert all(found == seen[0] for found in seen)
+    assert all(led is not own for led, own in zip(seen[0], before, strict=True))
+    assert entries() == before
