@@ -12,6 +12,7 @@ _UNION = "Does not validate against any of the Union subtypes"
 _KEY = re.compile(r'^\s*Parser key "(?P<key>[^"]+)":', re.MULTILINE)
 _REASON = re.compile(r"^\s*- (?P<reason>Problem with given class_path .*)\n\s+(?P<detail>.*)$", re.MULTILINE)
 _EXPECTED = re.compile(r"^\s*- Expected an? (?P<type>.*)$", re.MULTILINE)
+_SIMPLE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.*)\. Got value: (?P<value>.*)')
 _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
 
 
@@ -47,6 +48,9 @@ def shortened(message: str) -> str:
 
     Of a class path and its arguments, what is wrong with them; of a plain value, the types that were expected.
     """
+    simple = _SIMPLE.search(message)
+    if simple is not None and _UNION not in message:
+        return f"`{simple['key']}`: Expected {_plain(simple['type'])}, but received {simple['value']}"
     if _UNION not in message:
         return message
     key, given = _KEY.search(message), _GIVEN.search(message)

@@ -27,7 +27,8 @@ def open_uploader(config: RunConfig) -> Uploader | None:
 
     Raises:
         UploadError: Another process has its spool open, or the spool is damaged.
-        StartupContractError: The spool cannot be written, or the environment's proxies cannot be used.
+        StartupContractError: The spool cannot be written, a target is no place for uploads, or the environment's
+            proxies cannot be used.
     """
     wanted = UploadConfig(
         run_id=config.run_id,
@@ -47,6 +48,8 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         return None
     try:
         uploader = Uploader(wanted)
+    except ValueError as error:
+        raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
     except OSError as error:
         raise StartupContractError(
             "startup.invalid_artifact_paths",

@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> Subject:
-    if args.steps < 1:
-        raise ValueError(f"Invalid `--steps`. Expected a number >= 1, but received {args.steps}.")
+    for option in ("steps", "batch_size"):
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            raise ValueError(f"Invalid `--{option}`. Expected a number >= 1, but received {number}.")
     job = _job(args)
     trainer = args.trainer or (job.trainer if job is not None else None)
     if trainer is None:

@@ -52,15 +52,19 @@ def run(args: argparse.Namespace) -> int:
 def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]) -> int:
     import yaml
 
-    from ..assembly import lightning_config
     from ..exceptions import StartupContractError
     from ..failures import EXIT_COMPLETED, EXIT_STARTUP
     from ..run_config import resolve_run_config
 
     try:
-        described = lightning_config(resolve_run_config(spec_path=spec_path, overrides=overrides))
+        config = resolve_run_config(spec_path=spec_path, overrides=overrides)
     except StartupContractError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_STARTUP
+    for warning in config.warnings:
+        sys.stderr.write(f"{warning}\n")
+    from ..assembly import lightning_config  # loads Lightning
+
+    described = lightning_config(config)
     sys.stdout.write(yaml.safe_dump(described, sort_keys=False))
     return EXIT_COMPLETED

@@ -141,6 +141,8 @@ class FsspecTarget:
             filesystem, root = fsspec.core.url_to_fs(url)
         except ImportError as error:
             raise UploadError(f"{self.name} needs another package: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"Invalid upload target {self.name!r}. {error}.") from error
         self._fs: Any = filesystem
         self._root = str(root).rstrip("/")
 

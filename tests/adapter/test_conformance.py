@@ -52,7 +52,7 @@ def test_a_sound_class_passes_every_check(monkeypatch):
     assert "bit-equal" in found["resume"].detail
 
 
-@pytest.mark.parametrize("name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph"])
+@pytest.mark.parametrize("name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy"])
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
     found = findings_of(name, monkeypatch)
 
@@ -113,6 +113,20 @@ def test_two_processes_are_compared_with_one(monkeypatch, name, said):
         assert detail in found[check].detail
 
 
+@pytest.mark.slow
+def test_what_several_threads_round_otherwise_is_no_difference_of_ranks(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = tuple({"x": rng.normal(size=(32, 2)).tolist(), "y": rng.normal(size=(32, 1)).tolist()} for _ in range(4))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = run_checks(Subject("check_zoo:BiasBeforeBatchNorm", rows, steps=2, search_path=(HERE,)))
+        assert [finding.level for finding in found if finding.check == "ranks"] == ["pass"]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A job whose class has a fault; nothing is started for it but this process."""
@@ -150,6 +164,7 @@ def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, 
     [
         ([], "name a trainer"),
         (["check_zoo:Sound", "--steps", "0"], "Invalid `--steps`"),
+        (["check_zoo:Sound", "--batch_size", "0"], "Invalid `--batch_size`. Expected a number >= 1, but received 0."),
         (["--job", "nowhere.json"], "nowhere.json"),
         (["check_zoo:Sound", "--data", "nowhere.parquet"], "nowhere.parquet"),
     ],

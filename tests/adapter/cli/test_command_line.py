@@ -83,6 +83,7 @@ def test_the_version_names_what_it_stands_on(genlight):
         (["run", "job.json", "--no-such-option"], "--no-such-option"),
         (["--no-such-option"], "--no-such-option"),
         (["events"], "required"),
+        (["check", "m:T", "--batch_size", "x"], "error: `batch_size`: Expected int, but received x"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(genlight, arguments, message):
@@ -133,11 +134,14 @@ def test_a_path_that_is_not_what_was_meant_is_told_as_it_was_typed_with_the_way_
     assert said in capsys.readouterr().err
 
 
-def test_an_export_of_nothing_is_refused_before_torch_is_loaded(genlight):
+@pytest.mark.parametrize(
+    "words", [["checkpoint", "export", "none", "--to", "x.safetensors"], ["run", "none.json", "--print_config"]]
+)
+def test_what_is_not_there_is_refused_before_torch_or_lightning_is_loaded(words):
     script = (
         "import sys; from genlight.adapter.cli import main\n"
-        "assert main(['checkpoint', 'export', 'none', '--to', 'x.safetensors']) == 2\n"
-        "assert 'torch' not in sys.modules"
+        f"assert main({words}) == 2\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def test_a_scheme_whose_package_is_missing_is_an_error_that_names_it():
 
 @pytest.mark.parametrize("url", ["", "bucket", "://x", "hf://", "hf://only-a-name", "hf://a/b/c", "nothing://x"])
 def test_what_is_no_target_is_refused(url):
-    with pytest.raises(ValueError, match=r"Invalid upload target|Protocol not known"):
+    with pytest.raises(ValueError, match="Invalid upload target"):
         open_target(url)
 
 
