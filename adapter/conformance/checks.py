@@ -219,7 +219,7 @@ def _resume_finding(
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
     """Whether two gloo processes end with the weights of one."""
-    expected = whole.weights()
+    expected = _on_one_thread(subject, whole).weights()
     pairs = [halves(batch) for batch in subject.batches]
     jobs = {"same": [list(subject.batches)] * 2}
     if expected and all(pair is not None for pair in pairs):
@@ -258,6 +258,18 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
         yield Finding("batch size", "skip", "the raw batches cannot be cut in halves")
         return
     yield _batch_size_finding(*_distance(results["halves"][0], expected))
+
+
+def _on_one_thread(subject: Subject, whole: Trained) -> Trained:
+    """`whole`, as the ranks train it: other numbers of threads round otherwise, which Adam can make a step of."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return whole
+    torch.set_num_threads(1)
+    try:
+        return subject.train()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _batch_size_finding(distance: float, path: str) -> Finding:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -89,6 +90,8 @@ def _of_state_dict(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensor(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if is_lazy(tensor):  # of a lazy module before its first batch
+        return
     tensor = tensor.detach()
     if tensor.is_sparse:  # which `torch.equal` does not take
         yield f"{path}.indices", tensor._indices().cpu().clone()
@@ -101,15 +104,12 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        same_kind = a.shape == b.shape and a.dtype == b.dtype
-        return same_kind and bool(torch.equal(a, b) or _same_bits(a, b))
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     return bool(a == b) or (a != a and b != b)  # NaN is the same as itself here
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tensors with NaNs are unequal to themselves; a run that reproduces them is exact all the same."""
-    if not a.is_floating_point():
-        return False
-    return torch.equal(as_uint8(a.contiguous()), as_uint8(b.contiguous()))
+def _bits(tensor: Tensor) -> Tensor:
+    """NaNs are unequal to themselves, and torch compares not every type; a run that reproduces the bits is exact."""
+    return as_uint8(tensor.resolve_conj().resolve_neg().contiguous())

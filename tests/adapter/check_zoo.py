@@ -82,6 +82,35 @@ class SparseGraph(Sound):
         state.count, state.visits = payload["count"], payload["visits"]
 
 
+class BiasBeforeBatchNorm(Sound):
+    """The gradient of the bias is nothing but rounding, which Adam makes a whole step of."""
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        return SimpleNamespace(model=model, opt=torch.optim.Adam(model.parameters(), lr=0.01), count=0)
+
+
+class Lazy(Sound):
+    def configure(self, ctx):
+        model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
+        return SimpleNamespace(model=model, opt=torch.optim.SGD(model.parameters(), lr=0.01), count=0)
+
+
+class OddTypes(Sound):
+    """What torch compares neither as it is nor at all."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.odd = [torch.ones(2, dtype=torch.complex32), torch.tensor([1j]).conj(), torch.empty(0, 2)]
+        return state
+
+    def state_dict(self, state):
+        return {"count": state.count, "odd": state.odd}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count, state.odd = payload["count"], payload["odd"]
+
+
 class ForgetsALongHistory(Sound):
     """Longer than what is searched for modules."""
 
