@@ -35,7 +35,7 @@ from .lifecycle import LifecycleSession
 from .lightning_import import import_lightning
 from .loading import find_trainer, make_trainer, on_sys_path
 from .log_redaction import redacted_logs
-from .meeting import watch_meeting
+from .meeting import watching_meeting
 from .parser_errors import is_about_what_was_given
 from .rank_failures import RankFailures, watch_ranks
 from .rank_processes import RankProcesses
@@ -304,7 +304,7 @@ class _Training:
                 step=record.step, payload=record.state, checkpoint_dir=trainer_directory(record.path)
             )
         resumes = record is not None and not record.is_old
-        with self._watching_ranks(trainer), self._watching_meeting(trainer):
+        with self._watching_ranks(trainer), watching_meeting(trainer, self.raise_if_stopped, self.end_now):
             self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
         final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
         return Completion(self.module.completed_steps, final if final.exists() else None, self.module.stopped)
@@ -341,15 +341,6 @@ class _Training:
         try:
             with first_rank_announced():
                 yield
-        finally:
-            stop()
-
-    @contextlib.contextmanager
-    def _watching_meeting(self, trainer: pl.Trainer) -> Iterator[None]:
-        """End this rank when it is asked to stop and the others do not come."""
-        stop = watch_meeting(self.raise_if_stopped, self.end_now) if trainer.world_size > 1 else lambda: None
-        try:
-            yield
         finally:
             stop()
 

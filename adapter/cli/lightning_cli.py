@@ -14,6 +14,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
@@ -23,8 +24,10 @@ from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
-from ..failures import EXIT_STARTUP, describe_failure, is_lost_worker
+from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, is_lost_worker
+from ..meeting import watching_meeting
 from ..parser_errors import is_about_what_was_given, root_cause
+from ..rank_processes import RankProcesses
 from .parsing import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -138,20 +141,30 @@ class GenlightCLI(LightningCLI):
             )
 
     def fit(self, **arguments: Any) -> None:
-        """Train; what a stop signal caused by ending a data worker is that stop.
+        """Train; a stop signal is heeded from here on, and a failure that it caused is that stop.
 
         Raises:
             TrainingCanceled: The run was stopped.
         """
-        try:
-            self.trainer.fit(**arguments)
-        except RuntimeError as error:
-            stops = (callback for callback in callbacks_of(self.trainer) if isinstance(callback, StopRequests))
-            reason = next((stop.signals.reason for stop in stops), None)
-            if reason is None or not is_lost_worker(error):
+        signals = next(each for each in callbacks_of(self.trainer) if isinstance(each, StopRequests)).signals
+
+        def raise_if_stopped() -> None:
+            if signals.reason is not None:
+                raise TrainingCanceled(signals.reason)
+
+        with signals.installed(), watching_meeting(self.trainer, raise_if_stopped, self._end_now):
+            try:
+                self.trainer.fit(**arguments)
+            except RuntimeError as error:
+                if is_lost_worker(error) and signals.reason is not None:
+                    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+                    raise TrainingCanceled(signals.reason) from error
                 raise
-            log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
-            raise TrainingCanceled(reason) from error
+
+    def _end_now(self, stop: TrainingCanceled) -> None:
+        code = _report_stop(stop)
+        RankProcesses(self.trainer).kill()
+        os._exit(code)
 
     def _checkpoints(self) -> Path | None:
         """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
@@ -189,8 +202,7 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
     try:
         GenlightCLI(arguments)
     except TrainingCanceled as error:
-        log.warning("stopped: %s; start again with --resume auto to go on", error.reason)
-        return describe_failure(error, has_checkpoint=True).exit_code
+        return _report_stop(error)
     except GenlightError as error:
         log.error("%s", error)  # noqa: TRY400 - its message says all
         return describe_failure(error, has_checkpoint=False).exit_code
@@ -198,6 +210,12 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
         log.error("%s", error)  # noqa: TRY400 - its message says all
         return EXIT_STARTUP
     return 0
+
+
+def _report_stop(stop: TrainingCanceled) -> int:
+    log.warning("stopped: %s; start again with --resume auto to go on", stop.reason)
+    # A launcher ends the other processes when one leaves with an error, rank 0 while it still tidies up.
+    return EXIT_STOPPED if getattr(rank_zero_only, "rank", 0) == 0 else EXIT_COMPLETED
 
 
 class _UnusableConfigurationError(Exception):

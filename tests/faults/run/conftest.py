@@ -213,3 +213,25 @@ def torchrun_environs():
         return [{name: str(value) for name, value in rank.items()} for rank in own]
 
     return environs
+
+
+@pytest.fixture
+def fit(job, fork_server, kill_after):
+    """Starts ``genlight fit`` with a data module, arguments of the Trainer, and variables."""
+
+    def started(data, *, at="train_step:3", rank=0, environ=None, **trainer):
+        checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
+        usual = {"max_steps": 4000, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint]}
+        trained = {"run_id": "faulty", "max_steps": 4000, "hyperparams": {"at": at, "rank": rank, "holds": 60.0}}
+        module = {"plugin": "fault_trainer:Faulty", "job": trained}
+        config = {
+            "trainer": usual | trainer,
+            "model": {"class_path": "genlight.adapter.ContractModule", "init_args": module},
+            "data": data,
+        }
+        (job.folder / "fit.yaml").write_text(json.dumps(config))
+        process = fork_server.start(job, "fit", "--config", "fit.yaml", **(environ or {}))
+        kill_after(process)
+        return process
+
+    return started

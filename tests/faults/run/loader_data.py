@@ -1,8 +1,10 @@
 """A data module whose loader is torch's own, with worker processes."""
 
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
+from fault_trainer import Faulty
 from torch.utils.data import DataLoader
 
 
@@ -20,3 +22,20 @@ class OwnLoader(pl.LightningDataModule):
 
 def give_up(worker):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Prepared(OwnLoader):
+    """Holds while data is prepared."""
+
+    def prepare_data(self):
+        trainer = Faulty()
+        trainer.rank = 0
+        trainer.hold(60.0)
+
+
+class Told(OwnLoader):
+    """Tells when it is made, which is before ranks meet."""
+
+    def __init__(self):
+        super().__init__()
+        Path("reached-0").touch()

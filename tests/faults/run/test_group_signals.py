@@ -1,6 +1,5 @@
 """A stop signal to the whole process group, as schedulers and terminals send it: data workers get it too."""
 
-import json
 import os
 import signal
 import time
@@ -17,27 +16,6 @@ FEED = {
 
 def own_loader(**arguments):
     return {"class_path": "loader_data.OwnLoader", "init_args": arguments}
-
-
-@pytest.fixture
-def fit(job, fork_server, kill_after):
-    """Starts ``genlight fit`` with a data module."""
-
-    def started(data):
-        checkpoint = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
-        trained = {"run_id": "faulty", "max_steps": 4000, "hyperparams": {"at": "train_step:3", "holds": 60.0}}
-        module = {"plugin": "fault_trainer:Faulty", "job": trained}
-        config = {
-            "trainer": {"max_steps": 4000, "accelerator": "cpu", "logger": False, "callbacks": [checkpoint]},
-            "model": {"class_path": "genlight.adapter.ContractModule", "init_args": module},
-            "data": data,
-        }
-        (job.folder / "fit.yaml").write_text(json.dumps(config))
-        process = fork_server.start(job, "fit", "--config", "fit.yaml")
-        kill_after(process)
-        return process
-
-    return started
 
 
 @pytest.fixture

@@ -1,0 +1,56 @@
+"""``genlight fit`` and stop signals: the exit code says that it may go on, whenever the signal comes."""
+
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FEED = {"class_path": "genlight.adapter.ArrowDataModule", "init_args": {"parquet_paths": "x.parquet", "batch_size": 1}}
+TWO = {"devices": 2, "strategy": "ddp"}
+
+
+def shown(job):
+    return (job.folder / "stderr").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, fit, number):
+    process = fit({"class_path": "loader_data.Prepared"}, at="nowhere")
+    job.wait_until(job.reached, process)
+    process.send_signal(number)
+    job.go()
+
+    assert process.wait(100) == 75, shown(job)
+    assert "Traceback" not in shown(job)
+    assert not list((job.folder / "checkpoints").glob("*.json"))
+
+
+def test_a_signal_while_a_fit_that_completed_ends_does_not_change_its_exit_code(job, fit):
+    process = fit(FEED, at="exit", max_steps=3)
+    job.wait_until(job.reached, process)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(100) == 0, shown(job)
+    assert (job.folder / "checkpoints" / "final.json").exists()
+
+
+def test_a_rank_of_a_fit_that_was_not_the_first_leaves_without_an_error_when_all_stop(job, fit, torchrun_environs):
+    """A launcher would end the first one, which may still have to tidy up."""
+    ranks = [fit(FEED, rank=1, environ=environ, **TWO) for environ in torchrun_environs(2)]
+    job.wait_until(lambda: job.reached(1), ranks[1])
+    ranks[1].send_signal(signal.SIGTERM)
+    job.go()
+
+    assert [process.wait(100) for process in ranks] == [75, 0], shown(job)
+    assert list((job.folder / "checkpoints").glob("step-*.json"))
+
+
+def test_a_fit_that_is_told_to_stop_while_it_waits_for_a_rank_that_never_comes_ends(job, fit, torchrun_environs):
+    process = fit({"class_path": "loader_data.Told"}, environ=torchrun_environs(2)[0], **TWO)
+    job.wait_until(job.reached, process)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(100) == 75, shown(job)
