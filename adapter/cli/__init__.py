@@ -11,8 +11,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`.
 
-    Without `arguments` the process is the command's own, and a stop signal that comes when a run or a fit has ended does
-    not change its exit code.
+    Without `arguments` the process is the command's own, and a stop signal that comes when a run or a fit has ended
+    does not change its exit code.
     """
     from .command_line import main as run_main
 
