@@ -5,11 +5,35 @@ from __future__ import annotations
 import math
 import sys
 import time
+from typing import Any
 
-__all__ = ["Pace", "crossed", "next_multiple", "steps_within", "suppressed"]
+__all__ = ["Pace", "StepCadence", "crossed", "next_multiple", "steps_within", "suppressed"]
 
 MOST_STEPS = 8
 """How many steps a look at the clock is apart from the next at most, should steps become slow from one to the next."""
+
+
+class StepCadence:
+    """An attribute of a hook: after how many steps it acts again; 0 turns that off.
+
+    It may be changed while training: the hook is then called after the next step, whatever it waited for.
+
+    Raises:
+        ValueError: A negative number is assigned.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, hook: Any, owner: type | None = None) -> int:
+        every: int = vars(hook)[self._name] if hook is not None else 0
+        return every
+
+    def __set__(self, hook: Any, every: int) -> None:
+        if every < 0:
+            raise ValueError(f"Invalid `{self._name}`. Expected a number >= 0, but received {every}.")
+        vars(hook)[self._name] = every
+        hook.next_due_step = 0
 
 
 def crossed(previous: int, current: int, every: int) -> bool:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
-from .cadence import crossed, next_multiple
+from .cadence import StepCadence, crossed, next_multiple
 from .hook import Hook, run_state_of, skippable
 
 __all__ = ["Evaluate", "scores_of"]
@@ -33,29 +33,32 @@ class Evaluate(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     writes = ("eval_scores",)
+    every_n_steps = StepCadence()
     _not_events = Hook._not_events | {"on_fit_start"}
     # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
 
     def __init__(self, every_n_steps: int, *, critical: bool = False) -> None:
-        if every_n_steps < 0:
-            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self.critical = critical
+        self._previous_step = 0
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _evaluation_of(pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._previous_step = trainer.global_step
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        previous, self._previous_step = self._previous_step, (step := trainer.global_step)
         self.next_due_step = next_multiple(step, self.every_n_steps)
-        if not crossed(step - 1, step, self.every_n_steps):
-            return
-        run_state_of(trainer).eval_scores = scores_of(pl_module)
+        if crossed(previous, step, self.every_n_steps):
+            run_state_of(trainer).eval_scores = scores_of(pl_module)
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:

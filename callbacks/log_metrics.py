@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from ..adapter.run_state import RunState
-from .cadence import next_multiple, suppressed
+from .cadence import StepCadence, next_multiple, suppressed
 from .hook import Hook, run_state_of, skippable
 
 __all__ = ["LogMetrics"]
@@ -42,10 +42,9 @@ class LogMetrics(Hook):
     critical = True
     optional_reads = ("eval_scores",)
     writes = ("loss_stats",)
+    every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int = 10) -> None:
-        if every_n_steps < 0:
-            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._reported_scores: dict[str, float] | None = None
         self._waited: tuple[float, float] | None = None

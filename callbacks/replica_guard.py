@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..adapter.exceptions import ReplicaDriftError
-from .cadence import crossed, next_multiple
+from .cadence import StepCadence, crossed, next_multiple
 from .hook import Hook, skippable
 
 __all__ = ["ReplicaGuard"]
@@ -42,10 +42,9 @@ class ReplicaGuard(Hook):
 
     critical = True
     ranks = "all"
+    every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int = 1000) -> None:
-        if every_n_steps < 0:
-            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._checked_step = 0
 

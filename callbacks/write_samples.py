@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
 from ..reporters.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
-from .cadence import crossed, next_multiple, suppressed
+from .cadence import StepCadence, crossed, next_multiple, suppressed
 from .hook import Hook, fire, run_state_of, skippable
 
 __all__ = ["WriteSamples"]
@@ -47,6 +47,7 @@ class WriteSamples(Hook):
 
     optional_reads = ("loss_stats", "latest_checkpoint_uri")
     writes = ("latest_sample_uris",)
+    every_n_steps = StepCadence()
 
     def __init__(
         self,
@@ -57,16 +58,16 @@ class WriteSamples(Hook):
         seed: int | None = None,
         critical: bool = True,
     ) -> None:
-        if every_n_steps < 0:
-            raise ValueError(f"Invalid `every_n_steps`. Expected a number >= 0, but received {every_n_steps}.")
         self.directory = Path(directory).absolute()
         self.every_n_steps = every_n_steps
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical
+        self._previous_step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._previous_step = trainer.global_step
         if self.every_n_steps:
             _sweep(self.directory)
 
@@ -75,9 +76,9 @@ class WriteSamples(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        previous, self._previous_step = self._previous_step, (step := trainer.global_step)
         self.next_due_step = next_multiple(step, self.every_n_steps)
-        if crossed(step - 1, step, self.every_n_steps) and not suppressed(pl_module):
+        if crossed(previous, step, self.every_n_steps) and not suppressed(pl_module):
             self.write(trainer, pl_module, step)
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:

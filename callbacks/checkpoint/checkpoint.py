@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.run_state import RunState
-from ..cadence import crossed, next_multiple, suppressed
+from ..cadence import StepCadence, crossed, next_multiple, suppressed
 from ..hook import Hook, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
@@ -103,6 +103,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores")
     writes = ("latest_checkpoint_uri",)
+    every_n_steps = StepCadence()
 
     def __init__(
         self,
@@ -121,9 +122,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         on_error: Literal["stop", "continue"] = "stop",
         save_gradients: bool | None = None,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
-            if value < 0:
-                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
+        if every_n_epochs < 0:
+            raise ValueError(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
         if when_busy not in ("wait", "newest"):
             raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
         if on_error not in ("stop", "continue"):

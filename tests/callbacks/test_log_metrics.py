@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
-from genlight.callbacks import LogMetrics
+from genlight.callbacks import Hook, LogMetrics
 from genlight.callbacks.hook import callbacks_of, run_state_of
 
 
@@ -118,3 +118,15 @@ def test_with_a_module_that_hosts_no_trainer_it_says_that_it_does_nothing(fit_pl
 def test_a_negative_cadence_is_refused():
     with pytest.raises(ValueError, match=r"Invalid `every_n_steps`. Expected a number >= 0, but received -1\."):
         LogMetrics(-1)
+
+
+def test_a_cadence_may_be_changed_while_training(fit, counting_trainer):
+    metrics, logger = LogMetrics(100), Recorder()
+
+    class Changing(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            metrics.every_n_steps = {4: 3, 7: 0}.get(trainer.global_step, metrics.every_n_steps)
+
+    fit(counting_trainer(), [metrics, Changing()], steps=12, logger=logger)
+
+    assert [step for step, _ in logger.told] == [6]

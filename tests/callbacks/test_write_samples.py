@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -281,6 +282,29 @@ def test_under_a_plain_lightning_module_it_writes_texts(fit_plain, tmp_path):
     fit_plain([WriteSamples(tmp_path, 2)])
 
     assert names(tmp_path) == ["step-00000002.txt", "step-00000004.txt"]
+
+
+def test_a_boundary_within_a_batch_that_counts_as_several_steps_is_not_missed(quiet, tmp_path):
+    """Lightning counts a step for each update of an optimizer, two for a batch of a GAN."""
+
+    class TwoUpdates(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                self.manual_backward(self.layer(batch).sum())
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.layer.parameters(), lr=0.1) for _ in range(2)]
+
+    trainer = pl.Trainer(**quiet, max_epochs=1, callbacks=[WriteSamples(tmp_path, 5)])
+    trainer.fit(TwoUpdates(), torch.utils.data.DataLoader(torch.ones(9, 1)))
+
+    assert names(tmp_path) == ["step-00000006.txt", "step-00000010.txt", "step-00000016.txt"]
 
 
 def test_a_negative_cadence_is_refused(tmp_path):
