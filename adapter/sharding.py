@@ -173,7 +173,7 @@ def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) ->
         for container, path in _copies_in_containers(discovered)
     ]
     faults += [
-        f"{found.path}.{name} is an embedding with sparse gradients; leave out `sparse=True`"
+        f"{found.path}{name and f'.{name}'} is an embedding with sparse gradients; leave out `sparse=True`"
         for found in modules
         for name, sub in found.value.named_modules()
         if getattr(sub, "sparse", False) is True
