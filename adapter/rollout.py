@@ -21,6 +21,8 @@ class RolloutBatches:
     could put it into its state.
     """
 
+    begins_anew = True
+
     def __init__(self, module: ContractModule) -> None:
         self._module = module
 

@@ -25,6 +25,7 @@ from ..hook import Hook, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
+from .loader_positions import warn_of_loaders_without_position
 from .rank_parts import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
@@ -152,6 +153,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_warm = False
         self._last_saved_step: int | None = None
         self._is_between_batches = False
+        self._resumes_within_epoch = False
         self._pending: dict[str, Any] = {}
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
@@ -175,6 +177,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._previous_step = trainer.global_step
         self._started_at_s = time.monotonic()
         restore_gradients(pl_module, self._pending.pop("gradients", {}))
+        if self._resumes_within_epoch and trainer.is_global_zero:
+            warn_of_loaders_without_position(trainer)
+        self._resumes_within_epoch = False
         if not self.saves_anything:
             return
         groups = rank_groups_of(trainer.strategy)
@@ -259,6 +264,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
         gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
         self._pending["gradients"] = gradients | parts.get(SHARDED_GRADIENTS, {})
+        self._resumes_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
@@ -266,7 +272,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             if parts.get("is_between_batches"):
                 self._pending["rng"] = parts["rng"]
                 # After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
-                if not parts.get("is_last_batch"):
+                if self._resumes_within_epoch:
                     # Of the instance, and until then: a hook that is there is called in every step.
                     self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from genlight.adapter.contract import StepControlHints, StepResult
 from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
@@ -98,6 +98,37 @@ def test_a_run_resumed_between_epochs_shuffles_as_it_would_have(tmp_path, make_t
     make_trainer(again, max_epochs=3).fit(resumed, shuffled(), ckpt_path=saved.path)
 
     assert equal(resumed, reference)
+
+
+class Endless(IterableDataset):
+    """Of which Lightning says nothing when a run is resumed: it knows no length."""
+
+    def __iter__(self):
+        while True:
+            yield torch.ones(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("loader", "stop", "is_warned"),
+    [
+        (lambda _: DataLoader(Endless(), batch_size=None), 3, True),
+        (lambda _: {"a": DataLoader(Endless(), batch_size=None)}, 3, True),
+        (lambda resumable: resumable(), 3, False),
+        (lambda resumable: DataLoader([torch.ones(6, 4)] * 4, batch_size=None), 4, False),
+    ],
+    ids=["endless", "several", "resumable", "between epochs"],
+)
+def test_a_loader_that_begins_anew_within_an_epoch_is_told(
+    tmp_path, make_trainer, make_net, make_loader, caplog, loader, stop, is_warned
+):
+    class Net(type(make_net())):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
+
+    make_trainer(Checkpoint(tmp_path), max_steps=stop).fit(Net(), loader(make_loader))
+    caplog.clear()
+    make_trainer(Checkpoint(tmp_path), max_steps=6).fit(Net(), loader(make_loader), ckpt_path=tmp_path / "final.json")
+    assert ("DataLoader keeps no position" in caplog.text) is is_warned
 
 
 def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trainer, make_net, make_loader):

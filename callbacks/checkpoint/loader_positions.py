@@ -1,0 +1,28 @@
+"""Loaders that cannot go on where a run within an epoch was left."""
+
+from __future__ import annotations
+
+import logging
+
+import lightning.pytorch as pl
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["warn_of_loaders_without_position"]
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
+    """Name the training loaders that have no state, so that they begin with their first batch again.
+
+    One whose ``begins_anew`` is true does so on purpose.
+    """
+    for loader in tree_leaves(trainer.train_dataloader):
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if not is_stateful and not getattr(loader, "begins_anew", False):
+            log.warning(
+                "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "
+                "Give it `state_dict` and `load_state_dict`, as the loader of ArrowDataModule has, or save between "
+                "epochs.",
+                type(loader).__name__,
+            )
