@@ -78,7 +78,7 @@ class Phases(Hook):
         self.calls.append("training_end")
 
 
-def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int = 4) -> pl.Trainer:
+def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int = 4, **options: Any) -> pl.Trainer:
     """Train without any data but the trainer's own."""
     trainer = pl.Trainer(
         max_steps=steps,
@@ -90,7 +90,7 @@ def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int = 4) ->
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    trainer.fit(ContractModule(plugin, TrainingJobSpec("agent", steps, metric_every=0)))
+    trainer.fit(ContractModule(plugin, TrainingJobSpec("agent", steps, metric_every=0)), **options)
     return trainer
 
 
@@ -124,6 +124,15 @@ def test_a_rollout_that_returns_no_batches_is_told_so(tmp_path: Path, returned: 
     agent.rollout = lambda state, ctx: returned  # type: ignore[method-assign]
     with pytest.raises(ContractError, match=r"rollout returned a .*; it must be an iterable of raw batches"):
         fit(tmp_path, agent)
+
+
+def test_a_run_resumed_within_a_phase_begins_with_a_new_rollout(tmp_path: Path, caplog: Any) -> None:
+    """On purpose, so that nothing is said of a loader without a position."""
+    fit(tmp_path, Agent(), Checkpoint(tmp_path), steps=3)
+    resumed = Agent()
+    fit(tmp_path, resumed, Checkpoint(tmp_path), steps=6, ckpt_path=tmp_path / "final.json")
+    assert resumed.seen == ["1a", "1b", "2a"]
+    assert "position" not in caplog.text
 
 
 def test_a_rollout_may_return_batches_alone(tmp_path: Path) -> None:
