@@ -18,6 +18,7 @@ from typing import Any
 from jsonargparse import set_parsing_settings
 
 from ..lightning_import import import_lightning
+from . import INTERRUPTED
 from .config_files import config_file_fault
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parsing import CommandParser
@@ -25,8 +26,6 @@ from .parsing import CommandParser
 __all__ = ["main"]
 
 WRONG_USAGE = 2
-INTERRUPTED = 130
-"""128 + SIGINT, as a shell says it."""
 
 COMMANDS = {
     "run": "run a job from its spec, or from the environment",
@@ -76,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()
     for_any_character()
-    trains = words[:1] == ["run"] or (words and words[0] in LIGHTNING_COMMANDS)
+    prints = any(word.partition("=")[0] == "--print_config" for word in words)
+    trains = bool(words) and words[0] in ("run", *LIGHTNING_COMMANDS) and not prints
     code = 0
     with outliving_readers() if trains else until_the_reader_leaves():
         try:

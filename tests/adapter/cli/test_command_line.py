@@ -147,6 +147,21 @@ def test_what_is_not_there_is_refused_before_torch_or_lightning_is_loaded(words)
     assert done.returncode == 0, done.stderr
 
 
+def test_ctrl_c_while_the_command_line_is_being_imported_ends_it_without_a_traceback():
+    script = (
+        "import builtins, sys\n"
+        "from genlight.adapter.cli import main\n"
+        "real = builtins.__import__\n"
+        "def interrupted(name, *more):\n"
+        "    if name == 'jsonargparse': raise KeyboardInterrupt\n"
+        "    return real(name, *more)\n"
+        "builtins.__import__ = interrupted\n"
+        "sys.exit(main(['--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -274,6 +289,17 @@ def test_a_listing_that_cannot_be_written_fails_and_says_why(genlight, directory
 
     assert done.returncode == 1
     assert done.stderr == "genlight: the output cannot be written: No space left on device\n"
+
+
+def test_a_configuration_that_cannot_be_written_fails_and_says_why(tmp_path, monkeypatch, capsys):
+    (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["run", str(tmp_path / "job.json"), "--print_config"])
+
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "genlight: the output cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("command", [("checkpoint", "ls"), ("checkpoint", "show"), ("uploads",), ("events",)])
