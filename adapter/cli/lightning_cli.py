@@ -49,7 +49,7 @@ class GenlightCLI(LightningCLI):
     def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__(
             pl.LightningModule,
-            pl.LightningDataModule,
+            None,  # a model may bring its own loaders
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_callback=SaveConfigCallback,

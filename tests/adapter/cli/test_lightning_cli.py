@@ -29,6 +29,11 @@ class Works(Trainer):
         return StepResult()
 
 
+class Collects(Works):
+    def rollout(self, state, ctx):
+        return [1, 2]
+
+
 class Fails(Works):
     def train_step(self, batch, state, ctx):
         raise ValueError("of the trainer's own")
@@ -84,7 +89,10 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"plugin": "refused_trainer:Trianer"}, "has no 'Trianer'; trainers found there: Counts, Fails, Trainer"),
+        (
+            {"plugin": "refused_trainer:Trianer"},
+            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Trainer",
+        ),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
         ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
@@ -179,6 +187,17 @@ def test_a_misspelled_option_of_fit_is_told_without_forty_lines_of_usage(genligh
     assert code == 2
     assert said in words
     assert len(words.splitlines()) < 4
+
+
+def test_a_configuration_needs_no_data_where_the_model_brings_its_own(genlight, tmp_path):
+    code, words = genlight("fit", "--data", "null", plugin="refused_trainer:Collects")
+    assert code == 0, words
+    assert (tmp_path / "c" / "final.json").exists()
+
+    code, words = genlight("fit", "--data", "null", "--resume", "never", plugin="refused_trainer:Works")
+    assert code == 2
+    assert "`train_dataloader` must be implemented" in words
+    assert "Traceback" not in words
 
 
 def test_lightnings_timer_can_be_configured(genlight):
