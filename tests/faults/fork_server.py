@@ -34,9 +34,13 @@ LOADED = (
     "genlight.adapter.run",
     "genlight.callbacks.checkpoint",
     "genlight.callbacks.evaluate",
+    "genlight.callbacks.job_progress",
+    "genlight.callbacks.log_metrics",
+    "genlight.callbacks.record_events",
     "genlight.callbacks.stop_requests",
     "genlight.callbacks.upload_artifacts",
     "genlight.callbacks.watch_hangs",
+    "genlight.callbacks.write_samples",
 )
 
 HANGS_AFTER_S = 140

@@ -13,7 +13,12 @@ class OwnLoader(pl.LightningDataModule):
 
     def __init__(self, method: str = "fork", persistent: bool = False, gives_up: bool = False):
         super().__init__()
-        self.options = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": persistent}
+        # One is enough where it costs seconds of imports.
+        self.options = {
+            "num_workers": 2 if method == "fork" else 1,
+            "multiprocessing_context": method,
+            "persistent_workers": persistent,
+        }
         self.options["worker_init_fn"] = give_up if gives_up else None
 
     def train_dataloader(self):
