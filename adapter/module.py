@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import DoublePrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -350,6 +351,9 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if isinstance(self.trainer.precision_plugin, DoublePrecision):
+            # Lightning does it after it has loaded the weights, which fp32 would round.
+            self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
         if CONTRACT_KEY in checkpoint:
             self._to_restore = {

@@ -58,11 +58,12 @@ class TwoSchedulers:
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
-def fit(tmp_path: Path, plugin: Any, steps: int, **options: Any) -> ContractModule:
+def fit(tmp_path: Path, plugin: Any, steps: int, *, precision: Any = None, **options: Any) -> ContractModule:
     """Train on the same batches every time."""
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator="cpu",
+        precision=precision,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -90,6 +91,30 @@ def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> Non
     assert state["scaler"].state_dict() == whole["scaler"].state_dict()
     assert torch.equal(state["alpha"], whole["alpha"])
     assert bool(state["alpha"].detach() != 0)
+
+
+class InDouble(TwoSchedulers):
+    """Builds its weights in fp32, as all do; Lightning makes them fp64."""
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 1)
+        return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = state["net"](batch.double()).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss})
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_weights_in_double_precision_keep_all_their_digits_over_a_resume(tmp_path: Path) -> None:
+    whole = fit(tmp_path, InDouble(), 3, precision="64-true").contract_state["net"]
+    saved = str(tmp_path / "c" / "step-00000003.json")
+    resumed = fit(tmp_path, InDouble(), 3, precision="64-true", ckpt_path=saved).contract_state["net"]
+    assert whole.weight.dtype == resumed.weight.dtype == torch.float64
+    assert torch.equal(whole.weight, resumed.weight)
 
 
 def test_modules_of_state_and_trainer_are_registered_by_where_they_are(tmp_path: Path) -> None:
