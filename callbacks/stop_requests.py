@@ -180,18 +180,19 @@ class StopRequests(Hook):
         if not self.signals.are_handled:
             early.enter_context(self.signals.installed())
         connector = trainer._signal_connector
-        register = type(connector).register_signal_handlers
+        register = connector.register_signal_handlers
 
         def register_and_take() -> None:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
             try:
                 early.close()  # Lightning puts back what it finds, when it has ended
-                register(connector)
+                register()
                 self.signals.install()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         connector.register_signal_handlers = register_and_take  # type: ignore[method-assign]
+        self._undo.callback(vars(connector).pop, "register_signal_handlers", None)
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

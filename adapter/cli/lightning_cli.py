@@ -22,6 +22,7 @@ from ...callbacks.checkpoint.layout import record_paths
 from ...callbacks.checkpoint.selection import newest_valid
 from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
+from ...callbacks.stop_signals import StopSignals
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
 from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, is_lost_worker
@@ -146,7 +147,10 @@ class GenlightCLI(LightningCLI):
         Raises:
             TrainingCanceled: The run was stopped.
         """
-        signals = next(each for each in callbacks_of(self.trainer) if isinstance(each, StopRequests)).signals
+        signals = StopSignals()
+        for callback in callbacks_of(self.trainer):
+            if isinstance(callback, StopRequests):  # ours, and maybe one of the configuration's
+                callback.signals = signals
 
         def raise_if_stopped() -> None:
             if signals.reason is not None:

@@ -334,6 +334,30 @@ def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, cou
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
 
 
+def test_a_validation_after_a_fit_is_not_kept_from_ending_on_a_signal(fit_plain):
+    import lightning.pytorch as pl
+
+    handlers = []
+
+    class Validated(pl.LightningModule):
+        def validation_step(self, batch, batch_idx):
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    stop = StopRequests()
+    fit_plain([stop]).validate(Validated(), [0], verbose=False)
+    assert len(handlers) == 1
+    assert handlers[0] != stop.signals._handle
+
+
+def test_two_of_these_callbacks_stop_a_run_and_leave_handlers_as_before(fit_plain):
+    before = {each: signal.getsignal(each) for each in REASON_OF_SIGNAL}
+    seen = Doing(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(TrainingCanceled, match="preempted"):
+        fit_plain([StopRequests(), seen, StopRequests()], steps=10)
+    assert seen.ended == 2
+    assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
 def test_handlers_are_as_before_after_a_fit_that_fails_before_it_trains(fit, counting_trainer):
     class Fails(counting_trainer):
         def configure(self, ctx):
