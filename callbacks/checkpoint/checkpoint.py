@@ -204,7 +204,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         previous, self._previous_step = self._previous_step, step
         run_state = self._run_state or run_state_of(trainer)
         if run_state.stop_reason is not None:
-            self._save_before_stop(trainer, pl_module)
+            _after_own_hook(trainer, pl_module, lambda: self._save_before_stop(trainer, pl_module))
             return
         is_crossed = crossed(previous, step, self.every_n_steps) and not suppressed(pl_module)
         if not is_crossed and not self._is_overdue:
@@ -213,7 +213,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         elif self._must_skip(trainer):
             self._wake()
         else:
-            self.save(trainer, pl_module)
+            _after_own_hook(trainer, pl_module, lambda: self.save(trainer, pl_module))
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -493,6 +493,25 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
+
+
+def _after_own_hook(trainer: pl.Trainer, pl_module: pl.LightningModule, save: Callable[[], object]) -> None:
+    """Save once the module's own ``on_train_batch_end`` has run, where it has one.
+
+    Lightning calls it after those of all callbacks, and what it changes, a moving average say, belongs to the step.
+    """
+    hook = pl_module.on_train_batch_end
+    has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
+    if has_none or getattr(trainer.fit_loop, "raises_stops", False):  # the latter is ours, which looks hooks up once
+        save()
+        return
+
+    def hook_and_save(*args: Any) -> None:
+        del pl_module.on_train_batch_end
+        hook(*args)
+        save()
+
+    pl_module.on_train_batch_end = hook_and_save  # type: ignore[method-assign, assignment]
 
 
 def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:

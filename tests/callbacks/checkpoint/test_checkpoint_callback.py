@@ -100,6 +100,50 @@ def test_a_run_resumed_between_epochs_shuffles_as_it_would_have(tmp_path, make_t
     assert equal(resumed, reference)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_what_the_module_changes_at_the_end_of_a_batch_belongs_to_the_checkpoint_of_its_step(
+    tmp_path, make_trainer, make_net, make_loader, is_stopped
+):
+    """Where most keep their moving average; Lightning calls it after the hooks of all callbacks."""
+
+    class Averaged(type(make_net())):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(1, 8))
+
+        def on_train_batch_end(self, *_):
+            self.average.lerp_(self.body[3].weight.detach(), 0.1)
+
+    def averaged(seed):
+        torch.manual_seed(seed)
+        return Averaged()
+
+    class EndAtThree(Hook):
+        def on_train_batch_end(self, trainer, *_):
+            if is_stopped and trainer.global_step == 3:
+                run_state_of(trainer).stop_reason = "canceled"
+
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 3:
+                raise Killed
+
+        critical = True
+
+    reference = averaged(0)
+    make_trainer(max_epochs=1).fit(reference, make_loader())
+
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=0 if is_stopped else 3, asynchronous=False)
+    with pytest.raises(Killed):
+        make_trainer(EndAtThree(), checkpoint, max_epochs=1).fit(averaged(0), make_loader())
+    assert records(tmp_path / "c") == ["step-00000003.json"]
+
+    resumed = averaged(5)
+    saved = tmp_path / "c" / "step-00000003.json"
+    make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(resumed, make_loader(), ckpt_path=saved)
+
+    assert equal(resumed, reference)
+
+
 class Endless(IterableDataset):
     """Of which Lightning says nothing when a run is resumed: it knows no length."""
 
