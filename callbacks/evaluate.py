@@ -65,13 +65,21 @@ def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     """What the hosted trainer's ``evaluate`` returns now, by name; leaves the random numbers as they are.
 
     Raises:
-        ContractError: There is no ``evaluate``, or it returned no mapping.
+        ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
     """
     with isolate_rng():
         scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
     if not isinstance(scores, Mapping):
         raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
-    return {str(name): float(score) for name, score in scores.items()}
+    return {str(name): _number(name, score) for name, score in scores.items()}
+
+
+def _number(name: object, score: Any) -> float:
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(score).__qualname__
+        raise ContractError(f"evaluate returned a {kind} as {name!r}; a score is one number ({error})") from error
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:

@@ -35,6 +35,8 @@ __all__ = ["GenlightCLI", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
 
+_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 
 class _Parser(CommandParser, LightningArgumentParser):
     """LightningCLI's parser, with our errors."""
@@ -89,17 +91,17 @@ class GenlightCLI(LightningCLI):
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
             if not isinstance(cause, GenlightError) and not is_about_what_was_given(cause):
-                raise
+                raise cause from None  # Without jsonargparse's own errors about it, which are long.
             raise _UnusableConfigurationError(str(cause)) from error
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except (ValueError, FileNotFoundError, MisconfigurationException) as error:
+        except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
             if not is_about_what_was_given(error):
                 raise
-            raise _UnusableConfigurationError(str(error).strip()) from error
+            raise _UnusableConfigurationError(_text_of(error)) from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -224,6 +226,13 @@ def _report_stop(stop: TrainingCanceled) -> int:
 
 class _UnusableConfigurationError(Exception):
     """A configuration asks for what it cannot have."""
+
+
+def _text_of(error: Exception) -> str:
+    """What an error says, of one about a path without the system's number for it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error).strip()
 
 
 def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:

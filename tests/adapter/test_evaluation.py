@@ -94,7 +94,16 @@ def test_a_trainer_without_evaluate_is_refused_in_one_line(quiet, counting_train
         pl.Trainer(**quiet).validate(ContractModule(counting_trainer()))
 
 
-def test_scores_that_are_no_mapping_are_refused(quiet, evaluated):
-    evaluated.evaluate = lambda state, ctx: 0.5
-    with pytest.raises(ContractError, match="evaluate returned a float; it must be a mapping of scores"):
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (0.5, "evaluate returned a float; it must be a mapping of scores"),
+        ({"a": "x"}, "evaluate returned a str as 'a'; a score is one number"),
+        ({"a": None}, "evaluate returned a NoneType as 'a'; a score is one number"),
+        ({"a": torch.ones(2)}, "evaluate returned a Tensor as 'a'; a score is one number"),
+    ],
+)
+def test_scores_that_are_no_mapping_of_numbers_are_refused(quiet, evaluated, scores, said):
+    evaluated.evaluate = lambda state, ctx: scores
+    with pytest.raises(ContractError, match=said):
         pl.Trainer(**quiet).validate(ContractModule(evaluated))

@@ -34,6 +34,11 @@ class Collects(Works):
         return [1, 2]
 
 
+class Unmade(Works):
+    def __init__(self):
+        raise ValueError("of the constructor")
+
+
 class Fails(Works):
     def train_step(self, batch, state, ctx):
         raise ValueError("of the trainer's own")
@@ -91,7 +96,7 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
     [
         (
             {"plugin": "refused_trainer:Trianer"},
-            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Trainer",
+            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Trainer, Unmade",
         ),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
@@ -119,6 +124,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         (["--trainer.val_check_interval", "9"], "`val_check_interval` (9) must be less than or equal to the number of"),
         (["--ckpt_path", "none.json"], "Checkpoint file not found: none.json"),
         (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint: name a record, .json, or a .ckpt file"),
+        (["--trainer.callbacks.dirpath", "fit.yaml"], "fit.yaml: Not a directory"),
         (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
 )
@@ -128,6 +134,23 @@ def test_what_lightning_refuses_of_a_configuration_is_told_without_a_traceback(g
     assert code == 2
     assert said in words
     assert "Traceback" not in words
+
+
+@pytest.mark.parametrize(
+    ("plugin", "kind", "said"),
+    [
+        ("not_python:T", SyntaxError, r"invalid syntax \(not_python.py, line 1\)"),
+        ("refused_trainer:Unmade", ValueError, "^of the constructor$"),
+    ],
+)
+def test_what_a_trainer_raises_while_it_is_made_is_raised_without_what_jsonargparse_says(
+    genlight, tmp_path, plugin, kind, said
+):
+    (tmp_path / "not_python.py").write_text("def (\n")
+    with pytest.raises(kind, match=said) as raised:
+        genlight("fit", plugin=plugin)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
 
 
 def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
