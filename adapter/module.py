@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import numbers
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -313,7 +314,7 @@ class ContractModule(pl.LightningModule):
             job=job,
             device=str(trainer.strategy.root_device),
             dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=self.is_canceled,
+            is_canceled=_cancel_check_of(self),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
@@ -425,6 +426,17 @@ class ContractModule(pl.LightningModule):
         if result is not None and not isinstance(result, Mapping):
             raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
         return result
+
+
+def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:
+    """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
+    asked = weakref.ref(module)
+
+    def is_canceled() -> bool:
+        alive = asked()
+        return alive is not None and alive.is_canceled()
+
+    return is_canceled
 
 
 def trainer_directory(checkpoint: str | Path | None) -> Path | None:

@@ -139,3 +139,20 @@ def test_a_callback_that_takes_the_weights_before_there_are_any_is_refused(tmp_p
     trainer = pl.Trainer(max_steps=3, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[callback])
     with pytest.raises(StartupContractError, match=f"{type(callback).__name__} takes the weights"):
         trainer.fit(ContractModule(TwoSchedulers()), DataLoader([torch.zeros(4, 2)] * 3, batch_size=None))
+
+
+def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_trainer):
+    class Keeps(counting_trainer):
+        def setup(self, ctx):
+            self.ctx, self.is_canceled = ctx, ctx.is_canceled
+
+        def configure(self, ctx):
+            return {**super().configure(ctx), "model": torch.nn.Linear(2, 1), "ctx": ctx, "stop": ctx.is_canceled}
+
+        def state_dict(self, state):
+            return {"stopped": self.ctx.is_canceled() or self.is_canceled() or state["stop"]()}
+
+    _, module = fit(Keeps(), steps=2)
+
+    assert [name for name, _ in module.named_children()] == ["model"]
+    assert module.state_payload() == {"stopped": False}
