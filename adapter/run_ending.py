@@ -137,6 +137,7 @@ class Ending:
         except EventLogError as error:
             log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
             return EXIT_FAILED
+        self.rank_failures.clear()  # what a rank of a killed attempt has left
         return EXIT_COMPLETED
 
     def fail(self, error: BaseException) -> int:

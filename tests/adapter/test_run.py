@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from genlight.adapter.failures import Failure
+from genlight.adapter.rank_failures import RankFailures
 from genlight.adapter.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import read_events
@@ -289,6 +291,15 @@ def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(w
     (checkpoints / ".tmp-step-00000002-1-00").mkdir()  # An old checkpoint that was being removed.
     assert run(job) == 0
     assert set(os.listdir(checkpoints)) == before
+
+
+def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    ranks = RankFailures(job.parent / "out", expects_ranks=True)
+    ranks.note(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
+
+    assert run(job) == 0
+    assert not ranks.folder.exists()
 
 
 def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Path]) -> None:
