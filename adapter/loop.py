@@ -447,7 +447,12 @@ class _Step:
         return True
 
     def _train_profiled(self, raw: Any) -> Any:
-        with self.profiler.profile("run_training_batch"):
+        strategy = type(self.trainer.strategy).__name__
+        # Lightning's names; its profiler of torch begins with the first one that ends in `training_step`.
+        with (
+            self.profiler.profile("run_training_batch"),
+            self.profiler.profile(f"[Strategy]{strategy}.training_step"),
+        ):
             return self.module.train_raw_batch(raw)
 
     def _batch_start(self, raw: Any, index: int) -> bool:

@@ -36,7 +36,7 @@ from .regrouping import restore_set_aside, set_aside
 from .rollout import RolloutBatches
 from .routing import StepRouter, step_router
 from .sharding import ShardPolicy, shard_for, whole_metrics
-from .step_metrics import metric_name, named_scalars, validated_result
+from .step_metrics import metric_name, named_scalars, scalar, validated_result
 
 __all__ = ["ContractModule"]
 
@@ -194,10 +194,7 @@ class ContractModule(pl.LightningModule):
             for name, value in last_step.items()
             if isinstance(name, str) and isinstance(value, torch.Tensor | numbers.Real)
         }
-        return {
-            name: value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            for name, value in {**self.published, **known}.items()
-        }
+        return {name: _as_tensor(name, value) for name, value in {**self.published, **known}.items()}
 
     def feed_callback_metrics(self) -> None:
         """Leave the metrics of the last step where Lightning's monitors find them outside of training steps."""
@@ -426,6 +423,15 @@ class ContractModule(pl.LightningModule):
         if result is not None and not isinstance(result, Mapping):
             raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
         return result
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # a number that is none of torch's types, or too large for one
+        return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
 def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:

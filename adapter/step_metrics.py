@@ -11,7 +11,7 @@ from typing import Any
 from .contract import StepContext, StepResult
 from .exceptions import ContractError
 
-__all__ = ["metric_name", "named_scalars", "validated_result"]
+__all__ = ["metric_name", "named_scalars", "scalar", "validated_result"]
 
 _ALIASES = {
     "loss": "train/loss",
@@ -69,11 +69,11 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
     scalars = {}
     for name, value in result.metrics.items():
         reported = metric_name(name)
-        scalars[reported] = value if type(value) is float else _scalar(reported, value)
+        scalars[reported] = value if type(value) is float else scalar(reported, value)
     if _LR not in scalars:
         rate = _learning_rate(result, state, ctx, optimizers)
         if rate is not None:
-            scalars[_LR] = rate if type(rate) is float else _scalar(_LR, rate)
+            scalars[_LR] = rate if type(rate) is float else scalar(_LR, rate)
     return scalars
 
 
@@ -111,7 +111,12 @@ def _entry(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
 
 
-def _scalar(name: str, value: Any) -> float:
+def scalar(name: str, value: Any) -> float:
+    """The value of a metric as a Python number; waits for the device that it is on.
+
+    Raises:
+        ContractError: It is no number and no tensor of one element; names it.
+    """
     try:
         # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
         number = value.item() if hasattr(value, "item") else value

@@ -67,11 +67,11 @@ class LogMetrics(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run_state, step = self._run_state or run_state_of(trainer), trainer.global_step
-        self.next_due_step = next_multiple(step, self.every_n_steps)
+        run_state, step, every = self._run_state or run_state_of(trainer), trainer.global_step, self.every_n_steps
+        self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
-        is_crossed = self.every_n_steps > 0 and step % self.every_n_steps == 0
+        is_crossed = every > 0 and step % every == 0
         if is_crossed and hasattr(pl_module, "step_result") and not suppressed(pl_module):
             metrics = pl_module.metrics()  # type: ignore[operator]
             run_state.loss_stats = metrics.copy()

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ...adapter.run_state import RunState
 from ..cadence import StepCadence, crossed, next_multiple, suppressed
-from ..hook import Hook, fire, run_state_of, skippable
+from ..hook import Hook, after_failure, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
@@ -204,7 +204,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         previous, self._previous_step = self._previous_step, step
         run_state = self._run_state or run_state_of(trainer)
         if run_state.stop_reason is not None:
-            _after_own_hook(trainer, pl_module, lambda: self._save_before_stop(trainer, pl_module))
+            self._after_own_hook(trainer, pl_module, self._save_before_stop)
             return
         is_crossed = crossed(previous, step, self.every_n_steps) and not suppressed(pl_module)
         if not is_crossed and not self._is_overdue:
@@ -213,7 +213,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         elif self._must_skip(trainer):
             self._wake()
         else:
-            _after_own_hook(trainer, pl_module, lambda: self.save(trainer, pl_module))
+            self._after_own_hook(trainer, pl_module, self.save)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -376,6 +376,37 @@ class Checkpoint(Hook, LightningCheckpoint):
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
 
+    def _after_own_hook(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        save: Callable[[pl.Trainer, pl.LightningModule], object],
+    ) -> None:
+        """Save once the module's own ``on_train_batch_end`` has run, where it has one.
+
+        Lightning calls it after those of all callbacks, and what it changes, a moving average say, belongs to the step.
+        """
+        hook = pl_module.on_train_batch_end
+        has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
+        looks_up_once = getattr(trainer.fit_loop, "raises_stops", False)  # genlight's own loop
+        if has_none or looks_up_once:
+            save(trainer, pl_module)
+            return
+        was_its_own = "on_train_batch_end" in vars(pl_module)
+
+        def hook_and_save(*event: Any) -> None:
+            if was_its_own:
+                pl_module.on_train_batch_end = hook  # type: ignore[method-assign]
+            else:
+                del pl_module.on_train_batch_end
+            hook(*event)
+            try:
+                save(trainer, pl_module)
+            except Exception as error:  # noqa: BLE001  # raised again where the policy of this hook says so
+                after_failure(self.on_train_batch_end, "on_train_batch_end", error)
+
+        pl_module.on_train_batch_end = hook_and_save  # type: ignore[method-assign, assignment]
+
     def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
         self.restore_pending_rng(trainer)
 
@@ -493,25 +524,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
-
-
-def _after_own_hook(trainer: pl.Trainer, pl_module: pl.LightningModule, save: Callable[[], object]) -> None:
-    """Save once the module's own ``on_train_batch_end`` has run, where it has one.
-
-    Lightning calls it after those of all callbacks, and what it changes, a moving average say, belongs to the step.
-    """
-    hook = pl_module.on_train_batch_end
-    has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
-    if has_none or getattr(trainer.fit_loop, "raises_stops", False):  # the latter is ours, which looks hooks up once
-        save()
-        return
-
-    def hook_and_save(*args: Any) -> None:
-        del pl_module.on_train_batch_end
-        hook(*args)
-        save()
-
-    pl_module.on_train_batch_end = hook_and_save  # type: ignore[method-assign, assignment]
 
 
 def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:

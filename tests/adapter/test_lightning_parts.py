@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
@@ -170,6 +171,14 @@ def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
     assert [event.step for event in accumulator.Scalars("train/loss")] == [2, 4, 6]
+
+
+def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> None:
+    """It begins with Lightning's name for a training step, and cannot be summed up where that never came."""
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace", emit_nvtx=False)
+    trainer, _ = fit(tmp_path, profiler=profiler)
+    assert trainer.state.finished
+    assert list(tmp_path.glob("*trace*"))
 
 
 def test_simple_profiler_measures_the_steps(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -130,3 +132,15 @@ def test_a_cadence_may_be_changed_while_training(fit, counting_trainer):
     fit(counting_trainer(), [metrics, Changing()], steps=12, logger=logger)
 
     assert [step for step, _ in logger.told] == [6]
+
+
+@pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.uint64(2**64 - 1), np.longdouble(0.25)])
+def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fit, counting_trainer, value):
+    class Mine(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            super().train_step(batch, state, ctx)
+            return StepResult(metrics={"count": value})
+
+    trainer, _ = fit(Mine(), [LogMetrics(0)])
+
+    assert trainer.callback_metrics["count"].item() == pytest.approx(float(value))

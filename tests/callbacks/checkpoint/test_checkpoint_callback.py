@@ -144,6 +144,28 @@ def test_what_the_module_changes_at_the_end_of_a_batch_belongs_to_the_checkpoint
     assert equal(resumed, reference)
 
 
+@pytest.mark.parametrize("of_instance", [False, True])
+def test_a_save_that_waits_for_the_modules_own_hook_fails_by_the_callbacks_policy_and_leaves_the_hook(
+    tmp_path, make_trainer, make_net, make_loader, caplog, of_instance
+):
+    ended = []
+    net = make_net()
+    hooked = net if of_instance else type(net)
+    note = lambda *_: ended.append(1)  # noqa: E731
+    hooked.on_train_batch_end = note
+
+    (tmp_path / "c").mkdir()
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, on_error="continue", save_final=False)
+    breaker = Unwritable(tmp_path / "c", checkpoint)
+    try:
+        make_trainer(breaker, checkpoint, max_epochs=1).fit(net, make_loader())
+    finally:
+        del hooked.on_train_batch_end
+
+    assert len(ended) == 10
+    assert "Checkpoint failed" in caplog.text
+
+
 class Endless(IterableDataset):
     """Of which Lightning says nothing when a run is resumed: it knows no length."""
 
