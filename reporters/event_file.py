@@ -152,6 +152,7 @@ class LineFile:
             raise EventLogError(f"{self.path} is closed in process {os.getpid()}")
         if self._flush_error is not None:
             error, self._flush_error, self._flusher = self._flush_error, None, None
+            self.is_roused = False  # the flusher has ended, whatever it was still to do
             raise error
         try:
             os.ftruncate(self._descriptor, self.size)

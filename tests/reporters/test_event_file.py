@@ -362,6 +362,23 @@ def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_
     assert validate_events(path) == []
 
 
+def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_sync(path, monkeypatch):
+    def refuse(_descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", refuse)
+            metrics_in_quick_succession(log, upto=3)
+            wait_until(lambda: log._file._flush_error is not None)
+            with pytest.raises(EventLogError, match="durable: Input/output error"):
+                log.flush() if log._waiting else log.metrics({"a": 1.0}, step=4)
+        log.metrics({"a": 1.0}, step=5)
+        log.metrics({"a": 1.0}, step=6)
+        wait_until(lambda: list(read_events(path))[-1].get("step") == 6)
+
+
 def test_many_lines_share_a_sync(path, synced_sizes):
     with LineFile(path, flush_every_s=0.05) as file:
         for _ in range(1000):
