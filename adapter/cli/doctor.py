@@ -180,7 +180,8 @@ def _shown(name: str, value: Any) -> str:
         return HIDDEN
     text = value if isinstance(value, str) else json.dumps(_masked(value), default=_plain)
     text = hide_urls(text)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    is_short = name in PATHS or len(text) <= LONGEST_VALUE  # a path is of use whole, or not at all
+    return text if is_short else f"{text[: LONGEST_VALUE - 1]}…"
 
 
 def _plain(value: Any) -> Any:

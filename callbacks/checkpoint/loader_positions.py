@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import lightning.pytorch as pl
-from torch.utils._pytree import tree_leaves
+from lightning.pytorch.utilities import CombinedLoader
 
 __all__ = ["warn_of_loaders_without_position"]
 
@@ -17,7 +17,7 @@ def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
 
     One whose ``begins_anew`` is true does so on purpose.
     """
-    for loader in tree_leaves(trainer.train_dataloader):
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
         is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         if not is_stateful and not getattr(loader, "begins_anew", False):
             log.warning(

@@ -216,6 +216,12 @@ class _OsWith:
         return getattr(os, name)
 
 
+class EqualBatches(list):
+    """Of which it makes no difference where a resumed run begins."""
+
+    begins_anew = True
+
+
 class Messages(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -270,7 +276,7 @@ def run(job, rank, world_size, counters):
     result = {"problem": "", "steps": 0}
     try:
         with contextlib.suppress(Interrupted):
-            trainer.fit(module, [0] * 20, ckpt_path=resume_from)
+            trainer.fit(module, EqualBatches([0] * 20), ckpt_path=resume_from)
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
         if job.get("trace"):

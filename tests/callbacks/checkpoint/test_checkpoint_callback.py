@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from genlight.adapter import ContractModule
 from genlight.adapter.contract import StepControlHints, StepResult
 from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
@@ -195,6 +196,17 @@ def test_a_loader_that_begins_anew_within_an_epoch_is_told(
     caplog.clear()
     make_trainer(Checkpoint(tmp_path), max_steps=6).fit(Net(), loader(make_loader), ckpt_path=tmp_path / "final.json")
     assert ("DataLoader keeps no position" in caplog.text) is is_warned
+
+
+def test_a_list_of_batches_is_told_as_one_loader(tmp_path, make_trainer, counting_trainer, caplog):
+    batches = list(range(6))
+    for steps, resumed_from in ((3, None), (5, tmp_path / "final.json")):
+        trainer = make_trainer(Checkpoint(tmp_path), max_steps=steps)
+        trainer.fit(ContractModule(counting_trainer()), batches, ckpt_path=resumed_from)
+
+    told = [record.getMessage() for record in caplog.records if "keeps no position" in record.getMessage()]
+    assert len(told) == 1
+    assert "its list keeps no position" in told[0]
 
 
 def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trainer, make_net, make_loader):
