@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,15 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def refusing(code: int) -> Callable[..., None]:
+    """A system call that fails."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
 def kill_while_writing(path: Path, how: str, delay_s: float) -> None:
     before = size_of(path)
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path), how]) as process:
@@ -125,10 +135,7 @@ def test_a_disk_that_fills_up_costs_lines_but_never_tears_one(path, limit):
 
 
 def test_a_torn_line_that_cannot_be_cut_off_is_cut_off_before_the_next(path, monkeypatch):
-    truncate, write = os.ftruncate, os.write
-
-    def refuse(*_args):
-        raise OSError(errno.EIO, "Input/output error")
+    truncate, write, refuse = os.ftruncate, os.write, refusing(errno.EIO)
 
     with EventLog(path, run_id="r") as log:
         log.started()
@@ -344,14 +351,11 @@ for step in range(1, 60):
 
 
 def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_metrics(path, monkeypatch):
-    def refuse(*_args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with EventLog(path, run_id="r", flush_every_s=0.5) as log:
         log.started()
         with monkeypatch.context() as patch:
             log.metrics({"a": 1.0}, step=1)
-            patch.setattr(os, "write", refuse)
+            patch.setattr(os, "write", refusing(errno.ENOSPC))
             log.metrics({"a": 1.0}, step=2)
             wait_until(lambda: log._file._flush_error is not None)
             with pytest.raises(EventLogError, match=r"cannot write to .*: No space left"):
@@ -363,13 +367,10 @@ def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_
 
 
 def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_sync(path, monkeypatch):
-    def refuse(_descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
     with EventLog(path, run_id="r") as log:
         log.started()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", refuse)
+            patch.setattr(os, "fdatasync", refusing(errno.EIO))
             metrics_in_quick_succession(log, upto=3)
             wait_until(lambda: log._file._flush_error is not None)
             with pytest.raises(EventLogError, match="durable: Input/output error"):
@@ -388,13 +389,10 @@ def test_many_lines_share_a_sync(path, synced_sizes):
 
 
 def test_a_disk_that_refuses_to_sync_in_the_background_is_reported_by_the_next_line(path, monkeypatch):
-    def refuse(_descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
     with EventLog(path, run_id="r") as log:
         log.started()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", refuse)
+            patch.setattr(os, "fdatasync", refusing(errno.EIO))
             log.metric(name="a", value=1, step=1)
             wait_until(lambda: log._file._flush_error is not None)
             with pytest.raises(EventLogError, match="durable: Input/output error"):
