@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,9 +19,11 @@ __all__ = [
     "EXIT_STOPPED",
     "Failure",
     "describe_failure",
-    "is_lost_worker",
     "stop_before",
+    "stop_behind_lost_worker",
 ]
+
+log = logging.getLogger(__name__)
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -78,9 +81,17 @@ _LOST_WORKER: Final = re.compile(
 )
 
 
-def is_lost_worker(error: BaseException) -> bool:
+def _is_lost_worker(error: BaseException) -> bool:
     """Whether a torch data loader lost a worker to a signal; torch says so in words alone."""
     return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(str(part)) for part in _chain(error))
+
+
+def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
+    """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
+    if reason is None or not _is_lost_worker(error):
+        return None
+    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+    return TrainingCanceled(reason)
 
 
 def stop_before(error: BaseException) -> TrainingCanceled | None:

@@ -29,7 +29,7 @@ from .exceptions import (
     TrainingHung,
     UploadError,
 )
-from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure, is_lost_worker, stop_before
+from .failures import EXIT_COMPLETED, EXIT_FAILED, Failure, describe_failure, stop_before, stop_behind_lost_worker
 from .rank_failures import RankFailures
 from .run_config import RunConfig
 from .run_uploads import settle
@@ -154,10 +154,7 @@ class Ending:
         if stop is not None and stop is not error and self._has_checkpoint(self.failed_step()):
             log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
-        if stop is None and self.signals.reason is not None and is_lost_worker(error):
-            log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
-            return TrainingCanceled(self.signals.reason)
-        return None
+        return stop_behind_lost_worker(error, self.signals.reason) if stop is None else None
 
     def _has_checkpoint(self, step: int) -> bool:
         return (self.config.checkpoints_dir / f"{step_name(step)}.json").exists()

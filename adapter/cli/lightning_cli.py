@@ -25,7 +25,7 @@ from ...callbacks.stop_requests import StopRequests
 from ...callbacks.stop_signals import StopSignals
 from .. import compat
 from ..exceptions import GenlightError, TrainingCanceled
-from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, is_lost_worker
+from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
 from ..meeting import watching_meeting
 from ..parser_errors import is_about_what_was_given, root_cause
 from ..rank_processes import RankProcesses
@@ -162,10 +162,10 @@ class GenlightCLI(LightningCLI):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
-                if is_lost_worker(error) and signals.reason is not None:
-                    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
-                    raise TrainingCanceled(signals.reason) from error
-                raise
+                stop = stop_behind_lost_worker(error, signals.reason)
+                if stop is None:
+                    raise
+                raise stop from error
 
     def _end_now(self, stop: TrainingCanceled) -> None:
         code = _report_stop(stop)
