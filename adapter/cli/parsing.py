@@ -6,7 +6,7 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
@@ -31,6 +31,14 @@ _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 
 class CommandParser(ArgumentParser):
     """Offers the nearest name for a misspelled one, and tells missing arguments by their names in the usage."""
+
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        # Until Python 3.13 an argument that may be left out counted as left out where an option stood before it.
+        counts: list[int] = super()._match_arguments_partial(actions, arg_strings_pattern)
+        if arg_strings_pattern[sum(counts) :].startswith("O"):
+            while counts and not counts[-1]:
+                del counts[-1]
+        return counts
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

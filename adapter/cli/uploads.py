@@ -19,12 +19,13 @@ from ...reporters.uploads.parcel import Parcel, unpack
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.wire import encode, metrics_payload
 from ..exceptions import StartupContractError, UploadError
-from ..faults import FaultList
+from ..faults import FaultList, nearest
 from ..settings import Settings, read_settings
 
 __all__ = ["add_arguments", "run"]
 
 _DELIVERED, _LEFT, _USAGE = 0, 1, 2
+_ACTIONS = ("list", "retry", "export")
 
 _SETTINGS = {
     "token": "capability_token",
@@ -37,7 +38,7 @@ _SETTINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="artifacts directory of a run")
-    parser.add_argument("action", nargs="?", default="list", choices=("list", "retry", "export"))
+    parser.add_argument("action", nargs="?", default="list", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("--json", action="store_true", help="list: one JSON object a line, for other programs")
     parser.add_argument("--to", metavar="DIR", help="export: folder for the files and messages; must not exist")
     parser.add_argument("--remove", action="store_true", help="export: and stop trying to deliver them")
@@ -54,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     0 when nothing is left (or was listed, exported), 1 when something could not be delivered, 2 for arguments that
     cannot be used.
     """
-    spool = _spool_of(Path(args.run_dir))
+    run_dir, action = args.run_dir, args.action
+    if action not in _ACTIONS and run_dir in _ACTIONS:  # The order of `genlight checkpoint`.
+        run_dir, action = action, run_dir
+    if action not in _ACTIONS:
+        offered = nearest(action, _ACTIONS, alike=0.6)
+        return _complain(f"there is no action {action!r}; choose from {', '.join(_ACTIONS)}.{offered}", _USAGE)
+    spool = _spool_of(Path(run_dir))
     if not spool.is_dir():
         problem = f"{spool} is no directory" if spool.exists() else f"there is no directory {spool}"
         return _complain(f"{problem}; name the artifacts directory of a run", _USAGE)
@@ -64,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
         about, entries = read_description(spool), read_journal(spool)
     except UploadError as error:
         return _complain(str(error), _USAGE)
-    if args.action == "retry":
+    if action == "retry":
         return _retry(args, spool, about, entries)
-    if args.action == "export":
+    if action == "export":
         return _export(args, spool, about, entries)
     _list(entries, spool.parent, as_json=args.json)
     return _DELIVERED

@@ -249,6 +249,32 @@ def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_wa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["{}", "--deadline", "3", "retry"],
+        ["--deadline", "3", "{}", "retry"],
+        ["{}", "retry", "--deadline", "3"],
+        ["retry", "{}", "--deadline", "3"],
+        ["retry", "--deadline", "3", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_directory_action_and_options_of_uploads_may_stand_in_any_order(words, tmp_path, monkeypatch, capsys):
+    spool = tmp_path / "uploads"
+    spool.mkdir()
+    (spool / "about.json").write_text('{"run_id": "r", "owner": "", "targets": []}')
+    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
+
+    assert main(["uploads", *(word.format(tmp_path) for word in words)]) == 0
+    assert capsys.readouterr().out == "0 delivered, 0 left\n"  # what only a retry says
+
+
+def test_an_action_of_uploads_that_there_is_not_is_told_with_the_nearest(tmp_path, capsys):
+    assert main(["uploads", str(tmp_path), "rety"]) == 2
+    assert "no action 'rety'; choose from list, retry, export. Did you mean `retry`?" in capsys.readouterr().err
+
+
 def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):
     done = genlight("run", "", TRAINER_JOB_SPEC_PATH="other.json")
 
