@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.exceptions import BrokenCheckpointError, UploadError
+from ..adapter.exceptions import BrokenCheckpointError, GenlightError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from .cadence import crossed
 from .checkpoint.checkpoint import Checkpoint
@@ -346,6 +346,8 @@ def _await_checkpoints(trainer: pl.Trainer) -> None:
         if isinstance(callback, Checkpoint):
             try:
                 callback.wait(trainer)
+            except GenlightError as error:
+                log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
             except Exception:
                 log.exception("the checkpoint in flight could not be written")
 

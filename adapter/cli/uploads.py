@@ -203,6 +203,8 @@ def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
     with contextlib.closing(opened):
         for entry in exported:
             opened.remove(entry)
+        if (refusal := opened.catch_up()) is not None:
+            return _complain(f"exported, but {spool} cannot be written: {refusal.strerror}", _LEFT)
     _say(f"{len(exported)} exported and removed from the spool")
     return _LEFT if lost else _DELIVERED
 

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...adapter.exceptions import GenlightError
 from ...adapter.run_state import RunState
 from ..cadence import StepCadence, crossed, next_multiple, suppressed
 from ..hook import Hook, after_failure, fire, run_state_of, skippable
@@ -233,6 +234,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         try:
             self.wait(trainer)
+        except GenlightError as error:
+            log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
         except Exception:
             log.exception("The checkpoint in flight could not be written")
 

@@ -52,6 +52,8 @@ class SettleResult:
     """Required uploads that did not arrive, oldest first."""
     pending_metrics: int = 0
     lost_metrics: int = 0
+    disk_refusal: str = ""
+    """Why what is left could not all be kept for the next start; empty where it was."""
 
     @property
     def ok(self) -> bool:
@@ -70,4 +72,7 @@ class SettleResult:
         first = next((item for item in self.undelivered if item.auth), self.undelivered[0])
         count = len(self.undelivered)
         others = f" and {count - 1} more" if count > 1 else ""
-        return UploadError(f"{first}{others} not delivered; kept for the next start", auth=self.auth)
+        kept = "; kept for the next start"
+        if self.disk_refusal:
+            kept = f", nor kept for the next start, since the spool cannot be written: {self.disk_refusal}"
+        return UploadError(f"{first}{others} not delivered{kept}", auth=self.auth)

@@ -2,14 +2,15 @@
 
 The journal is a file of JSON lines. One ``write`` adds an entry, notes that a part of it was delivered, or removes
 it, so that a process that is killed loses nothing and a new one finds what its predecessor left; a torn last line is
-cut off. Plain files rather than a database, because a write-ahead log in shared memory does not work on the network
-file systems that clusters keep their runs on.
+cut off. What a disk refuses is held in memory, and written once the disk takes it. Plain files rather than a database,
+because a write-ahead log in shared memory does not work on the network file systems that clusters keep their runs on.
 
 The journal holds paths, digests and payloads. It never holds a token or a URL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -51,6 +52,8 @@ class Spool:
         self._lock_descriptor = _take_lock(self.directory)
         self._path = self.directory / JOURNAL
         self._descriptor = -1
+        self._refusal: OSError | None = None
+        """Why the disk lacks some of what is in memory."""
         try:
             self._sweep()
             self._content, whole = read_content(self._path)
@@ -83,11 +86,7 @@ class Spool:
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def add(self, kind: Kind, step: int, body: dict[str, Any]) -> Entry:
-        """Append an entry; it survives the process when this returns.
-
-        Raises:
-            OSError: The line could not be written; the journal is as before.
-        """
+        """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise."""
         with self._mutex:
             entry = Entry(self._content.next_seq, kind, step, body, parts={}, attempted=False)
             self._append(Line("add", entry=entry))
@@ -158,8 +157,17 @@ class Spool:
         if descriptor >= 0:
             try:
                 os.fdatasync(descriptor)
+            except OSError as error:
+                self._refusal = error
             finally:
                 os.close(descriptor)
+
+    def catch_up(self) -> OSError | None:
+        """Write what the disk has refused so far; returns why that cannot be done, None where nothing is missing."""
+        if self._refusal is not None and self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # which is noted
+                self.rewrite()
+        return self._refusal
 
     def forget_everything(self) -> None:
         """Drop entries and receipts; for a directory that belonged to another run."""
@@ -169,6 +177,8 @@ class Spool:
 
     def close(self) -> None:
         """Release the spool to other processes; what waits stays on disk."""
+        if (refusal := self.catch_up()) is not None:
+            log.error("not all that waits in %s could be kept there: %s", self.directory, refusal.strerror)
         with self._mutex:
             for descriptor in (self._descriptor, self._lock_descriptor):
                 if descriptor >= 0:
@@ -184,16 +194,24 @@ class Spool:
             if self._descriptor < 0:
                 raise UploadError(f"The spool {self.directory} is closed.")
             try:
+                if self._refusal is not None:  # a line must not be glued to half of the one before it
+                    os.ftruncate(self._descriptor, self._size)
                 write_all(self._descriptor, data)
-            except OSError:
-                os.ftruncate(self._descriptor, self._size)  # the next line must not be glued to half of this one
-                raise
-            self._size += len(data)
+                self._size += len(data)
+            except OSError as error:
+                self._refuse(error)
             self._content.apply(line)
 
+    def _refuse(self, error: OSError) -> None:
+        if self._refusal is None:
+            log.error("the upload spool %s cannot be written: %s", self.directory, error.strerror)
+        self._refusal = error
+        with contextlib.suppress(OSError):  # the next line tries it again
+            os.ftruncate(self._descriptor, self._size)
+
     def rewrite_when_worthwhile(self) -> None:
-        """Drop the lines of what is gone once they are most of the journal."""
-        if self._size > max(REWRITE_FROM_BYTES, 4 * self._live_size):
+        """Drop the lines of what is gone once they are most of the journal; add those that the disk has refused."""
+        if self._refusal is not None or self._size > max(REWRITE_FROM_BYTES, 4 * self._live_size):
             self.rewrite()
 
     def rewrite(self) -> None:
@@ -205,6 +223,18 @@ class Spool:
         with self._mutex:
             snapshot = b"".join(msgspec.json.encode(line) + b"\n" for line in self._content.lines())
             taken_at = self._size
+            refusal = self._refusal
+        try:
+            self._replace(snapshot, taken_at)
+        except OSError as error:
+            if refusal is not None:
+                self._refusal = error
+            raise
+        with self._mutex:
+            if self._refusal is refusal:  # else the disk has refused a line meanwhile
+                self._refusal = None
+
+    def _replace(self, snapshot: bytes, taken_at: int) -> None:
         fresh = self._path.with_name(JOURNAL + ".new")
         write_bytes_durably(fresh, snapshot, mode=0o600)
         with self._mutex:

@@ -121,12 +121,9 @@ class Uploader:
         if not self.config.wants("metrics"):
             return
         values = {name: float(value) for name, value in metrics.items()}
-        try:
-            with self._condition:
-                self._add_or_merge_metrics(values, step)
-                self._condition.notify_all()
-        except OSError as error:
-            self._lose_metrics(f"the spool cannot be written: {error.strerror}")
+        with self._condition:
+            self._add_or_merge_metrics(values, step)
+            self._condition.notify_all()
 
     def enqueue_checkpoint(
         self,
@@ -149,7 +146,7 @@ class Uploader:
             hold: Whether somebody may delete the files who does not ask `pending_paths`: hard links keep them.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written.
+            UploadError: A file is missing, or the spool cannot be written; it is tried from memory then.
         """
         if not self.config.wants("checkpoint"):
             return
@@ -173,7 +170,7 @@ class Uploader:
         """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written.
+            UploadError: A file is missing, or the spool cannot be written; it is tried from memory then.
         """
         if self.config.wants("sample"):
             self._enqueue_artifact("sample", step, pack(self._root, path, files, kind="sample"))
@@ -254,14 +251,11 @@ class Uploader:
 
     def _replace_terminal(self, step: int, body: dict[str, Any]) -> Entry:
         """Spool a terminal message; where the disk does not take it, it is sent from memory."""
-        try:
-            for stale in self._spool.entries("terminal"):
-                self._spool.remove(stale)
-            entry = self._spool.add("terminal", step, body)
-            self._spool.sync()
-        except OSError as error:
-            log.error("the terminal message is not on disk, the spool cannot be written: %s", error.strerror)  # noqa: TRY400
-            return Entry(0, "terminal", step, body)
+        for stale in self._spool.entries("terminal"):
+            self._spool.remove(stale)
+        entry = self._spool.add("terminal", step, body)
+        self._spool.sync()
+        self._complain_of_disk("the terminal message is not on disk")
         return entry
 
     def _send_terminal(self, entry: Entry, limit_s: float) -> SettleResult:
@@ -275,11 +269,14 @@ class Uploader:
         return SettleResult()
 
     def _note_terminal(self, entry: Entry) -> None:
-        try:
-            self._spool.add_receipt(entry.body["key"], {"step": entry.step})
-            self._spool.remove(entry)
-        except OSError as error:
-            log.error("the acknowledged terminal message could not be noted: %s", error.strerror)  # noqa: TRY400
+        self._spool.add_receipt(entry.body["key"], {"step": entry.step})
+        self._spool.remove(entry)
+        self._complain_of_disk("the acknowledged terminal message could not be noted")
+
+    def _complain_of_disk(self, what: str) -> None:
+        refusal = self._spool.catch_up()
+        if refusal is not None:
+            log.error("%s, the spool cannot be written: %s", what, refusal.strerror)
 
     # life
 
@@ -320,9 +317,8 @@ class Uploader:
                 self._serve(lane, entry)
             except (Interrupted, UploadError):
                 return  # closing
-            except OSError as error:
-                log.exception("the upload spool cannot be written")
-                self._rest(lane, TryAgain(f"the spool cannot be written: {error.strerror}"))
+            except OSError as error:  # A network file system may have it again soon.
+                self._rest(lane, TryAgain(f"its files cannot be read: {error.strerror or error}"))
 
     def _tidy(self) -> None:
         """Also while nothing can be delivered: dropped metrics would let the journal grow for as long as an outage."""
@@ -332,7 +328,7 @@ class Uploader:
             self._spool.rewrite_when_worthwhile()
         except OSError as error:
             self._tidy_at = time.monotonic() + TIDY_AGAIN_S
-            log.warning("the upload journal cannot be made smaller: %s", error.strerror)
+            log.warning("the upload journal cannot be rewritten: %s", error.strerror)
 
     def _choose(self) -> tuple[_Lane | None, Entry | None, float | None]:
         """The kind whose turn it is, with its oldest entry; else how long to wait (None: until something is added)."""
@@ -423,16 +419,18 @@ class Uploader:
 
     def _enqueue_artifact(self, kind: Kind, step: int, parcel: Parcel) -> None:
         body = parcel.body()
-        try:
-            with self._condition:
-                if any(entry.step == step and entry.body == body for entry in self._spool.entries(kind)):
-                    return
-                self._spool.add(kind, step, body)
-                self._condition.notify_all()
-        except OSError as error:
+        with self._condition:
+            if any(entry.step == step and entry.body == body for entry in self._spool.entries(kind)):
+                return
+            self._spool.add(kind, step, body)
+            self._condition.notify_all()
+        refusal = self._spool.catch_up()
+        if refusal is not None:
             raise UploadError(
-                f"The upload spool {self._spool.directory} cannot be written: {error.strerror}"
-            ) from error
+                f"The {kind} of step {step}, {self._root / parcel.main}, cannot be kept for upload, since the spool "
+                f"{self._spool.directory} cannot be written: {refusal.strerror}. Make room there and resume the run, "
+                "which sends the newest checkpoint; what else did not arrive stays where it is."
+            )
 
     def _deliverable(self, *kinds: Kind) -> bool:
         return any(self.config.wants(kind) and self._spool.head(kind) is not None for kind in kinds)
@@ -457,9 +455,11 @@ class Uploader:
         return f"uploads: {count} left, {max(0.0, end - time.monotonic()):.0f} s until the deadline{last}"
 
     def _result(self, kinds: Sequence[Kind] = ("checkpoint", "sample")) -> SettleResult:
+        refusal = self._spool.catch_up()
         with self._condition:
             reasons = {lane.kind: lane.last_reason for lane in self._lanes if lane.failures}
             wanted = [kind for kind in kinds if self.config.wants(kind)]
             waiting = [entry for entry in self._spool.entries() if entry.kind in wanted]
             left = tuple(undelivered(entry, reasons.get(entry.kind, "")) for entry in waiting)
-            return SettleResult(left, self._spool.count("metrics"), self._lost_metrics)
+            refused = "" if refusal is None else refusal.strerror or str(refusal)
+            return SettleResult(left, self._spool.count("metrics"), self._lost_metrics, refused)

@@ -1,8 +1,10 @@
 """``genlight uploads`` on the spool that a run left behind."""
 
 import argparse
+import errno
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from genlight.adapter.cli import uploads as command
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
+from genlight.reporters.uploads.journal import read_journal
 
 TOKEN = "t0ken-that-must-not-leak"
 
@@ -152,6 +155,22 @@ def test_an_export_can_end_the_attempts_to_deliver(left_over, tmp_path, genlight
     assert (code, out) == (0, "3 exported and removed from the spool\n")
     assert (tmp_path / "out" / "checkpoints" / "000002" / "step-00000003.json").read_bytes() == b"{}"
     assert genlight_uploads(left_over)[1] == "nothing is waiting\n"
+
+
+def test_an_export_that_cannot_end_the_attempts_says_so(left_over, tmp_path, genlight_uploads, monkeypatch):
+    write = os.write
+
+    def full(descriptor, data):
+        if "journal" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    code, _, err = genlight_uploads(left_over, "export", "--to", tmp_path / "out", "--remove")
+    assert code == 1
+    assert "exported, but" in err
+    assert "No space left on device" in err
+    assert len(read_journal(left_over / "uploads")) == 3
 
 
 def test_an_export_of_files_that_are_gone_says_so(left_over, tmp_path, genlight_uploads):

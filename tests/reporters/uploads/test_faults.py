@@ -8,7 +8,7 @@ import time
 import pytest
 
 from genlight.adapter.exceptions import StartupContractError, UploadError
-from genlight.reporters.uploads import TerminalPayload, UploadConfig
+from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig
 from genlight.reporters.uploads.journal import read_journal
 
 PASSING = [
@@ -239,18 +239,50 @@ def test_the_journal_stays_small_during_an_outage(chaos, uploader_for):
     assert (uploader.config.spool_dir / "journal.jsonl").stat().st_size < 1_500_000
 
 
-def test_a_full_disk_loses_metrics_and_still_delivers_the_terminal_message(
-    chaos, uploader_for, write_checkpoint, full_disk
-):
+def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, uploader_for, write_checkpoint, full_disk):
     uploader = uploader_for(chaos)
-    record, files = write_checkpoint(1)
+    (first, files), (second, others) = write_checkpoint(1), write_checkpoint(2)
+    uploader.enqueue_checkpoint(first, files, step=1)
     with full_disk(uploader.config.spool_dir / "journal.jsonl"):
         uploader.enqueue_metrics({"a": 1.0}, 1)
-        with pytest.raises(UploadError, match=r"spool .* cannot be written: File too large"):
-            uploader.enqueue_checkpoint(record, files, step=1)
+        with pytest.raises(
+            UploadError, match=r"step-00000002.json, cannot be kept .* spool .*: File too large. Make room"
+        ):
+            uploader.enqueue_checkpoint(second, others, step=2)
+        assert uploader.settle().ok
         assert uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: disk")).ok
-    assert uploader.settle().lost_metrics == 1
-    assert len(chaos.messages("/terminal")) == 1
+        assert uploader.settle() == SettleResult()
+        assert len(chaos.messages("/terminal")) == 1
+        assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2]
+        assert len(chaos.messages("/metrics")) == 1
+        assert len(chaos.requests("/file/v1")) == len({*files, *others, first, second})
+
+
+def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_start(
+    chaos, uploader_for, write_checkpoint, full_disk
+):
+    uploader = uploader_for(chaos, checkpoint_url="http://127.0.0.1:9/checkpoint", file_store_url=None)
+    record, files = write_checkpoint(1)
+    with full_disk(uploader.config.spool_dir / "journal.jsonl"):
+        with pytest.raises(UploadError):
+            uploader.enqueue_checkpoint(record, files, step=1)
+        error = str(uploader.settle(0.1).error())
+    assert error.startswith("checkpoint of step 1 (step-00000001.json): ConnectError")
+    assert "not delivered, nor kept for the next start, since the spool cannot be written: File too large" in error
+    assert "kept for the next start" in str(uploader.settle(0.1).error()).partition("not delivered; ")[2]
+
+
+def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, uploader_for, write_checkpoint, caplog):
+    """As one that a network file system has lost for a moment."""
+    uploader = uploader_for(chaos)
+    record, files = write_checkpoint(1)
+    uploader.enqueue_checkpoint(record, files, step=1)
+    real = files[0].rename(files[0].with_suffix(".away"))
+    files[0].symlink_to("/proc/self/mem")  # which opens, and fails when it is read
+    assert uploader.settle(0.1).undelivered[0].reason == "its files cannot be read: Input/output error"
+    assert "Traceback" not in caplog.text
+    real.replace(files[0])
+    assert uploader.settle().ok
 
 
 def test_a_large_file_goes_on_where_the_store_lost_it(chaos, uploader_for, write_checkpoint):

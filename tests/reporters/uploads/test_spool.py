@@ -162,14 +162,31 @@ def test_a_reopened_spool_holds_what_the_open_one_held(operations):
             spool.close()
 
 
-def test_a_full_disk_leaves_the_journal_whole(open_spool, full_disk):
+def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_spool, full_disk):
     spool = open_spool()
-    spool.add("metrics", 1, {"a": 1})
-    with full_disk(spool.directory / JOURNAL), pytest.raises(OSError, match="File too large"):
-        spool.add("metrics", 2, {"a": "x" * 1000})
-    spool.add("metrics", 3, {"a": 3})
-    assert _bodies(spool.entries()) == [{"a": 1}, {"a": 3}]
-    assert _bodies(read_journal(spool.directory)) == [{"a": 1}, {"a": 3}]
+    sent, gone, _ = (spool.add("metrics", step, {"a": step}) for step in (1, 2, 3))
+    with full_disk(spool.directory / JOURNAL):
+        spool.note_part(sent, "post", {"at": "x" * 100})
+        spool.remove(gone)
+        spool.add("metrics", 4, {"a": "x" * 1000})
+        assert "File too large" in str(spool.catch_up())
+        held = _bodies(spool.entries())
+        assert held == [{"a": 1}, {"a": 3}, {"a": "x" * 1000}]
+        assert _bodies(read_journal(spool.directory)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    spool.add("metrics", 5, {"a": 5})
+    assert _bodies(read_journal(spool.directory)) == [{"a": 1}, {"a": 2}, {"a": 3}, {"a": 5}]
+
+    assert spool.catch_up() is None
+    assert _bodies(read_journal(spool.directory)) == _bodies(spool.entries()) == [*held, {"a": 5}]
+    assert read_journal(spool.directory)[0].parts == {"post": {"at": "x" * 100}}
+
+
+def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_spool_is_closed(open_spool, full_disk):
+    spool = open_spool()
+    with full_disk(spool.directory / JOURNAL):
+        spool.add("metrics", 1, {"a": "x" * 1000})
+    spool.close()
+    assert _bodies(read_journal(spool.directory)) == [{"a": "x" * 1000}]
 
 
 WRITER = textwrap.dedent(
