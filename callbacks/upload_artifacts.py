@@ -132,12 +132,18 @@ class UploadArtifacts(Hook):
         """Queue samples that are durable: each JSON or text with the files that follow it.
 
         Raises:
-            UploadError: A file is missing, or the spool cannot be written.
+            UploadError: A file is missing, or the spool cannot be written; the other samples are queued all the same.
         """
         if self._uploader is None:
             return
+        errors: list[UploadError] = []
         for sample, files in _samples_with_files([Path(path) for path in paths]):
-            self._uploader.enqueue_sample(sample, files, step)
+            try:
+                self._uploader.enqueue_sample(sample, files, step)
+            except UploadError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # Lightning's events
 

@@ -327,6 +327,19 @@ def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_p
     assert chaos.files()["step-00000004-step-00000004-01_cat.png"] == b"png 1"
 
 
+def test_a_sample_that_cannot_be_queued_keeps_no_other_one_of_its_step_from_it(chaos, tmp_path):
+    samples = [tmp_path / f"step-00000004-{index:02d}.json" for index in range(3)]
+    for sample in (samples[0], samples[2]):
+        sample.write_text("{}")
+    config = UploadConfig(run_id="r", spool_dir=tmp_path / "spool", sample_url=f"{chaos.url}/sample")
+    with Uploader(config) as uploader:
+        with pytest.raises(UploadError, match="01.json cannot be uploaded"):
+            UploadArtifacts(uploader).queue_samples(samples, step=4)
+        assert uploader.settle().ok
+    sent = [Path(message["local_path"]).name for message in chaos.messages("/sample")]
+    assert sent == [samples[0].name, samples[2].name]
+
+
 def test_metrics_that_the_loop_has_read_are_sent_instead_of_lightnings(fit, chaos, tmp_path):
     fit(every=100, callbacks=[Reports(tmp_path / "run" / "own")])
     assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [
