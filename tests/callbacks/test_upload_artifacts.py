@@ -333,7 +333,7 @@ def test_a_sample_that_cannot_be_queued_keeps_no_other_one_of_its_step_from_it(c
         sample.write_text("{}")
     config = UploadConfig(run_id="r", spool_dir=tmp_path / "spool", sample_url=f"{chaos.url}/sample")
     with Uploader(config) as uploader:
-        with pytest.raises(UploadError, match="01.json cannot be uploaded"):
+        with pytest.raises(UploadError, match=r"01\.json cannot be uploaded"):
             UploadArtifacts(uploader).queue_samples(samples, step=4)
         assert uploader.settle().ok
     sent = [Path(message["local_path"]).name for message in chaos.messages("/sample")]
