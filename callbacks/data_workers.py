@@ -20,25 +20,36 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from .protected_names import require_names
 from .stop_signals import REASON_OF_SIGNAL
 
 __all__ = ["protect_workers", "release_workers", "start_workers"]
 
-# What every loader makes its workers by, whoever calls it. Torch's own; were it to go, importing this module fails.
 _ENTRY = "_get_iterator"
+"""What every loader makes its workers by, whoever calls it; a kind of loader may have one of its own."""
+
+require_names("torch>=2.6", DataLoader, _ENTRY)
 
 PATIENCE_S = 10.0
 """How long a worker may take to end as its loader tells it, once the iterator is gone."""
 
-_start: Callable[[DataLoader[Any]], Iterator[Any]] = getattr(DataLoader, _ENTRY)
+_Start = Callable[[DataLoader[Any]], Iterator[Any]]
+
+_start: _Start = getattr(DataLoader, _ENTRY)
+_replaced: dict[type[DataLoader[Any]], _Start] = {}
 _spans = 0
 
 
 def protect_workers() -> None:
-    """Have `start_workers` make the workers of every torch data loader of this process, until `release_workers`."""
+    """Have `start_workers` make the workers of every torch data loader of this process, until `release_workers`.
+
+    Also those of kinds that make their iterators themselves, as torchdata's ``StatefulDataLoader``.
+    """
     global _spans
     _spans += 1
     setattr(DataLoader, _ENTRY, start_workers)
+    setattr(DataLoader, "__init_subclass__", classmethod(_protect_new))  # noqa: B010 - a name that it inherits
+    _protect_kinds(DataLoader)
 
 
 def release_workers() -> None:
@@ -47,23 +58,45 @@ def release_workers() -> None:
     _spans -= 1
     if not _spans:
         setattr(DataLoader, _ENTRY, _start)
+        del DataLoader.__init_subclass__
+        for kind, own in _replaced.items():
+            setattr(kind, _ENTRY, own)
+        _replaced.clear()
 
 
-def start_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator of `loader` whose workers heed no stop signal; the loader itself stays as it is.
+def _protect_new(kind: type[DataLoader[Any]], /, **options: Any) -> None:
+    super(DataLoader, kind).__init_subclass__(**options)
+    _protect(kind)
+
+
+def _protect_kinds(base: type[DataLoader[Any]]) -> None:
+    for kind in base.__subclasses__():
+        _protect(kind)
+        _protect_kinds(kind)
+
+
+def _protect(kind: type[DataLoader[Any]]) -> None:
+    own = vars(kind).get(_ENTRY)
+    if own is not None and kind not in _replaced:
+        _replaced[kind] = own
+        setattr(kind, _ENTRY, lambda loader: start_workers(loader, own))
+
+
+def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[Any]:
+    """An iterator of `loader`, which `start` makes, whose workers heed no stop signal; the loader stays as it is.
 
     Where a fork server makes the workers, signals that come before they run end them, and the server's own end by a
     signal has them end after their next batch.
     """
-    if loader.num_workers == 0:
-        return _start(loader)
+    init = loader.worker_init_fn
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the latter by a subclass that calls its base
+        return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)
-    init = loader.worker_init_fn
     loader.worker_init_fn = functools.partial(_begin, theirs, init)
     try:
         with _signals_held_back(loader):
-            iterator = _start(loader)
+            iterator = start(loader)
     finally:
         loader.worker_init_fn = init
         theirs.close()

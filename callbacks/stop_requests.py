@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
@@ -19,10 +20,15 @@ from .cadence import Pace
 from .checkpoint.checkpoint import Checkpoint
 from .data_workers import protect_workers, release_workers
 from .hook import Hook, callbacks_of, run_state_of, skippable
+from .protected_names import require_names
 from .stop_signals import REASON_OF_SIGNAL, StopSignals
 from .stop_sources import Deadline, cancel_file_is_set
 
 __all__ = ["StopRequests"]
+
+_SUPPORTED = "lightning>=2.6.4,<2.7"
+require_names(_SUPPORTED, pl.Trainer, "_signal_connector")
+require_names(_SUPPORTED, _SignalConnector, "register_signal_handlers")
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from genlight.callbacks import data_workers
 from genlight.callbacks.data_workers import protect_workers, release_workers, start_workers
@@ -79,6 +80,48 @@ def signalled(index):
 
 def test_workers_heed_no_stop_signal(protected):
     assert list(loader_of(signalled)) == list(range(8))
+
+
+class Forked(DataLoader):
+    """Makes its iterators itself, as torchdata's ``StatefulDataLoader`` does."""
+
+    def _get_iterator(self):
+        return _MultiProcessingDataLoaderIter(self)
+
+
+class Extended(DataLoader):
+    """Adds something to what its base does."""
+
+    def _get_iterator(self):
+        self.asked = True
+        return super()._get_iterator()
+
+
+@pytest.mark.parametrize("kind", [Forked, Extended])
+def test_workers_of_a_loader_that_makes_its_iterators_itself_heed_none_either(kind, protected):
+    assert list(kind(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
+
+
+def test_nor_do_those_of_a_kind_of_loader_that_is_defined_later(protected):
+    class Later(Forked):
+        def _get_iterator(self):
+            return _MultiProcessingDataLoaderIter(self)
+
+    assert list(Later(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
+
+
+def test_kinds_of_loaders_are_their_own_again_after_the_last_span():
+    own = [vars(kind)["_get_iterator"] for kind in (Forked, Extended)]
+    protect_workers()
+
+    class Later(Forked):
+        def _get_iterator(self):
+            return _MultiProcessingDataLoaderIter(self)
+
+    release_workers()
+    assert [vars(kind)["_get_iterator"] for kind in (Forked, Extended)] == own
+    assert vars(Later)["_get_iterator"].__qualname__.endswith("Later._get_iterator")
+    assert "__init_subclass__" not in vars(DataLoader)
 
 
 def terminate_a_program(_):
