@@ -183,9 +183,10 @@ class StopRequests(Hook):
         Those talk to other ranks from inside the signal, which hangs where these do something else at the moment.
         """
         early = self._undo.enter_context(ExitStack())
+        connector = trainer._signal_connector
         if not self.signals.are_handled:
             early.enter_context(self.signals.installed())
-        connector = trainer._signal_connector
+            _after_teardown(connector, self.signals.end_watch)
         register = connector.register_signal_handlers
 
         def register_and_take() -> None:
@@ -199,6 +200,18 @@ class StopRequests(Hook):
 
         connector.register_signal_handlers = register_and_take  # type: ignore[method-assign]
         self._undo.callback(vars(connector).pop, "register_signal_handlers", None)
+
+
+def _after_teardown(connector: Any, action: Callable[[], None]) -> None:
+    """Do something once Lightning has put the handlers back that it found."""
+    put_back = connector.teardown
+
+    def put_back_and_act() -> None:
+        vars(connector).pop("teardown", None)
+        put_back()
+        action()
+
+    connector.teardown = put_back_and_act
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

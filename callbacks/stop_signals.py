@@ -66,7 +66,7 @@ class StopSignals:
                 for number, handler in before.items():
                     # None: it was not installed from Python, and cannot be put back from there.
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
-                self._end_watch()
+                self.end_watch()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._note(number, self._handled)
@@ -102,7 +102,8 @@ class StopSignals:
                     if number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle:
                         self._note(number, self._arrived)
 
-    def _end_watch(self) -> None:
+    def end_watch(self) -> None:
+        """Give the interpreter's wakeup file back, once the handlers are somebody else's; `install` takes it anew."""
         if self._wakeup_fd is None:
             return
         current = signal.set_wakeup_fd(-1)
@@ -117,7 +118,7 @@ def _leave_to_parent() -> None:
         owner = getattr(signal.getsignal(number), "__self__", None)
         if isinstance(owner, StopSignals):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-            owner._end_watch()
+            owner.end_watch()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -356,6 +357,34 @@ def test_two_of_these_callbacks_stop_a_run_and_leave_handlers_as_before(fit_plai
         fit_plain([StopRequests(), seen, StopRequests()], steps=10)
     assert seen.ended == 2
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
+def wakeup_file():
+    """Where the interpreter writes down signals for whoever asked for it; -1 for nobody."""
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor
+
+
+@pytest.mark.parametrize("how", ["ends", "is stopped"])
+def test_the_wakeup_file_of_the_interpreter_is_free_again_when_a_fit(train, how):
+    """Else a second signal would not end the next fit of the process while that waits in C."""
+    seen, during = Doing(2, (lambda: os.kill(os.getpid(), signal.SIGTERM)) if how == "is stopped" else int), []
+    before = wakeup_file()
+    outcome = pytest.raises(TrainingCanceled) if how == "is stopped" else contextlib.nullcontext()
+
+    with outcome:
+        train([seen, Doing(1, lambda: during.append(wakeup_file())), StopRequests()])
+
+    assert during[0] != before
+    assert wakeup_file() == before
+
+
+def test_the_wakeup_file_stays_with_whoever_handles_the_signals_of_a_fit(train):
+    with StopSignals().installed() as signals:
+        before = wakeup_file()
+        train([StopRequests(signals=signals)])
+        assert wakeup_file() == before != -1
 
 
 def test_handlers_are_as_before_after_a_fit_that_fails_before_it_trains(fit, counting_trainer):
