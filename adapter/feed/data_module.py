@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -77,8 +78,9 @@ class ArrowDataModule(LightningDataModule):
         self._train: ArrowFeed | None = None
         self._val: ArrowFeed | None = None
         if val_paths is None:
-            # Lightning takes any overridden method for a promise of data, and warns when it gives none.
-            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+            # Lightning takes any overridden method for a promise of data, and warns when it gives none. Not a bound
+            # method: a data module that refers to itself, and the thread of its feed, would wait for the collector.
+            self.val_dataloader = partial(LightningDataModule.val_dataloader, None)  # type: ignore[arg-type, method-assign]
 
     def setup(self, stage: str) -> None:
         """Make the feeds anew and read the metadata of all files.

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 import pytest
 
-from genlight.adapter.feed import ArrowFeed
+from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 from genlight.adapter.feed.readahead import ReadAhead
 from genlight.adapter.feed.reader import Chunk
 
@@ -21,8 +22,17 @@ def chunk(number: int, size: int) -> Chunk:
     return Chunk(0, number, number + 1, pa.record_batch({"x": pa.array(range(size // 8))}), range(1), "file")
 
 
-def decoders() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "genlight-feed"]
+@pytest.fixture
+def decoders() -> Iterator[Callable[[], list[threading.Thread]]]:
+    """The decoding threads that the test has begun; garbage, which may hold some, is collected when the test asks."""
+
+    def running() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "genlight-feed"]
+
+    earlier = set(running())
+    gc.disable()
+    yield lambda: [thread for thread in running() if thread not in earlier]
+    gc.enable()
 
 
 class Decoding:
@@ -38,7 +48,7 @@ class Decoding:
 
     def settles_at(self, expected: int) -> bool:
         """Whether so many chunks are made, and then no more."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.made < expected and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -81,7 +91,7 @@ def test_an_error_comes_after_what_was_decoded_before_it_and_stays():
     reader.close()
 
 
-def test_closing_ends_the_thread_also_when_it_waits_for_room(rows_file):
+def test_closing_ends_the_thread_also_when_it_waits_for_room(rows_file, decoders):
     feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, readahead=1, shuffle=True)
     next(iter(feed))
     feed.close()
@@ -92,12 +102,32 @@ def test_closing_ends_the_thread_also_when_it_waits_for_room(rows_file):
     assert not decoders()
 
 
-def test_a_feed_that_is_forgotten_takes_its_thread_along(rows_file):
+def test_a_feed_that_is_forgotten_takes_its_thread_along(rows_file, decoders):
     feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, shuffle=True)
     iterator = iter(feed)
     next(iterator)
+    assert len(decoders()) == 1
     del feed, iterator
+    assert not decoders()
+
+
+def test_a_feed_in_a_cycle_takes_its_thread_along_when_garbage_is_collected(rows_file, decoders):
+    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, per_epoch=True)
+    feed.itself = feed
+    list(feed)
+    del feed
+    assert len(decoders()) == 1
     gc.collect()
+    assert not decoders()
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_a_data_module_that_is_forgotten_between_two_epochs_takes_its_thread_along(rows_file, decoders, has_validation):
+    path = str(rows_file(*[4] * 50))
+    data = ArrowDataModule(path, batch_size=4, val_paths=path if has_validation else None)
+    list(data.train_dataloader())
+    assert len(decoders()) == 1
+    del data
     assert not decoders()
 
 
@@ -107,7 +137,7 @@ def test_a_process_that_ends_in_the_middle_of_reading_ends_cleanly(rows_file):
         "it = iter(ArrowFeed(sys.argv[1], batch_size=2, shuffle=True)); print(next(it).num_rows)"
     )
     path = rows_file(*[50] * 20)
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
