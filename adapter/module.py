@@ -211,7 +211,7 @@ class ContractModule(pl.LightningModule):
     def training_ended(self) -> None:
         """The loop has ended as planned."""
         self.ended = True
-        if self.stopped == "data_exhausted":
+        if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
             log.warning(
                 "the source of batches ended at step %d of %d; the run completes there",
                 self.completed_steps,

@@ -161,8 +161,9 @@ def _refuse_lightning_arguments(arguments: Mapping[str, Any], faults: FaultList)
     """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
     if "max_steps" in arguments:
         faults.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
-    if arguments.get("limit_train_batches", 1) == 0:
-        faults.add("Invalid `lightning.limit_train_batches`. With 0 nothing would be trained; remove it, or raise it.")
+    for name in ("max_epochs", "limit_train_batches"):
+        if arguments.get(name, 1) in (0, "0"):
+            faults.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
     if arguments.get("enable_checkpointing") is False:
         faults.add(
             "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "

@@ -111,6 +111,9 @@ class GenlightCLI(LightningCLI):
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
         settings = self.config["fit"]
+        for limit in ("max_steps", "max_epochs", "limit_train_batches"):
+            if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
+                log.warning("`trainer.%s` is 0: no step is trained", limit)
         if settings.get("ckpt_path") is not None:
             self._say("the checkpoint to go on from: %s", settings["ckpt_path"])
             return

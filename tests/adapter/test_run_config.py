@@ -352,11 +352,12 @@ def test_the_job_alone_decides_how_many_steps_there_are(job):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("limit_train_batches", 0), ("limit_train_batches", 0.0), ("enable_checkpointing", False)]
+    ("name", "value"),
+    [("limit_train_batches", 0), ("limit_train_batches", 0.0), ("max_epochs", 0), ("enable_checkpointing", False)],
 )
 def test_lightning_arguments_that_no_job_can_keep_to_are_refused_by_name(job, name, value):
     assert f"Invalid `lightning.{name}`" in str(refused(job(lightning={name: value})))
-    resolve(job(lightning={"limit_train_batches": 1, "enable_checkpointing": True}))
+    resolve(job(lightning={"limit_train_batches": 1, "max_epochs": 1, "enable_checkpointing": True}))
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,15 @@ def test_a_fit_from_a_named_checkpoint_says_so(genlight, caplog):
     assert "the checkpoint to go on from: c/final.json" in caplog.messages
 
 
+@pytest.mark.parametrize("limit", ["max_steps", "max_epochs", "limit_train_batches"])
+def test_a_fit_of_no_steps_says_which_limit_makes_it_one(genlight, caplog, limit):
+    code, _ = genlight(plugin="refused_trainer:Works", **{limit: 0})
+
+    assert code == 0
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [f"`trainer.{limit}` is 0: no step is trained"]
+
+
 def test_a_contract_trainer_is_evaluated_as_it_is_built_or_as_a_checkpoint_has_it(genlight, caplog):
     caplog.set_level("INFO", logger="genlight")
     events = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "e.jsonl", "run_id": "r"}}
