@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only fight over the cores
 
@@ -29,6 +30,20 @@ WARNINGS_OF_LIBRARIES = (
     "ignore:`tensorboardX` has been removed.*:UserWarning",
     "ignore:GPU available but not used.*:UserWarning",
 )
+
+
+# The same examples in each run, however slowly a loaded machine makes them; `--hypothesis-profile fresh` tries others.
+settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("fresh", settings.get_profile("steady"), derandomize=False)
+settings.load_profile("steady")
+
+THREADS_END_WITHIN_S = 60
+"""How long a thread may take to end that was told to, on a loaded machine."""
 
 
 def pytest_configure(config):
@@ -63,7 +78,7 @@ def _changed_variables(before):
 def _left_threads(before):
     left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
     for thread in left:
-        thread.join(timeout=2)  # one that was told to end may need a moment
+        thread.join(THREADS_END_WITHIN_S)
     return [f"thread {thread.name}" for thread in left if thread.is_alive()]
 
 

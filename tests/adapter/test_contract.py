@@ -131,7 +131,7 @@ def test_hyperparams_that_are_no_mapping_are_refused(value):
         TrainingJobSpec(run_id="r", max_steps=1, hyperparams=value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     run_id=st.text(min_size=1).filter(str.strip),
     numbers=st.lists(st.integers(min_value=0), min_size=4, max_size=4),

@@ -94,7 +94,7 @@ WRAPPERS = [
 
 
 @given(st.lists(st.sampled_from(WRAPPERS), max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_module_is_found_through_any_nesting_of_containers(wrappers):
     net = nn.Linear(3, 1)
     state = net

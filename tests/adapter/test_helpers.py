@@ -423,7 +423,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_any_tree_of_plain_values_survives_the_split_into_json_and_tensors(tree):
     tensors: dict[str, torch.Tensor] = {}

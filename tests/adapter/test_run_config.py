@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlight.adapter.environment import VARIABLES
@@ -411,7 +411,7 @@ environments = st.dictionaries(
 
 
 @given(spec=specs, minimal=st.booleans(), overrides=overrides_strategy, environ=environments)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_any_spec_override_and_environment_give_a_config_or_one_startup_error(
     tmp_path, spec, minimal, overrides, environ
 ):
@@ -430,7 +430,7 @@ def test_any_spec_override_and_environment_give_a_config_or_one_startup_error(
 
 
 @given(content=st.binary(max_size=40) | st.text(alphabet='{}[]":,0 en', max_size=30).map(str.encode))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
     path = tmp_path / "job.json"
     path.write_bytes(content)

@@ -39,7 +39,7 @@ def test_an_alias_is_found_whatever_its_case_and_outer_blanks(name, reported, sp
     assert metric_name(spelling(name)) == reported
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text())
 def test_any_other_name_stays_as_it_is(name):
     assert metric_name(name) == ALIASES.get(name.strip().lower(), name)

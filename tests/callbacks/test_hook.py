@@ -512,7 +512,7 @@ def test_order_is_made_once_but_again_when_callbacks_were_added():
 FIELDS = st.lists(st.sampled_from("abcde"), max_size=3, unique=True).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(FIELDS, FIELDS, FIELDS), max_size=7))
 def test_any_graph_is_either_put_in_an_order_that_holds_or_refused(graph):
     hooks = [

@@ -7,7 +7,7 @@ import math
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from genlight.adapter.exceptions import EventLogError
@@ -175,7 +175,7 @@ odd_values = st.one_of(
     ),
     st.sets(st.sampled_from(sorted(METRIC | FAILED)), max_size=1),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(METRIC, {"value": None, "value_text": "nan"}, set())
 @example(FAILED, {"category": "canceled", "error": "canceled"}, set())
 @example(STARTED, {"attempt": 2}, set())
@@ -236,7 +236,7 @@ def matches(event: dict, name: str, arguments: dict) -> bool:
 
 
 @given(st.lists(calls, max_size=25).map(lambda made: [("started", {}), *made]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_sequence_of_calls_gives_a_sound_log_that_reads_back(path, made):
     path.unlink(missing_ok=True)
     accepted = []
@@ -260,7 +260,7 @@ def test_any_sequence_of_calls_gives_a_sound_log_that_reads_back(path, made):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_a_log_cut_at_any_byte_goes_on_as_a_sound_log(path, data):
     path.unlink(missing_ok=True)
     with EventLog(path, run_id="r") as log:

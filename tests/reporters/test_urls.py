@@ -70,7 +70,7 @@ def connects_to(client, url, origins):
     return client._transport.seen[0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(web_urls)
 @example("http://u:p@trusted.example:080/x?y#z")
 @example("http://[FE80::A]:443")
@@ -89,7 +89,7 @@ def test_what_is_not_refused_goes_to_the_approved_origin_and_with_the_token(clie
     assert urlsplit(url).hostname == host.lower()  # as the standard library reads it, which joins our URLs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(web_urls, web_urls)
 @example("http://trusted.example", "http://trusted.example:0")
 @example("http://trusted.example", "http://trusted.example\\@evil.example")

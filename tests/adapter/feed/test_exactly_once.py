@@ -93,7 +93,7 @@ def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -
     return trained_rows(ledgers), given_up
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts, st.lists(attempts, max_size=5), st.booleans(), st.integers(1, 8), st.booleans())
 @example([[2, 9]], [Attempt(1, 2, "rows", 8, 0), Attempt(1, 2, "rows", 3, 1), Attempt(2, 1, "rows", 0, 0)], *NO_OPTIONS)
 def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files, history, shuffle, window, drop_last):
@@ -146,7 +146,7 @@ def test_rows_too_few_for_more_ranks_at_the_very_end_are_given_up_with_a_warning
     assert set(trained) == {(e, str(path), row) for e in range(EPOCHS) for row in range(9)} - {(1, str(path), 8)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(layouts, st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(files, world_size, batch_size, shuffle):
     tables = [pa.table({"id": pa.array(range(rows), pa.int64())}) for groups in files for rows in groups]

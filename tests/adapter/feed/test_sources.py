@@ -206,7 +206,7 @@ KINDS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_factory, data):
     name = data.draw(st.sampled_from(sorted(KINDS)))

@@ -186,7 +186,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(value=TREES)
 def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
     assert same(round_trip(tmp_path_factory.mktemp("t"), value), value)

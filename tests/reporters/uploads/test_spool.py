@@ -132,7 +132,7 @@ def test_what_is_gone_leaves_the_journal_and_what_is_added_meanwhile_does_not(op
     assert len({entry.seq for entry in again.entries()}) == added + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["add", "part", "fail", "gone", "rewrite", "reopen"]), st.integers(0, 9))))
 def test_a_reopened_spool_holds_what_the_open_one_held(operations):
     import tempfile
