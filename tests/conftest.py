@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -128,6 +129,22 @@ class CountingTrainer:
 def counting_trainer():
     """The class of a trainer without torch."""
     return CountingTrainer
+
+
+@pytest.fixture
+def open_files():
+    """Counts the descriptors that this process has on files of a folder; others come and go with other threads."""
+
+    def count(folder):
+        return sum(link.startswith(f"{folder}{os.sep}") for link in _links("/proc/self/fd"))
+
+    return count
+
+
+def _links(folder):
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(os.path.join(folder, name))
 
 
 @pytest.fixture
