@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from .contract import StepContext, StepResult
 from .exceptions import ContractError
@@ -23,7 +24,11 @@ _ALIASES = {
 _LR = "train/lr"
 
 
-@functools.lru_cache(maxsize=1024)
+_reported_names: dict[str, str] = {}
+"""Of the names that were asked for; a look here costs a step less than a call, even of a cached function."""
+_MOST_NAMES = 1024
+
+
 def metric_name(name: object) -> str:
     """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
 
@@ -34,7 +39,11 @@ def metric_name(name: object) -> str:
     """
     if not isinstance(name, str):
         raise ContractError(f"train_step returned a metric named {name!r}; a name is a text")
-    return _ALIASES.get(name.strip().lower(), name)
+    reported = _ALIASES.get(name.strip().lower(), name)
+    if len(_reported_names) >= _MOST_NAMES:
+        _reported_names.clear()
+    _reported_names[name] = reported
+    return reported
 
 
 def validated_result(result: Any) -> StepResult | Any:
@@ -66,10 +75,14 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
     Raises:
         ContractError: A name is no text, or a value no number and no tensor of one element.
     """
-    scalars = {}
+    scalars: dict[str, float] = {}
     for name, value in result.metrics.items():
-        reported = metric_name(name)
-        scalars[reported] = value if type(value) is float else scalar(reported, value)
+        reported = _reported_names.get(name) or metric_name(name)
+        try:
+            number = value.item() if type(value) is Tensor else value
+        except RuntimeError:  # of more elements than one, which `scalar` refuses by name
+            number = value
+        scalars[reported] = number if type(number) is float else scalar(reported, number)
     if _LR not in scalars:
         rate = _learning_rate(result, state, ctx, optimizers)
         if rate is not None:
@@ -86,12 +99,14 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
     for name, value in debug.items() if debug else ():
         if isinstance(name, str) and metric_name(name) == _LR and _may_be_scalar(value):
             return value
-    entry = state.get if isinstance(state, dict) else functools.partial(_entry, state)
-    for name in (_LR, "learning_rate", "lr"):
-        value = entry(name)
-        if value is not None and _may_be_scalar(value):
-            return value
-    for optimizer in (ctx.optimizer, entry("optimizer"), *optimizers):
+    # Most states are dictionaries without any of these, and that is all that most steps have to ask.
+    if not isinstance(state, dict) or _LR in state or "learning_rate" in state or "lr" in state:
+        for name in (_LR, "learning_rate", "lr"):
+            value = _entry(state, name)
+            if value is not None and _may_be_scalar(value):
+                return value
+    own = state.get("optimizer") if isinstance(state, dict) else _entry(state, "optimizer")
+    for optimizer in (ctx.optimizer, own, *optimizers):
         groups = None if optimizer is None else getattr(optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
         if type(rate) is float or (rate is not None and _may_be_scalar(rate)):

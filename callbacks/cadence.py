@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["Pace", "StepCadence", "crossed", "next_multiple", "steps_within", "suppressed"]
 
@@ -25,9 +25,9 @@ class StepCadence:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, hook: Any, owner: type | None = None) -> int:
-        every: int = vars(hook)[self._name] if hook is not None else 0
-        return every
+    if TYPE_CHECKING:
+        # Not a method when running: Python then takes the value from the hook itself, without a call.
+        def __get__(self, hook: Any, owner: type | None = None) -> int: ...
 
     def __set__(self, hook: Any, every: int) -> None:
         if every < 0:

@@ -68,15 +68,17 @@ class LogMetrics(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         run_state, step, every = self._run_state or run_state_of(trainer), trainer.global_step, self.every_n_steps
-        self.next_due_step = next_multiple(step, every)
+        if every != 1:
+            self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
-        is_crossed = every > 0 and step % every == 0
-        if is_crossed and hasattr(pl_module, "step_result") and not suppressed(pl_module):
-            metrics = pl_module.metrics()  # type: ignore[operator]
-            run_state.loss_stats = metrics.copy()
-            if self._waited is not None:
-                metrics[WAIT_FRACTION] = self._wait_fraction(trainer)
+        if every > 0 and step % every == 0:
+            result = getattr(pl_module, "step_result", None)
+            if result is not None and (getattr(result, "control", None) is None or not suppressed(pl_module)):
+                metrics = pl_module.metrics()  # type: ignore[operator]
+                run_state.loss_stats = metrics.copy()
+                if self._waited is not None:
+                    metrics[WAIT_FRACTION] = self._wait_fraction(trainer)
         if run_state.eval_scores is not self._reported_scores:
             self._reported_scores = run_state.eval_scores
             metrics |= run_state.eval_scores or {}

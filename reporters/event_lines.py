@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar, get_args
 
 import msgspec
@@ -32,6 +33,7 @@ __all__ = [
     "encode_lines",
     "error_text",
     "finite_float",
+    "metric_lines",
     "path_text",
 ]
 
@@ -126,6 +128,26 @@ def encode_lines(events: list[Metric]) -> list[bytes]:
         return _encoder.encode_lines(events).splitlines(keepends=True)  # JSON escapes all other ends of lines
     except UnicodeEncodeError:
         return [encode_line(event) for event in events]
+
+
+def metric_lines(
+    reports: Iterable[tuple[Mapping[str, float | str], int, int]], *, run_id: str, seq: int
+) -> list[Metric]:
+    """A line for each metric of many reports, in their order.
+
+    Args:
+        reports: Values by name, as `finite_float` gives them, their step, and nanoseconds since the epoch.
+        run_id: Whose metrics these are.
+        seq: Of the first line.
+    """
+    lines = []
+    for values, step, now_ns in reports:
+        now_ms = now_ns // 1_000_000
+        for name, value in values.items():
+            number, text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
+            lines.append(Metric("metric", name, run_id, SCHEMA_VERSION, seq, step, now_ms, number, text))
+            seq += 1
+    return lines
 
 
 def _without_surrogates(event: _Event) -> _Event:

@@ -29,7 +29,6 @@ from .event_lines import (
     Artifact,
     Completed,
     Failed,
-    Metric,
     Started,
     checked_step,
     checked_text,
@@ -37,6 +36,7 @@ from .event_lines import (
     encode_lines,
     error_text,
     finite_float,
+    metric_lines,
     path_text,
 )
 from .event_reader import count_started
@@ -50,7 +50,6 @@ MOST_WAITING = 128
 
 _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 _INF = math.inf
-_UNSET = msgspec.UNSET
 
 
 class _Tail(msgspec.Struct):
@@ -98,8 +97,9 @@ class EventLog:
         self._phase: Phase = "new"
         self._checkpointed: set[int] = set()
         self._resumed = False
-        self._waiting: list[Metric] = []
-        """What is not in the file yet."""
+        self._waiting: list[tuple[dict[str, Any], int, int]] = []
+        """Values, step and time of what is not in the file yet; it becomes lines on the way there."""
+        self._lines_waiting = 0
         self._is_due = True
         """Whether the next call of `metrics` is to write, rather than to let its lines wait."""
         self._file = LineFile(path, flush_every_s=flush_every_s, before_flush=self._hurry)
@@ -193,8 +193,10 @@ class EventLog:
             step = checked_step(step)
         for name, value in values.items():
             if type(name) is not str or not name or type(value) is not float or not -_INF < value < _INF:
-                values = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
+                taken = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
                 break
+        else:
+            taken = dict(values)
         file = self._file
         if file.closed:
             raise self._refusal("metric", "closed")
@@ -203,18 +205,14 @@ class EventLog:
                 raise self._refusal("metric", self._phase)
             if step in self._checkpointed:
                 raise EventLogError(
-                    f"metric {', '.join(values)!r} of step {step} comes after a checkpoint of that step in "
+                    f"metric {', '.join(taken)!r} of step {step} comes after a checkpoint of that step in "
                     f"{self.path}; report the metrics of a step before its checkpoint"
                 )
-            if RESUMED_METRIC in values:
-                self._note_resume(values[RESUMED_METRIC], step)
-            waiting, run_id, now = self._waiting, self.run_id, self._clock() // 1_000_000
-            seq = self._last_seq_found + file.lines + len(waiting)
-            for name, value in values.items():
-                seq += 1
-                number, text = (None, value) if type(value) is str else (value, _UNSET)
-                waiting.append(Metric("metric", name, run_id, SCHEMA_VERSION, seq, step, now, number, text))
-            if self._is_due or len(waiting) >= MOST_WAITING:
+            if RESUMED_METRIC in taken:
+                self._note_resume(taken[RESUMED_METRIC], step)
+            self._waiting.append((taken, step, self._clock()))
+            self._lines_waiting += len(taken)
+            if self._is_due or self._lines_waiting >= MOST_WAITING:
                 self._write_waiting()
             elif not file.is_roused:
                 file.rouse()
@@ -362,8 +360,8 @@ class EventLog:
         """Write the lines that wait, under the lock; those of the next call wait again."""
         if not self._waiting:
             return
-        waiting, self._waiting, self._is_due = self._waiting, [], False
-        self._file.append(*encode_lines(waiting))
+        waiting, self._waiting, self._lines_waiting, self._is_due = self._waiting, [], 0, False
+        self._file.append(*encode_lines(metric_lines(waiting, run_id=self.run_id, seq=self.seq + 1)))
 
     def _hurry(self) -> None:
         """In the flushing thread, every `flush_every_s` while there is something to do.
