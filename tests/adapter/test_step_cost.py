@@ -167,7 +167,7 @@ def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) 
 
 def test_a_step_with_events_makes_few_calls(tmp_path: Path) -> None:
     """Two metrics of every step in the event log, a line for each."""
-    assert calls_per_step(tmp_path, standard_set(tmp_path, metric_every=1), events=True) <= BARE + 16
+    assert calls_per_step(tmp_path, standard_set(tmp_path, metric_every=1), events=True) <= BARE + 11
 
 
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
