@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..callbacks.checkpoint.layout import record_paths
 from ..callbacks.checkpoint.record import CheckpointRecord
-from ..callbacks.checkpoint.selection import find_final, newest_valid
+from ..callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ..callbacks.checkpoint.verification import verify
 from .exceptions import BrokenCheckpointError, InputError, StartupContractError
 from .run_config import RunConfig
@@ -69,11 +69,10 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
 
 
 def _named(path: Path) -> CheckpointRecord:
-    record = path if path.is_file() else path.with_name(path.name + ".json")
     try:
-        return verify(record)
-    except FileNotFoundError:
-        raise InputError(f"there is no checkpoint at {str(path)!r}; name the JSON record of one") from None
+        return verify(find_checkpoint(path))
+    except FileNotFoundError as error:
+        raise InputError(str(error)) from None
     except BrokenCheckpointError as error:
         raise InputError(f"{error}; name another checkpoint, or use resume_from_latest to fall back") from error
 

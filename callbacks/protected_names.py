@@ -20,7 +20,8 @@ def require_names(supported: str, owner: type, *names: str) -> None:
     Raises:
         ImportError: It lacks some; names the release that is installed, and those to install.
     """
-    set_by_constructor = getattr(getattr(inspect.unwrap(vars(owner).get("__init__", owner)), "__code__", None), "co_names", ())
+    code = getattr(inspect.unwrap(vars(owner).get("__init__", owner)), "__code__", None)
+    set_by_constructor = getattr(code, "co_names", ())
     missing = [name for name in names if not hasattr(owner, name) and name not in set_by_constructor]
     if missing:
         package = re.split("[<>=]", supported)[0]

@@ -17,6 +17,7 @@ from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, 
 from .cadence import crossed
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.record import CheckpointRecord, read_record
+from .checkpoint.selection import find_checkpoint
 from .hook import Hook, callbacks_of, run_state_of
 
 __all__ = ["UploadArtifacts"]
@@ -241,12 +242,16 @@ class UploadArtifacts(Hook):
 
         What was delivered before is not sent again, and another run's checkpoint is none of ours to send.
         """
-        if self._uploader is None or not path.exists():
+        if self._uploader is None:
+            return
+        try:
+            found = find_checkpoint(path)
+        except FileNotFoundError:
             return
         self._seen_files.pop(str(path), None)
-        record = _record_at(path)
+        record = _record_at(found)
         if record is not None and record.run_id == self._uploader.config.run_id:
-            self._queue_new_checkpoint(str(path), record.step)
+            self._queue_new_checkpoint(str(found), record.step)
 
     def _look_at_facts(self, trainer: pl.Trainer) -> None:
         state, step = run_state_of(trainer), trainer.global_step

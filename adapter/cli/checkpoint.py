@@ -15,7 +15,7 @@ from ...callbacks.checkpoint.layout import name_of, record_path
 from ...callbacks.checkpoint.parts import PART_FILE, parse_part, rank_of
 from ...callbacks.checkpoint.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.safetensors_format import RAW, TORCH_TYPES, parse_header
-from ...callbacks.checkpoint.selection import Listed, list_checkpoints
+from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
 from ...callbacks.checkpoint.verification import find_file, read_proven, verify_files
 from ..exceptions import BrokenCheckpointError, CheckpointError
 
@@ -50,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "verify":
             return _verify(Path(args.path), as_json=args.json)
         if args.action == "show":
-            return _show(_one(Path(args.path)), as_json=args.json)
+            return _show(read_record(find_checkpoint(args.path)), as_json=args.json)
         return _export(args)
     except BrokenCheckpointError as error:
         return _complain(str(error), _BROKEN)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if error.filename is None:
+            return _complain(str(error), _USAGE)
         if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
             raise
         problem = f"{args.path} is no checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
@@ -68,25 +70,8 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def _folder_of(path: Path) -> Path | None:
-    """The folder of checkpoints that `path` means, which may be a run's artifacts; None where it is a checkpoint."""
-    if record_path(path).is_file() or not path.is_dir():
-        return None
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-
-
-def _one(path: Path) -> CheckpointRecord:
-    folder = _folder_of(path)
-    if folder is None:
-        return read_record(record_path(path))
-    sound = [listed.record for listed in list_checkpoints(folder) if listed.record is not None]
-    if not sound:
-        raise CheckpointError(_NOTHING.format(folder))
-    return sound[-1]
-
-
 def _listed(path: Path) -> list[Listed]:
-    folder = _folder_of(path)
+    folder = folder_of_checkpoints(path)
     if folder is not None:
         return list_checkpoints(folder)
     record = record_path(path)
@@ -226,7 +211,7 @@ def _text(value: Any) -> str:
 def _export(args: argparse.Namespace) -> int:
     if not args.to:
         return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
-    path, target = _one(Path(args.path)).path, Path(args.to)
+    path, target = find_checkpoint(args.path), Path(args.to)
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.layout import record_paths
-from ...callbacks.checkpoint.selection import newest_valid
+from ...callbacks.checkpoint.selection import find_checkpoint, newest_valid
 from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
 from ...callbacks.stop_signals import StopSignals
@@ -114,10 +115,9 @@ class GenlightCLI(LightningCLI):
         for limit in ("max_steps", "max_epochs", "limit_train_batches"):
             if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
                 log.warning("`trainer.%s` is 0: no step is trained", limit)
-        if settings.get("ckpt_path") is not None:
-            self._say("the checkpoint to go on from: %s", settings["ckpt_path"])
-            return
         directory = self._checkpoints()
+        if self._takes_named("going on after"):
+            return
         if settings["resume"] == "auto":
             if not self._take_newest("going on after") and directory is not None and record_paths(directory):
                 log.warning("no checkpoint in %s is whole: starting at step 0", directory)
@@ -136,15 +136,12 @@ class GenlightCLI(LightningCLI):
         self._choose_what_to_evaluate()
 
     def _choose_what_to_evaluate(self) -> None:
-        settings = self.config[str(self.subcommand)]
-        if settings.get("ckpt_path") is not None:
+        if self._takes_named("evaluating"):
             return
-        if settings["resume"] != "auto":
+        if self.config[str(self.subcommand)]["resume"] != "auto":
             self._say("evaluating the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
-        elif not self._take_newest("evaluating"):
-            raise _UnusableConfigurationError(
-                f"{str(self._checkpoints())!r} holds no whole checkpoint to evaluate. Name one by `--ckpt_path`."
-            )
+        else:
+            self._require_newest("evaluating")
 
     def fit(self, **arguments: Any) -> None:
         """Train; a stop signal is heeded from here on, and a failure that it caused is that stop.
@@ -182,6 +179,30 @@ class GenlightCLI(LightningCLI):
             return None
         return callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
 
+    def _takes_named(self, doing: str) -> bool:
+        """Whether ``--ckpt_path`` names a checkpoint; ``last`` is the newest whole one, a folder the newest in it."""
+        given, resume = (self.config[str(self.subcommand)].get(name) for name in ("ckpt_path", "resume"))
+        if given is None:
+            return False
+        if resume == "never":
+            raise _UnusableConfigurationError("--ckpt_path and --resume never contradict each other; leave one out")
+        if given == "last" and self._checkpoints() is not None:
+            self._require_newest(doing)
+            return True
+        shown = given
+        with contextlib.suppress(FileNotFoundError):  # which Lightning may know what to do with
+            found = find_checkpoint(given)
+            self._start_from(found)
+            shown = given if os.path.isfile(given) else found
+        self._say("%s the checkpoint %s", doing, shown)
+        return True
+
+    def _require_newest(self, doing: str) -> None:
+        if not self._take_newest(doing):
+            raise _UnusableConfigurationError(
+                f"{str(self._checkpoints())!r} holds no whole checkpoint. Name one by `--ckpt_path`."
+            )
+
     def _take_newest(self, doing: str) -> bool:
         """Have the subcommand start from the newest whole checkpoint, and say so; whether there is one."""
         directory = self._checkpoints()
@@ -195,8 +216,11 @@ class GenlightCLI(LightningCLI):
         if record is None:
             return False
         self._say("%s step %d, from %s", doing, record.step, directory / record.path.name)
-        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record.path)
+        self._start_from(record.path)
         return True
+
+    def _start_from(self, record: Path) -> None:
+        self.config_init[str(self.subcommand)]["ckpt_path"] = str(record)
 
     def _say(self, message: str, *values: object) -> None:
         if self.trainer.is_global_zero:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.layout import FINAL_NAME, name_of, record_paths
+from ...callbacks.checkpoint.selection import find_checkpoint
 from ..exceptions import InputError
 from .refs import PATTERN_CHARACTERS, Kind, LocalRef, Ref, looks_like_path, parse_ref
 
@@ -49,19 +49,15 @@ def local_input(kind: Kind, ref: LocalRef) -> Found:
 
 
 def local_checkpoint(path: Path) -> Path:
-    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the latest.
+    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the newest.
 
     Raises:
         InputError: There is no record.
     """
-    for candidate in (path, path.with_name(f"{path.name}.json")):
-        if candidate.is_file():
-            return candidate.absolute()
-    records = record_paths(path) if path.is_dir() else []
-    if not records:
-        raise InputError(f"There is no checkpoint at {str(path)!r}. Name its record, such as step-00000200.json.")
-    finals = [record for record in records if name_of(record) == FINAL_NAME]
-    return (finals or records)[-1].absolute()
+    try:
+        return find_checkpoint(path)
+    except FileNotFoundError as error:
+        raise InputError(str(error)) from None
 
 
 def parquet_files(text: str) -> list[Path]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .saving import save
-    from .selection import Listed, find_final, list_checkpoints, newest_valid
+    from .selection import Listed, find_checkpoint, find_final, list_checkpoints, newest_valid
     from .verification import verify
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -33,7 +33,7 @@ else:
             ".retention": ("Retention",),
             ".rng": ("capture_rng", "restore_rng"),
             ".saving": ("save",),
-            ".selection": ("Listed", "find_final", "list_checkpoints", "newest_valid"),
+            ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
             ".verification": ("verify",),
         },
     )
@@ -51,6 +51,7 @@ __all__ = [
     "WritesTrainerFiles",
     "capture_rng",
     "delete_checkpoint",
+    "find_checkpoint",
     "find_final",
     "list_checkpoints",
     "load",

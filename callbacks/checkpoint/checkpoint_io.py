@@ -19,8 +19,9 @@ from .commit import Staging, delete_checkpoint
 from .layout import record_path
 from .loading import MapLocation, load, load_for_slices
 from .rank_groups import Channel, EndOfSave, RankGroups
-from .record import CheckpointRecord, RecordMeta
+from .record import TORCH_MAGICS, CheckpointRecord, RecordMeta
 from .saving import Prepared, prepare, write
+from .selection import find_checkpoint
 from .sharded_saving import only_slices, plan_save, write_together
 from .snapshot import HostBuffer
 from .write_errors import naming_the_checkpoint
@@ -198,7 +199,7 @@ class DurableCheckpointIO(CheckpointIO):
         problem: Exception | None = None
         try:
             self.wait()
-            record = _existing_record(path)
+            record = find_checkpoint(_local(path))
             share = slice(channel.rank, None, channel.size)
             checkpoint = _load_torch_file(record) if _is_torch_file(record) else load_for_slices(record, share=share)
         except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
@@ -220,7 +221,7 @@ class DurableCheckpointIO(CheckpointIO):
             FileNotFoundError: There is none.
         """
         self.wait()
-        record = _existing_record(path)
+        record = find_checkpoint(_local(path))
         return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
 
     @override
@@ -265,18 +266,6 @@ def _write_together(channel: Channel, record: Path, prepared: Prepared, request:
         request.on_durable(written)
 
 
-def _existing_record(path: str | os.PathLike[str]) -> Path:
-    path = _local(path)
-    record = record_path(path)
-    if path.is_dir() and not record.exists():
-        raise FileNotFoundError(f"{path} is a folder without its record {record.name}")
-    if path.is_file() and not record.exists():
-        raise FileNotFoundError(f"{path} is no checkpoint: name a record, .json, or a .ckpt file")
-    if not record.exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return record
-
-
 def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:
     location = "cpu" if map_location is None else map_location
     loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
@@ -292,9 +281,8 @@ def _remove(path: Path) -> None:
 
 
 def _is_torch_file(path: Path) -> bool:
-    """Whether a file is what ``torch.save`` writes: a ZIP archive, or a bare pickle."""
     with open(path, "rb") as file:
-        return file.read(2) in (b"PK", b"\x80\x02")
+        return file.read(2) in TORCH_MAGICS
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -29,6 +29,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "SHARDED_FORMAT_VERSION",
+    "TORCH_MAGICS",
     "CheckpointRecord",
     "FileEntry",
     "RecordMeta",
@@ -42,6 +43,8 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+TORCH_MAGICS = (b"PK", b"\x80\x02")
+"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
@@ -198,7 +201,13 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        data = file.read(2)
+        if data in TORCH_MAGICS:  # or gigabytes would be read to find that they are no JSON
+            raise BrokenCheckpointError(
+                name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
+            )
+        data += file.read()
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.exceptions import BrokenCheckpointError
-from .layout import FINAL_NAME, name_of, record_paths, step_of_name
+from .layout import FINAL_NAME, name_of, record_path, record_paths, step_of_name
 from .record import CheckpointRecord, read_record
 from .verification import verify_files
 
-__all__ = ["Listed", "find_final", "list_checkpoints", "newest_valid"]
+__all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,44 @@ def newest_valid(
             continue
         return listed.record, warnings
     return None, warnings
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The record that somebody means by `path`: itself, that of its name or folder, or the newest of a folder or run.
+
+    Its files are not proven. A file that torch wrote counts where its name ends in ``.ckpt``.
+
+    Raises:
+        FileNotFoundError: There is none; says what there is, and what to name.
+    """
+    record = record_path(path)
+    if record.is_file():
+        return record
+    folder = folder_of_checkpoints(path)
+    listed = [] if folder is None else list_checkpoints(folder)
+    readable = [found.path for found in listed if found.record is not None]
+    if not readable:
+        way_out = "name the JSON record of a checkpoint, or the folder that holds it"
+        raise FileNotFoundError(f"{_what_is_at(Path(path), listed)}; {way_out}")
+    return Path(os.path.abspath(readable[-1]))
+
+
+def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
+    """The folder of checkpoints that `path` means, which may be a run's artifacts; None where it is a checkpoint."""
+    if record_path(path).is_file() or not os.path.isdir(path):
+        return None
+    inside = Path(path) / "checkpoints"
+    return inside if inside.is_dir() else Path(path)
+
+
+def _what_is_at(path: Path, broken: list[Listed]) -> str:
+    if broken:
+        return f"no checkpoint in {path} can be read: {name_of(broken[-1].path)}: {broken[-1].problem}"
+    if path.is_dir():
+        return f"{path} is a folder without checkpoints"
+    if path.suffix == ".safetensors" and path.exists():
+        return f"{path} holds weights alone, and nothing to go on from"
+    return f"{path} is no checkpoint" if path.exists() else f"there is nothing at {path}"
 
 
 def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:

@@ -356,12 +356,13 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
-def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path]) -> None:
-    """`resume_checkpoint_path` goes on from just that record, in another directory too."""
+@pytest.mark.parametrize("named", ["checkpoints/step-00000002.json", "checkpoints/step-00000002", "checkpoints", ""])
+def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path], named: str) -> None:
+    """`resume_checkpoint_path` goes on from just that record, in another directory too; a folder means its newest."""
     job = write_job(checkpoint_every=2)
-    assert run(job) == 0
+    assert run(job, "max_steps=3") == 0
     (job.parent / "out").rename(job.parent / "moved")
-    job = write_job(resume_checkpoint_path="moved/checkpoints/step-00000002.json")
+    job = write_job(resume_checkpoint_path=f"moved/{named}")
     assert run(job) == 0
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
 

@@ -119,7 +119,7 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
         (["uploads", "none"], "there is no directory none; name the artifacts directory of a run"),
         (["uploads", "data.parquet"], "data.parquet is no directory; name the artifacts directory of a run"),
         (["checkpoint", "ls", "data.parquet"], "data.parquet is no checkpoint; name a run's directory or a checkpoint"),
-        (["checkpoint", "show", "none"], "there is nothing at none; name a run's directory or a checkpoint"),
+        (["checkpoint", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
         (["checkpoint", "ls", "data.parquet/x"], "there is nothing at data.parquet/x; name a run's directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

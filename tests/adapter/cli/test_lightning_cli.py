@@ -8,10 +8,13 @@ import pytest
 import yaml
 
 from genlight.adapter.cli import main
+from genlight.callbacks.checkpoint import read_record
 from genlight.reporters import read_events
 from genlight.reporters.event_validation import validate_events
 
 TRAINER = """
+from pathlib import Path
+
 from gen_worker.trainer import StepResult
 
 
@@ -32,6 +35,14 @@ class Works(Trainer):
 class Collects(Works):
     def rollout(self, state, ctx):
         return [1, 2]
+
+
+class Files(Works):
+    def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+        (output_dir / "file").write_text(f"files of step {step}")
+
+    def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
+        Path("loaded").write_text((checkpoint_dir / "file").read_text())
 
 
 class Unmade(Works):
@@ -96,7 +107,7 @@ def genlight(tmp_path, monkeypatch, capsys, caplog):
     [
         (
             {"plugin": "refused_trainer:Trianer"},
-            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Trainer, Unmade",
+            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Files, Trainer, Unmade",
         ),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
@@ -122,8 +133,8 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
     ("arguments", "said"),
     [
         (["--trainer.val_check_interval", "9"], "`val_check_interval` (9) must be less than or equal to the number of"),
-        (["--ckpt_path", "none.json"], "Checkpoint file not found: none.json"),
-        (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint: name a record, .json, or a .ckpt file"),
+        (["--ckpt_path", "none.json"], "there is nothing at none.json; name the JSON record of a checkpoint"),
+        (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint; name the JSON record of a checkpoint, or the folder"),
         (["--trainer.callbacks.dirpath", "fit.yaml"], "fit.yaml: Not a directory"),
         (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
@@ -273,13 +284,43 @@ def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genligh
     assert "no checkpoint in c is whole: starting at step 0" in caplog.messages
 
 
-def test_a_fit_from_a_named_checkpoint_says_so(genlight, caplog):
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("c/final.json", "going on after the checkpoint c/final.json"),
+        ("c/final", "going on after the checkpoint {}/c/final.json"),
+        ("c", "going on after the checkpoint {}/c/final.json"),
+        ("last", "going on after step 1, from c/final.json"),
+        ("best", "going on after the checkpoint best"),
+    ],
+)
+def test_a_fit_goes_on_from_a_named_checkpoint_and_says_so(genlight, caplog, tmp_path, given, told):
     caplog.set_level("INFO", logger="genlight")
+    files = {"plugin": "refused_trainer:Files"}
+    assert genlight(**files)[0] == 0
+    caplog.clear()
+
+    assert genlight("fit", "--ckpt_path", given, max_steps=2, **files)[0] == 0
+    assert told.format(tmp_path) in caplog.messages
+    assert (tmp_path / "loaded").read_text() == "files of step 1"
+    assert read_record(tmp_path / "c" / "final.json").step == 2
+
+
+def test_the_last_checkpoint_of_a_folder_without_a_whole_one_is_not_step_0(genlight, tmp_path):
     works = {"plugin": "refused_trainer:Works"}
     assert genlight(**works)[0] == 0
+    (tmp_path / "c" / "final.json").write_text("{")
 
-    assert genlight("fit", "--ckpt_path", "c/final.json", **works)[0] == 0
-    assert "the checkpoint to go on from: c/final.json" in caplog.messages
+    code, words = genlight("fit", "--ckpt_path", "last", **works)
+    assert code == 2
+    assert "'c' holds no whole checkpoint. Name one by `--ckpt_path`." in words
+    assert (tmp_path / "c" / "final.json").read_text() == "{"
+
+
+def test_a_checkpoint_to_go_on_from_and_the_wish_to_start_anew_contradict_each_other(genlight):
+    code, words = genlight("fit", "--resume", "never", "--ckpt_path", "c", plugin="refused_trainer:Works")
+    assert code == 2
+    assert "--ckpt_path and --resume never contradict each other; leave one out" in words
 
 
 @pytest.mark.parametrize("limit", ["max_steps", "max_epochs", "limit_train_batches"])
@@ -317,4 +358,4 @@ def test_nothing_is_evaluated_where_no_checkpoint_is_whole(genlight, tmp_path):
 
     code, words = genlight("test", "--resume", "auto", **counts)
     assert code == 2
-    assert "'c' holds no whole checkpoint to evaluate. Name one by `--ckpt_path`." in words
+    assert "'c' holds no whole checkpoint. Name one by `--ckpt_path`." in words

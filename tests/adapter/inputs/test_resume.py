@@ -109,5 +109,5 @@ def test_a_local_checkpoint_is_named_by_its_record_its_folder_or_its_name(tmp_pa
     written.write_bytes(record())
     assert local_checkpoint(written) == written
     assert local_checkpoint(tmp_path / "step-00000200") == written
-    with pytest.raises(InputError, match="There is no checkpoint at"):
+    with pytest.raises(InputError, match="there is nothing at"):
         local_checkpoint(tmp_path / "step-00000300")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from genlight.adapter.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint import RecordMeta, find_final, list_checkpoints, newest_valid, save
+from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, find_final, list_checkpoints, newest_valid, save
 
 
 def save_steps(directory, *steps, **meta):
@@ -73,6 +73,58 @@ def test_a_final_marker_is_proven(tmp_path):
     os.truncate(tmp_path / "final" / "training_state.json", 5)
     with pytest.raises(BrokenCheckpointError):
         find_final(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("run", "final.json"),
+        ("run/", "final.json"),
+        ("run/checkpoints", "final.json"),
+        ("run/checkpoints/final", "final.json"),
+        ("run/checkpoints/step-00000003", "step-00000003.json"),
+        ("run/checkpoints/step-00000003/", "step-00000003.json"),
+        ("run/checkpoints/step-00000003.json", "step-00000003.json"),
+        ("run/checkpoints/last.ckpt", "last.ckpt"),
+    ],
+)
+def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newest_of_a_folder(
+    given, found, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    save_steps(checkpoints, 3, 10)
+    save(checkpoints / "last.ckpt", {"global_step": 10})
+    save(checkpoints / "final", {"global_step": 12}, meta=RecordMeta(final=True))
+    (checkpoints / "step-00000020.json").write_text("{")
+    assert find_checkpoint(given) == checkpoints / found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("none", "there is nothing at none; name the JSON record of a checkpoint, or the folder that holds it"),
+        ("empty", "empty is a folder without checkpoints; name"),
+        ("torn", "no checkpoint in torn can be read: step-00000001: its record step-00000001.json is not JSON: "),
+        ("x.safetensors", "x.safetensors holds weights alone, and nothing to go on from; name"),
+        ("notes.txt", "notes.txt is no checkpoint; name"),
+    ],
+)
+def test_where_there_is_no_checkpoint_it_is_said_what_there_is(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "torn"):
+        (tmp_path / folder).mkdir()
+    for file in ("torn/step-00000001.json", "x.safetensors", "notes.txt"):
+        (tmp_path / file).write_text("{")
+    with pytest.raises(FileNotFoundError) as raised:
+        find_checkpoint(given)
+    assert str(raised.value).startswith(said)
+
+
+def test_a_file_that_torch_wrote_is_told_from_a_broken_record(tmp_path):
+    (tmp_path / "x.ckpt").write_bytes(b"PK\x03\x04" + bytes(100))
+    (listed,) = list_checkpoints(tmp_path)
+    assert listed.problem == "x.ckpt is a file of torch.save, and no record of genlight"
 
 
 def test_unfinished_work_is_no_checkpoint(tmp_path):
