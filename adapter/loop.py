@@ -6,26 +6,38 @@ of Lightning's loops is in this file, and a name that is missing is an `ImportEr
 One epoch, with the hooks in Lightning's order::
 
     on_train_start; on_new_training_run
+    a stop was asked for?  raise TrainingCanceled
     for every epoch:
         on_train_epoch_start
         while completed_steps < max_steps:
-            a stop was asked for?  raise TrainingCanceled
             raw = next(batches)                              # never after the last step
             callbacks, module, strategy: on_train_batch_start(raw)       # -1 of the module ends the epoch
             batch = prepare_batch(raw); result = train_step(batch)
             completed_steps += 1
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
             on_mb_end
-            validation, where a validation loader and a `validation_step` exist
+            a stop was asked for?  raise TrainingCanceled, and validate after a resume
+            validation, where it is due and a validation loader and a `validation_step` exist
             pause for `backoff_seconds`
         on_train_epoch_end; on_train_phase_end; on_epoch_end
     on_train_end; on_training_end
 
 What nobody overrides is not called. ``trainer.global_step`` is the number of completed steps, whatever optimizers do.
+
+Where this differs from Lightning's own loop:
+
+- Raw batches go to ``prepare_batch`` as the loader made them: hooks that transfer batches are not called.
+- Who listens to the hooks of a step is looked up when an epoch begins: a callback that is added, removed or given a
+  hook within one counts from the next epoch on.
+- No batch is fetched ahead. So the last batch of a loader without length has ``is_last_batch`` False, its epoch is
+  validated when the loader has ended, and not where the step limit ends the run first.
+- A run without steps left to do starts and ends, with `on_train_start` and `on_train_end`.
+- A resumed run goes on after any step with the batches, epochs and validations that were to come.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -80,6 +92,7 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     if isinstance(old, ContractFitLoop):
         old.module = old.epoch_loop.module = module
         old.epoch_loop.step_in_progress = None
+        old.data_exhausted = False
         old.epoch_loop._results = _LoggedInSteps(module)
         return old
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
@@ -126,6 +139,7 @@ class ContractFitLoop(_FitLoop):
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
+            self.epoch_loop.may_stand_at_an_end = True
 
     @override
     def reset(self) -> None:
@@ -134,7 +148,8 @@ class ContractFitLoop(_FitLoop):
         if not self._loaded_from_state_dict:
             return
         counts = _counts(self.epoch_progress)
-        self.restarts_within_epoch = counts[0].started > 0 and not self.epoch_loop.exhausted
+        is_over = self.epoch_loop.exhausted and counts[0].processed == counts[0].started
+        self.restarts_within_epoch = counts[0].started > 0 and not is_over
         self.epoch_loop.restarting = self.restarts_within_epoch
         for counters in counts:
             if self.restarts_within_epoch:
@@ -194,16 +209,26 @@ class ContractFitLoop(_FitLoop):
                 loader.begin_epoch(_counts(self.epoch_progress)[0].processed)
 
     @override
+    def advance(self) -> None:
+        try:
+            super().advance()
+        except StopIteration as error:
+            # Lightning's loop would end the run as if it were complete.
+            raise RuntimeError("a hook raised StopIteration within an epoch") from error
+
+    @override
     def on_advance_end(self) -> None:
         super().on_advance_end()
         state = run_state_of(self.trainer)
         state.epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_train_phase_end")
         fire(self.trainer, "on_epoch_end")
-        if not self.epoch_loop.completed_steps:
+        batches = self.epoch_loop.batch_progress
+        # Batches that the module's own `on_train_batch_start` refused are no empty source.
+        if not self.epoch_loop.completed_steps and not batches.total.ready:
             raise _empty_source()
         # A source of one pass stays empty: another epoch would train nothing, and then another.
-        self.data_exhausted = self.epoch_loop.batch_progress.current.ready == 0
+        self.data_exhausted = batches.current.ready == 0
 
     @override
     def teardown(self) -> None:
@@ -233,6 +258,10 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.step_in_progress: int | None = None
         """The step (from 1) that is being executed; stays until the next one begins."""
         self.validates = False
+        self.owes_validation = False
+        """Whether the checkpoint was written before the validation that may be due after its step."""
+        self.may_stand_at_an_end = False
+        """Whether the loader took over a position after which there may be nothing in its epoch."""
 
     @property
     def completed_steps(self) -> int:
@@ -242,8 +271,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
     @property
     def _is_validation_done(self) -> bool:
         # Lightning takes a restored loop without a validation run for one that was interrupted in it, and would train
-        # one batch more than the epoch has.
-        return not self.validates or bool(super()._is_validation_done)
+        # one batch more than the epoch has. Here a validation that is due comes before the first batch.
+        return True
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -269,7 +298,9 @@ class ContractEpochLoop(_TrainingEpochLoop):
             self.val_loop.batch_progress.total.reset()
             self.exhausted = False
             return
+        self.val_loop.restarting = False  # or its first run would begin where the last one ended
         # A checkpoint is written while its step's hooks run, where the step counts as processed, not yet completed.
+        self.owes_validation = progress.current.completed < _counts(progress)[0].processed
         for counters in _counts(progress):
             counters.ready = counters.started = counters.completed = counters.processed
 
@@ -281,6 +312,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.validates = self.trainer.enable_validation
         trainer, module, progress = self.trainer, self.module, self.batch_progress
         run_state = run_state_of(trainer)
+        if self.restarting:
+            self._make_up_for_what_the_checkpoint_preceded(data_fetcher)
         step = _Step(self, data_fetcher)
         current, batches = step.current, step.batches
         is_first = True
@@ -295,12 +328,20 @@ class ContractEpochLoop(_TrainingEpochLoop):
             and self.done
         ):
             if not step.run():
+                if self.may_stand_at_an_end and not current.ready:
+                    self.may_stand_at_an_end = False
+                    iter(data_fetcher)
+                    step = _Step(self, data_fetcher)
+                    continue
                 self.exhausted = progress.is_last_batch = True
+                self._validate_where_nobody_knew_the_end(data_fetcher)
                 break
             if is_first:
-                is_first = False
+                is_first = self.may_stand_at_an_end = False
                 module.check_nothing_new()
-            if self.validates or trainer.should_stop or trainer._signal_connector.received_sigterm:
+            if (
+                self.validates or trainer.should_stop or trainer._signal_connector.received_sigterm
+            ) and run_state.stop_reason is None:
                 self.on_advance_end(data_fetcher)
             else:
                 self._batches_that_stepped += 1
@@ -328,6 +369,22 @@ class ContractEpochLoop(_TrainingEpochLoop):
         # What `trainer.received_sigterm` reads.
         if self.trainer._signal_connector.received_sigterm and not self._is_training_done:
             raise SIGTERMException
+
+    def _make_up_for_what_the_checkpoint_preceded(self, data_fetcher: _DataFetcher) -> None:
+        """Validate after the last step of the attempt before, if that is due and was not begun."""
+        self.module.feed_callback_metrics()
+        if self.owes_validation and self.validates:
+            self._batches_that_stepped -= 1  # and once more
+            self.on_advance_end(data_fetcher)
+        self.owes_validation = False
+
+    def _validate_where_nobody_knew_the_end(self, data_fetcher: _DataFetcher) -> None:
+        """Validate at the end of an epoch whose loader has no length, if none was refused by the module."""
+        counts = _counts(self.batch_progress)[0]
+        is_end_of_data = counts.ready == counts.completed > 0
+        if self.validates and is_end_of_data and self.trainer.val_check_batch == math.inf:
+            self._batches_that_stepped -= 1  # and once more
+            self.on_advance_end(data_fetcher)
 
     def raise_if_stopped(self) -> None:
         """End the run once a stop was agreed on.

@@ -346,6 +346,9 @@ class ContractModule(pl.LightningModule):
         with keep_sharded_for(self.trainer.strategy):
             parts["state"] = self.state_payload()
         parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
+        # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
+        metrics = {name: value for name, value in self.metrics_on_device().items() if value.numel() == 1}
+        parts["metrics"] = {name: float(value) for name, value in metrics.items() if not value.is_complex()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -354,6 +357,7 @@ class ContractModule(pl.LightningModule):
             self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
         if CONTRACT_KEY in checkpoint:
+            self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),
                 "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),

@@ -218,8 +218,6 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Also called where ``max_steps`` ends the run within an epoch, which a longer run goes on with.
-        self._is_between_batches = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         epoch = trainer.current_epoch
         if crossed(epoch, epoch + 1, self.every_n_epochs):
             self.save(trainer, pl_module)
@@ -414,9 +412,14 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.restore_pending_rng(trainer)
 
     def _stands_between_batches(self, trainer: pl.Trainer) -> bool:
-        """Whether a batch was trained to its end and the next one not begun."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        return self._is_between_batches and progress.ready == getattr(progress, "processed", progress.ready)
+        """Whether a batch was trained to its end and the next one of its epoch not begun."""
+        # Lightning declares the counters as a base class with fewer fields.
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        # An epoch also ends, for Lightning, where ``max_steps`` ends the run within it; a longer run goes on with that.
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        is_epoch_over = is_last and epochs.processed == epochs.started
+        return self._is_between_batches and batches.ready == batches.processed and not is_epoch_over
 
     def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
