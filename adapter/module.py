@@ -8,7 +8,7 @@ import numbers
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -18,8 +18,11 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
+from ..callbacks.checkpoint.loading import MapLocation
 from ..callbacks.checkpoint.record import read_record
 from ..callbacks.checkpoint.saving import CONTRACT_KEY
+from ..callbacks.checkpoint.selection import find_checkpoint
 from ..callbacks.checkpoint.sharded_strategy import keep_sharded_for
 from ..callbacks.hook import callbacks_of, run_state_of
 from ..callbacks.log_metrics import LogMetrics
@@ -105,6 +108,53 @@ class ContractModule(pl.LightningModule):
             self.save_trainer_files = self._save_trainer_files
         callers_check = self.ctx.is_canceled
         self._cancel_checks: list[Callable[[], bool]] = [] if callers_check is None else [callers_check]
+
+    @classmethod
+    @override
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: Any,
+        map_location: MapLocation = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **arguments: Any,
+    ) -> Self:
+        """A trainer class as a checkpoint has it, without a Lightning trainer: to sample, to evaluate, to look at.
+
+        Of a file of torch, such as an exported checkpoint, it is the weights. Nothing is unpickled in any case.
+
+        Args:
+            checkpoint_path: A record, or the folder that holds it; also a ``.ckpt`` file.
+            map_location: Where the class is told to build; None is the CPU.
+            hparams_file: Refused; hyperparameters are those of `job`.
+            strict: Whether the weights must be exactly those of the class; None means yes.
+            weights_only: Always.
+            arguments: The constructor's: `plugin`, and `job` for a class that reads hyperparameters.
+
+        Raises:
+            TypeError: `plugin` is not given.
+            FileNotFoundError: There is no such checkpoint.
+            BrokenCheckpointError: It is not whole.
+            RuntimeError: Its weights are not those of the class.
+        """
+        if "plugin" not in arguments:
+            raise TypeError(
+                f"{cls.__name__}.load_from_checkpoint needs `plugin`, the trainer class of the checkpoint "
+                "(module:Class, or an instance): a checkpoint names no code to run."
+            )
+        if hparams_file is not None:
+            raise TypeError(f"{cls.__name__} takes no `hparams_file`: give `job`, a TrainingJobSpec with hyperparams.")
+        module = cls(**arguments)
+        checkpoint = DurableCheckpointIO().load_checkpoint(checkpoint_path, map_location)
+        module._set_up_alone(map_location if isinstance(map_location, str | torch.device) else "cpu")
+        if "state_dict" in checkpoint:
+            module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
+        module._restored_step = checkpoint.get("global_step", 0)
+        payload = checkpoint.get(CONTRACT_KEY, {}).get("state")
+        module._to_restore = {"state": payload, "trainer_directory": trainer_directory(checkpoint_path)}
+        module.restore_trainer()
+        return module
 
     def resume_from(
         self, *, step: int, payload: dict[str, object] | None = None, checkpoint_dir: Path | None = None
@@ -259,10 +309,20 @@ class ContractModule(pl.LightningModule):
             self._set_up_loop()
         self.ctx = self._context()
         if not self.configured:
-            self.plugin.setup(self.ctx)
-            self.contract_state = self.plugin.configure(self.ctx)
-            self._register(discover(self.contract_state, self.plugin, reserved=dir(self)))
-            self.configured = True
+            self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
+
+    def _set_up_alone(self, device: str | torch.device) -> None:
+        dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
+        self.ctx = dataclasses.replace(self.ctx, job=self.job or self.ctx.job, device=str(device), dtype=dtype)
+        self._configure(torch.device(device), world_size=1)
+
+    def _configure(self, device: torch.device, world_size: int) -> None:
+        self.plugin.setup(self.ctx)
+        self.contract_state = self.plugin.configure(self.ctx)
+        discovered = discover(self.contract_state, self.plugin, reserved=dir(self))
+        check_devices(discovered, device, world_size=world_size)
+        self._register(discovered)
+        self.configured = True
 
     def _set_up_loop(self) -> None:
         loop = install_loop(self.trainer, self, start_step=self._start_step)
@@ -318,7 +378,6 @@ class ContractModule(pl.LightningModule):
         )
 
     def _register(self, discovered: Discovered) -> None:
-        check_devices(discovered, self.trainer.strategy.root_device, world_size=self.trainer.world_size)
         self.discovered = discovered
         self._found_optimizers = [found.value for found in discovered.optimizers]
         for module in discovered.modules:
@@ -383,9 +442,10 @@ class ContractModule(pl.LightningModule):
         restored, self._to_restore = self._to_restore, None
         if restored is None:
             return
-        for name, kept in self._unmanaged():
-            if name in restored.get("unmanaged", {}):
-                kept.load_state_dict(restored["unmanaged"][name])
+        unmanaged = restored.get("unmanaged", {})
+        for name, kept in self._unmanaged() if unmanaged else ():
+            if name in unmanaged:
+                kept.load_state_dict(unmanaged[name])
         payload = restored["state"]
         if payload is not None:
             self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
@@ -451,9 +511,15 @@ def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:
 
 def trainer_directory(checkpoint: str | Path | None) -> Path | None:
     """Where the trainer's ``save_checkpoint`` wrote its files of `checkpoint`, if it did."""
-    if checkpoint is None or not Path(checkpoint).is_file() or Path(checkpoint).suffix != ".json":
+    if checkpoint is None:
         return None
-    record = read_record(checkpoint)
+    try:
+        found = find_checkpoint(checkpoint)
+    except FileNotFoundError:  # another plugin's, which lies elsewhere or is a folder
+        return None
+    if found.suffix != ".json":
+        return None
+    record = read_record(found)
     folder = record.trainer_folder
     if folder is not None:
         return folder if folder.is_dir() else None
