@@ -61,6 +61,7 @@ class Line(pl.LightningModule):
 
 @pytest.fixture
 def fit(tmp_path, chaos, monkeypatch):
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.METRICS_GRACE_S", 60.0)
     monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
     for kind in ("METRICS", "CHECKPOINT", "SAMPLE", "TERMINAL"):
         monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
@@ -77,7 +78,7 @@ def fit(tmp_path, chaos, monkeypatch):
         without_upload=False,
         **settings,
     ):
-        settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 5.0} | settings
+        settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 120.0} | settings
         upload = UploadArtifacts(**settings)
         checkpoint = ModelCheckpoint(
             dirpath=tmp_path / "run" / "checkpoints", filename="{step}", every_n_train_steps=every, save_top_k=keep
@@ -153,7 +154,7 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
-            for _ in range(1000 if trainer.global_step == 4 else 0):
+            for _ in range(12_000 if trainer.global_step == 4 else 0):
                 if upload._uploader.failure:
                     return
                 time.sleep(0.01)
@@ -168,9 +169,9 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
 
 
 def test_an_outage_of_the_terminal_endpoint_alone_fails_the_run(fit, chaos):
-    chaos.control(script=["500"] * 1000, script_paths="/terminal")
+    chaos.control(script=["503"] * 1000, script_paths="/terminal", retry_after="900")  # which is after the deadline
     with pytest.raises(UploadError, match="terminal of step 6"):
-        fit(deadline_s=0.3)
+        fit()
 
 
 def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
@@ -353,7 +354,7 @@ def test_the_run_state_tells_where_the_newest_checkpoint_has_arrived(fit, tmp_pa
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
-            for _ in range(1000 if trainer.global_step == 4 else 0):
+            for _ in range(12_000 if trainer.global_step == 4 else 0):
                 if upload._uploader.delivered(run_state_of(trainer).latest_checkpoint_uri):
                     return
                 time.sleep(0.01)

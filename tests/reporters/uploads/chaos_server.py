@@ -11,6 +11,7 @@ import random
 import socket
 import struct
 import sys
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -25,6 +26,7 @@ DEFAULTS = {
     "resume": False,
     "claims": 0,  # bytes that it says it holds, whatever it holds
     "stall_s": 3.0,
+    "hold_at": None,  # from so many applied requests on nothing is applied, until this is changed
     "redirect_to": "",
     "retry_after": "0",
     "wrong_ref": False,
@@ -50,11 +52,19 @@ class Reset(Exception):
     pass
 
 
-class Server:
-    def __init__(self, directory):
-        self.reset(directory)
+class Door:
+    """Leads a connection to the server that is there when it is made: those that a test leaves open stay with its."""
 
-    def reset(self, directory):
+    def __init__(self, directory):
+        self.server = Server(directory, self)
+
+    async def serve(self, reader, writer):
+        await self.server.serve(reader, writer)
+
+
+class Server:
+    def __init__(self, directory, door):
+        self.door = door
         self.files = Path(directory) / "files"
         self.files.mkdir(parents=True, exist_ok=True)
         self.options = dict(DEFAULTS)
@@ -149,7 +159,7 @@ class Server:
             code = int(fault) if fault.isdigit() else 307
             return await self.answer(writer, code, {}, f"Location: {self.options['redirect_to']}{request['path']}\r\n")
         if fault == "stall":
-            await asyncio.sleep(self.options["stall_s"])
+            await self.stall()
             raise Reset
         if fault == "garbage":
             writer.write(
@@ -168,10 +178,18 @@ class Server:
             return await self.answer(writer, 200, {"ref": "?", "size_bytes": len(body) + 1})
         if fault == "huge":
             return await self.answer(writer, 200, {"ref": "x" * (2 << 20)})
+        while self.options["hold_at"] is not None and len(self.applied) >= self.options["hold_at"]:
+            await asyncio.sleep(0.01)
         reply = self.apply(request, body)
         if fault == "reset-after":
             raise Reset
         return await self.answer(writer, 200, reply, broken=fault)
+
+    async def stall(self):
+        """For as long as the options say, which may change meanwhile."""
+        began = time.monotonic()
+        while time.monotonic() - began < self.options["stall_s"]:
+            await asyncio.sleep(0.01)
 
     def apply(self, request, body):
         key = request["key"]
@@ -206,16 +224,19 @@ class Server:
         await writer.drain()
         return broken not in ("half-close", "truncated") and not close
 
+    def change(self, options):
+        if "seed" in options:
+            self.dice = random.Random(options["seed"])
+        if options.get("faults") == "all":
+            options["faults"] = ALL_FAULTS
+        self.options.update(options)
+
     async def control(self, path, body, writer):
         if path == "/__control":
             changes = json.loads(body)
             if "directory" in changes:
-                self.reset(changes.pop("directory"))
-            if "seed" in changes:
-                self.dice = random.Random(changes["seed"])
-            if changes.get("faults") == "all":
-                changes["faults"] = ALL_FAULTS
-            self.options.update(changes)
+                self.door.server = Server(changes.pop("directory"), self.door)
+            self.door.server.change(changes)
         if path == "/__count":
             return await self.answer(writer, 200, {"applied": len(self.applied)})
         state = {"applied": self.applied, "requests": self.requests, "connections": self.connections}
@@ -223,7 +244,7 @@ class Server:
 
 
 async def main(directory):
-    server = await asyncio.start_server(Server(directory).serve, "127.0.0.1", 0, limit=1 << 20)
+    server = await asyncio.start_server(Door(directory).serve, "127.0.0.1", 0, limit=1 << 20)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()

@@ -31,7 +31,7 @@ class Chaos:
 
     def _ask(self, path, data=None):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+        with opener.open(urllib.request.Request(self.url + path, data=data), timeout=60) as answer:
             return json.loads(answer.read())
 
     @property
@@ -100,7 +100,7 @@ def chaos(start_chaos):
 
 @pytest.fixture
 def config_for(tmp_path):
-    """An `UploadConfig` that sends everything to a server and loses no time."""
+    """An `UploadConfig` that sends everything to a server, tries again at once and gives a busy machine time."""
 
     def build(chaos, **changes):
         settings = {
@@ -108,8 +108,8 @@ def config_for(tmp_path):
             "owner": "me",
             "token": TOKEN,
             "spool_dir": tmp_path / "run" / "uploads",
-            "deadline_s": 20.0,
-            "timeout_s": 0.4,
+            "deadline_s": 120.0,
+            "timeout_s": 60.0,
             "backoff_base_s": 0.004,
             "backoff_cap_s": 0.05,
         }
@@ -122,8 +122,9 @@ def config_for(tmp_path):
 
 
 @pytest.fixture
-def uploader_for(config_for):
+def uploader_for(config_for, monkeypatch):
     """A started `Uploader`; all are closed at the end of the test."""
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.METRICS_GRACE_S", 60.0)
     opened = []
 
     def build(chaos, *, start=True, **changes):

@@ -25,10 +25,35 @@ PASSING = [
 ]
 
 
+def timeout_for(fault):
+    """A server that says nothing is given up soon, any other one late."""
+    return {"timeout_s": 0.4} if fault == "stall" else {}
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "gave up waiting"
+        time.sleep(0.005)
+
+
+def settle_once_tried(uploader):
+    """What settling tells, when the oldest thing that is left was tried at all."""
+    result = None
+
+    def is_tried():
+        nonlocal result
+        result = uploader.settle(0.1)
+        return result.undelivered[0].reason != "not sent before the deadline"
+
+    wait_until(is_tried)
+    return result
+
+
 @pytest.mark.parametrize("fault", [*PASSING, "stall", "slow-read", "garbage", "duplicate", "wrong-digest"])
 def test_a_fault_that_passes_delays_an_upload_and_loses_nothing(chaos, uploader_for, write_checkpoint, fault):
     chaos.control(script=[fault, fault, "ok", fault])
-    uploader = uploader_for(chaos)
+    uploader = uploader_for(chaos, **timeout_for(fault))
     record, files = write_checkpoint(1, size=300_000)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.enqueue_metrics({"a": 1.0}, 1)
@@ -40,12 +65,12 @@ def test_a_fault_that_passes_delays_an_upload_and_loses_nothing(chaos, uploader_
 @pytest.mark.parametrize("fault", ["reset-after", "half-close", "truncated", "stall"])
 def test_a_retry_after_a_lost_acknowledgement_has_the_same_idempotency_key(chaos, uploader_for, fault):
     chaos.control(script=[fault, fault])
-    uploader = uploader_for(chaos)
+    uploader = uploader_for(chaos, **timeout_for(fault))
     uploader.enqueue_metrics({"a": 1.0}, 1)
     assert uploader.settle().ok
     assert uploader.settle().pending_metrics == 0
     requests = chaos.requests("/metrics")
-    assert len(requests) == 3
+    assert len(requests) == 3 or (fault == "stall" and len(requests) > 3)  # a busy server may be given up once more
     assert len({request["key"] for request in requests}) == 1
 
 
@@ -115,6 +140,7 @@ def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_e
     uploader = uploader_for(chaos, checkpoint_url=f"{chaos.url}/checkpoint?")
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
+    wait_until(lambda: chaos.requests("/checkpoint?"))
     assert not uploader.settle(0.1).ok
     uploader.close()
     chaos.control(script=[])
@@ -123,12 +149,12 @@ def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_e
 
 
 def test_metrics_that_come_while_those_of_their_step_are_on_the_way_are_sent_too(chaos, uploader_for):
-    chaos.control(script=["stall"])
+    chaos.control(script=["stall"], stall_s=60.0)
     uploader = uploader_for(chaos)
     uploader.enqueue_metrics({"a": 1.0}, 1)
-    while not chaos.requests("/metrics"):
-        pass
+    wait_until(lambda: chaos.requests("/metrics"))
     uploader.enqueue_metrics({"b": 2.0}, 1)
+    chaos.control(stall_s=0.0)
     assert uploader.settle().pending_metrics == 0
     assert [message["metrics"] for message in chaos.messages("/metrics")] == [{"a": 1.0}, {"b": 2.0}]
 
@@ -139,8 +165,7 @@ def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploa
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.start()
-    while not chaos.requests("/api/"):
-        pass
+    wait_until(lambda: chaos.requests("/api/"))
     old = files[0].stat()
     files[0].write_bytes(bytes(old.st_size))
     os.utime(files[0], ns=(old.st_atime_ns, old.st_mtime_ns))  # neither size nor time tell of it
@@ -160,6 +185,7 @@ def test_retry_after_is_honoured_in_place_of_a_shorter_back_off(chaos, uploader_
     chaos.control(script=["429"], retry_after="30")
     uploader = uploader_for(chaos)
     uploader.enqueue_metrics({"a": 1.0}, 1)
+    wait_until(lambda: chaos.requests("/metrics"))
     result = uploader.settle(0.3)
     assert len(chaos.requests("/metrics")) == 1
     assert result.pending_metrics == 1
@@ -176,14 +202,18 @@ def test_metrics_that_are_refused_do_not_fail_the_run(chaos, uploader_for, caplo
     assert [message["step"] for message in chaos.messages("/metrics")] == [2]
 
 
-def test_a_metrics_endpoint_that_is_away_does_not_hold_up_a_checkpoint(chaos, uploader_for, write_checkpoint):
+def test_a_metrics_endpoint_that_is_away_does_not_hold_up_a_checkpoint(
+    chaos, uploader_for, write_checkpoint, monkeypatch
+):
     chaos.control(script=["500"] * 1000, script_paths="/metrics")
     uploader = uploader_for(chaos)
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.METRICS_GRACE_S", 0.2)
     uploader.enqueue_metrics({"a": 1.0}, 1)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    assert uploader.settle(0.5).ok
+    assert uploader.settle().ok
     assert len(chaos.messages("/checkpoint")) == 1
+    assert chaos.messages("/metrics") == []
 
 
 def test_many_metrics_do_not_keep_a_checkpoint_waiting(chaos, uploader_for, write_checkpoint):
@@ -225,7 +255,7 @@ def test_no_server_at_all_is_a_fault_that_may_pass(chaos, uploader_for, write_ch
     uploader = uploader_for(chaos, checkpoint_url="http://127.0.0.1:9/checkpoint", file_store_url=None)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
-    result = uploader.settle(0.1)
+    result = settle_once_tried(uploader)
     assert result.undelivered[0].reason == "ConnectError: Connection refused at http://127.0.0.1:9/checkpoint"
 
 
@@ -266,7 +296,7 @@ def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_s
     with full_disk(uploader.config.spool_dir / "journal.jsonl"):
         with pytest.raises(UploadError):
             uploader.enqueue_checkpoint(record, files, step=1)
-        error = str(uploader.settle(0.1).error())
+        error = str(settle_once_tried(uploader).error())
     assert error.startswith("checkpoint of step 1 (step-00000001.json): ConnectError")
     assert "not delivered, nor kept for the next start, since the spool cannot be written: File too large" in error
     assert "kept for the next start" in str(uploader.settle(0.1).error()).partition("not delivered; ")[2]
@@ -274,12 +304,12 @@ def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_s
 
 def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, uploader_for, write_checkpoint, caplog):
     """As one that a network file system has lost for a moment."""
-    uploader = uploader_for(chaos)
+    uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     real = files[0].rename(files[0].with_suffix(".away"))
     files[0].symlink_to("/proc/self/mem")  # which opens, and fails when it is read
-    assert uploader.settle(0.1).undelivered[0].reason == "its files cannot be read: Input/output error"
+    assert settle_once_tried(uploader).undelivered[0].reason == "its files cannot be read: Input/output error"
     assert "Traceback" not in caplog.text
     real.replace(files[0])
     assert uploader.settle().ok
@@ -305,12 +335,11 @@ def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
 ):
     monkeypatch.setattr("genlight.reporters.uploads.uploader.CLOSE_WAIT_S", 60.0)  # else closing cuts the connection
     chaos.control(script=["slow-read"])
-    uploader = uploader_for(chaos, timeout_s=30.0)
+    uploader = uploader_for(chaos)
     record, files = write_checkpoint(1)
     os.truncate(files[0], 40 << 20)
     uploader.enqueue_checkpoint(record, files, step=1)
-    while not chaos.requests("/api/"):
-        time.sleep(0.01)
+    wait_until(lambda: chaos.requests("/api/"))
     uploader.close()
     assert not uploader._thread.is_alive()
     assert chaos.files() == {}
@@ -372,19 +401,22 @@ def test_what_waits_for_another_run_is_never_sent_under_this_ones_name(chaos, up
 
 
 def test_the_terminal_message_does_not_wait_for_a_transfer_that_stalls(chaos, uploader_for, write_checkpoint):
-    chaos.control(script=["stall"] * 9, script_paths="/api/")
-    uploader = uploader_for(chaos, timeout_s=30.0)
+    chaos.control(script=["stall"] * 9, script_paths="/api/", stall_s=100.0)
+    uploader = uploader_for(chaos, timeout_s=100.0)
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
+    wait_until(lambda: chaos.requests("/api/"))
     assert not uploader.settle(0.2).ok
-    assert uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: slow"), 2.0).ok
+    assert uploader.deliver_terminal(TerminalPayload("failed", 1, error="upload: slow"), 60.0).ok
     assert [message["status"] for message in chaos.messages("/terminal")] == ["failed"]
+    assert len(chaos.requests("/api/")) == 1
+    chaos.control(stall_s=0.0)
 
 
 @pytest.mark.parametrize("fault", ["500", "reset-after", "duplicate", "stall"])
 def test_the_terminal_message_is_tried_again_until_it_is_acknowledged(chaos, uploader_for, fault):
     chaos.control(script=[fault] * 2)
-    assert uploader_for(chaos).deliver_terminal(TerminalPayload("completed", 1)).ok
+    assert uploader_for(chaos, **timeout_for(fault)).deliver_terminal(TerminalPayload("completed", 1)).ok
     assert len(chaos.messages("/terminal")) == 1
 
 
@@ -504,9 +536,7 @@ def test_how_long_it_waits_for_a_server_that_asked_for_it_is_told(chaos, uploade
     uploader = uploader_for(chaos)
     with caplog.at_level("WARNING"):
         uploader.enqueue_metrics({"a": 1.0}, 1)
-        end = time.monotonic() + 60
-        while not caplog.records and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: caplog.records)
     assert "next try in 777.0 s" in caplog.text
 
 
