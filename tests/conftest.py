@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 
@@ -54,10 +55,15 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
-    """Fail a test that leaks environment variables, threads that keep the process alive, or a process group."""
-    variables, threads = dict(os.environ), set(threading.enumerate())
+    """Fail a test that leaks environment variables, signal handlers, threads that keep the process alive, and such."""
+    variables, threads, handlers = dict(os.environ), set(threading.enumerate()), _stop_handlers()
     yield
-    leaks = [*_changed_variables(variables), *_left_threads(threads), *_left_process_group()]
+    leaks = [
+        *_changed_variables(variables),
+        *_changed_handlers(handlers),
+        *_left_threads(threads),
+        *_left_process_group(),
+    ]
     assert not leaks, "the test leaves behind: " + ", ".join(leaks)
 
 
@@ -74,6 +80,17 @@ def _changed_variables(before):
         else:
             del os.environ[name]
     return [f"environment variable {name}" for name in changed]
+
+
+def _stop_handlers():
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+
+def _changed_handlers(before):
+    changed = [number for number, handler in _stop_handlers().items() if handler is not before[number]]
+    for number in changed:  # in whose place another test's signal would end the process
+        signal.signal(number, before[number])
+    return [f"a handler of {number.name}" for number in changed]
 
 
 def _left_threads(before):

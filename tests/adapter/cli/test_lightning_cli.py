@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from genlight.adapter.cli import main
 from genlight.callbacks.checkpoint import read_record
+from genlight.callbacks.stop_signals import REASON_OF_SIGNAL
 from genlight.reporters import read_events
 from genlight.reporters.event_validation import validate_events
 
@@ -75,7 +77,16 @@ class Counts(Works):
 
 
 @pytest.fixture
-def genlight(tmp_path, monkeypatch, capsys, caplog):
+def own_signals():
+    """Signals are handled as before, although a command that has run takes them until the end of its process."""
+    before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
     """Run ``genlight`` in a folder with a configuration; returns its exit code and what it said."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -191,6 +202,29 @@ def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, 
     assert words.count("\n") == 1
     assert words.startswith("error: The configuration ")
     assert f"{said} Name a YAML file." in words
+
+
+JOB_SPEC = '{"run_id": "r", "trainer": "m:T", "max_steps": 1}'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fit", "a.yaml"], "error: The configuration is an option: `genlight fit --config a.yaml`.\n"),
+        (["validate", "a.yaml"], "error: The configuration is an option: `genlight validate --config a.yaml`.\n"),
+        (["fit", "job.json"], "error: 'job.json' is a job spec. Run it by `genlight run job.json`.\n"),
+        (["fit", "--config", "job.json"], "error: 'job.json' is a job spec. Run it by `genlight run job.json`.\n"),
+    ],
+)
+def test_a_file_that_is_given_as_what_it_is_not_is_told_with_the_command_for_it(
+    words, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("trainer: {max_steps: 1}")
+    (tmp_path / "job.json").write_text(JOB_SPEC)
+
+    assert main(words) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_a_configuration_may_stand_on_the_command_line(genlight):
