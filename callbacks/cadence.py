@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Pace", "StepCadence", "crossed", "next_multiple", "steps_within", "suppressed"]
+__all__ = ["Boundaries", "Pace", "StepCadence", "crossed", "next_multiple", "steps_within", "suppressed"]
 
 MOST_STEPS = 8
 """How many steps a look at the clock is apart from the next at most, should steps become slow from one to the next."""
@@ -34,6 +34,30 @@ class StepCadence:
             raise ValueError(f"Invalid `{self._name}`. Expected a number >= 0, but received {every}.")
         vars(hook)[self._name] = every
         hook.next_due_step = 0
+
+
+class Boundaries:
+    """Which boundaries of its ``every_n_steps`` a hook has seen, so that it acts once for each.
+
+    Args:
+        hook: Is told of the step it waits for, as ``next_due_step``.
+        step: The step that was completed last; boundaries before it are over.
+    """
+
+    def __init__(self, hook: Any, step: int = 0) -> None:
+        self._hook, self._step, self._every = hook, step, hook.every_n_steps
+
+    def crosses(self, step: int) -> bool:
+        """Whether a boundary lies behind the last step that was given here and not behind `step`."""
+        hook = self._hook
+        every: int = hook.every_n_steps
+        hook.next_due_step = next_multiple(step, every)
+        if hook.every_n_steps != every:
+            hook.next_due_step = 0  # another thread has changed it meanwhile
+        # Steps that were skipped before a change had no boundary; those of the new cadence begin with this one.
+        previous = self._step if every == self._every else max(self._step, step - 1)
+        self._step, self._every = step, every
+        return crossed(previous, step, every)
 
 
 def crossed(previous: int, current: int, every: int) -> bool:

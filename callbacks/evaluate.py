@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
-from .cadence import StepCadence, crossed, next_multiple
+from .cadence import Boundaries, StepCadence
 from .hook import Hook, run_state_of, skippable
 
 __all__ = ["Evaluate", "scores_of"]
@@ -40,7 +40,7 @@ class Evaluate(Hook):
     def __init__(self, every_n_steps: int, *, critical: bool = False) -> None:
         self.every_n_steps = every_n_steps
         self.critical = critical
-        self._previous_step = 0
+        self._boundaries = Boundaries(self)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -48,16 +48,14 @@ class Evaluate(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._previous_step = trainer.global_step
+        self._boundaries = Boundaries(self, trainer.global_step)
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        previous, self._previous_step = self._previous_step, (step := trainer.global_step)
-        self.next_due_step = next_multiple(step, self.every_n_steps)
-        if crossed(previous, step, self.every_n_steps):
+        if self._boundaries.crosses(trainer.global_step):
             run_state_of(trainer).eval_scores = scores_of(pl_module)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ..adapter.exceptions import ReplicaDriftError
-from .cadence import StepCadence, crossed, next_multiple
+from .cadence import Boundaries, StepCadence
 from .hook import Hook, skippable
 
 __all__ = ["ReplicaGuard"]
@@ -47,14 +47,19 @@ class ReplicaGuard(Hook):
     def __init__(self, every_n_steps: int = 1000) -> None:
         self.every_n_steps = every_n_steps
         self._checked_step = 0
+        self._boundaries = Boundaries(self)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._checked_step = trainer.global_step
+        self._boundaries = Boundaries(self, trainer.global_step)
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.next_due_step = next_multiple(trainer.global_step, self.every_n_steps)
-        if crossed(self._checked_step, trainer.global_step, self.every_n_steps):
+        if self._boundaries.crosses(trainer.global_step):
             self._check(trainer, pl_module)
 
     @override

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..adapter.exceptions import ContractError
 from ..reporters.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
-from .cadence import StepCadence, crossed, next_multiple, suppressed
+from .cadence import Boundaries, StepCadence, suppressed
 from .hook import Hook, fire, run_state_of, skippable
 
 __all__ = ["WriteSamples"]
@@ -63,11 +63,11 @@ class WriteSamples(Hook):
         self.requests = [dict(request) for request in requests]
         self.seed = seed
         self.critical = critical
-        self._previous_step = 0
+        self._boundaries = Boundaries(self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._previous_step = trainer.global_step
+        self._boundaries = Boundaries(self, trainer.global_step)
         if self.every_n_steps:
             _sweep(self.directory)
 
@@ -76,10 +76,8 @@ class WriteSamples(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        previous, self._previous_step = self._previous_step, (step := trainer.global_step)
-        self.next_due_step = next_multiple(step, self.every_n_steps)
-        if crossed(previous, step, self.every_n_steps) and not suppressed(pl_module):
-            self.write(trainer, pl_module, step)
+        if self._boundaries.crosses(trainer.global_step) and not suppressed(pl_module):
+            self.write(trainer, pl_module, trainer.global_step)
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:
         """Make and write the samples of `step`; returns the files, the record of each sample before its own files."""

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ...adapter.exceptions import GenlightError
 from ...adapter.run_state import RunState
-from ..cadence import StepCadence, crossed, next_multiple, suppressed
+from ..cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook import Hook, after_failure, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .commit import Staging, delete_checkpoint, require_space, stage, sweep
@@ -148,7 +148,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._being_reported: CheckpointRecord | None = None
         self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
-        self._previous_step = 0
+        self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
         self._is_overdue = False
         self._is_warm = False
@@ -175,7 +175,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
-        self._previous_step = trainer.global_step
+        self._boundaries = Boundaries(self, trainer.global_step)
+        self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
         self._started_at_s = time.monotonic()
         restore_gradients(pl_module, self._pending.pop("gradients", {}))
         if self._resumes_within_epoch and trainer.is_global_zero:
@@ -196,18 +197,17 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         is_settled = self._io is None or self._io.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
-        self.next_due_step = next_multiple(trainer.global_step, self.every_n_steps) if is_settled else 0
-        self._save_if_due(trainer, pl_module)
+        is_crossed = self._boundaries.crosses(trainer.global_step)
+        if not is_settled:
+            self._wake()
+        self._save_if_due(trainer, pl_module, is_crossed=is_crossed and not suppressed(pl_module))
 
-    def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
-        step = trainer.global_step
-        previous, self._previous_step = self._previous_step, step
         run_state = self._run_state or run_state_of(trainer)
         if run_state.stop_reason is not None:
             self._after_own_hook(trainer, pl_module, self._save_before_stop)
             return
-        is_crossed = crossed(previous, step, self.every_n_steps) and not suppressed(pl_module)
         if not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._warm_up(trainer, pl_module)

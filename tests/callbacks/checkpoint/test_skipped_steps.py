@@ -35,9 +35,9 @@ class Counted(Checkpoint):
 
     calls = 0
 
-    def _save_if_due(self, trainer, pl_module):
+    def _save_if_due(self, trainer, pl_module, *, is_crossed):
         self.calls += 1
-        super()._save_if_due(trainer, pl_module)
+        super()._save_if_due(trainer, pl_module, is_crossed=is_crossed)
 
 
 class Told(Hook):
