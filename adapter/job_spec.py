@@ -126,6 +126,8 @@ MOST_DIGITS = 400
 WHOLE_SPEC = "job spec"
 """Name of faults that leave no field of the spec to speak of."""
 
+_YAML = (".yaml", ".yml")
+
 DEEPEST = 100
 """Levels of nesting; whatever walks through hyperparameters later may recurse."""
 
@@ -158,7 +160,8 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
         faults.add(f"The job spec {str(path)!r} is nested too deeply.")
         return None
     except ValueError as error:
-        faults.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.")
+        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
+        faults.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{way_out}")
         return None
     if not isinstance(decoded, dict):
         faults.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")

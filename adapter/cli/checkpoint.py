@@ -23,6 +23,8 @@ __all__ = ["add_arguments", "run"]
 
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
+_OTHER_FORMATS = (".bin", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pt", ".pth", ".tar", ".zip")
+"""Suffixes that nobody gives to a folder."""
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
 
@@ -212,6 +214,8 @@ def _export(args: argparse.Namespace) -> int:
     if not args.to:
         return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
     path, target = find_checkpoint(args.path), Path(args.to)
+    if target.suffix in _OTHER_FORMATS:
+        return _complain(f"no export is a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
 

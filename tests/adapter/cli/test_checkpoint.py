@@ -138,6 +138,15 @@ def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, c
     assert capsys.readouterr().err.startswith("genlight checkpoint: ")
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.bin"])
+def test_a_target_whose_format_there_is_not_is_refused_instead_of_becoming_a_folder(
+    checkpoints, tmp_path, capsys, name
+):
+    assert call("export", checkpoints, "--to", tmp_path / name) == 2
+    assert "name FILE.safetensors, FILE.ckpt or FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "a.safetensors", "--strip-prefix", "net.") == 2
     assert "head.b, model.w" in capsys.readouterr().err

@@ -120,18 +120,24 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
         (["uploads", "data.parquet"], "data.parquet is no directory; name the artifacts directory of a run"),
         (["checkpoint", "ls", "data.parquet"], "data.parquet is no checkpoint; name a run's directory or a checkpoint"),
         (["checkpoint", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
+        (["check", "job.json"], "job.json is no trainer; name one as MODULE:CLASS, or a job by --job job.json"),
+        (
+            ["run", "fit.yaml"],
+            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration is ",
+        ),
         (["checkpoint", "ls", "data.parquet/x"], "there is nothing at data.parquet/x; name a run's directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_path_that_is_not_what_was_meant_is_told_as_it_was_typed_with_the_way_out(
-    words, said, tmp_path, monkeypatch, capsys
+    words, said, tmp_path, monkeypatch, capsys, caplog
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    (tmp_path / "fit.yaml").write_text("trainer: {}")
 
     assert main(words) == 2
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err + caplog.text
 
 
 @pytest.mark.parametrize(
