@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import queue
+import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +16,9 @@ import pytest
 
 from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.run_config import resolve_run_config
+
+STALL_S = 100.0
+"""Longer than any client waits for the rest of an answer, and shorter than a test may take."""
 
 
 @dataclass
@@ -55,11 +60,22 @@ class FileServer:
         self.requests: list[Request] = []
         self.stalled = queue.SimpleQueue()
         """Gets an item for each answer that stalls."""
+        self.waited_in_vain = False
+        """Whether an answer stalled for so long that it went on."""
         self.closing = threading.Event()
+        self.connections: set[socket.socket] = set()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self):
+                super().setup()
+                server.connections.add(self.connection)
+
+            def finish(self):
+                server.connections.discard(self.connection)
+                super().finish()
 
             def do_GET(self):
                 server.answer(self)
@@ -70,7 +86,7 @@ class FileServer:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server.daemon_threads = False  # so that closing waits for them
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -78,13 +94,16 @@ class FileServer:
     def close(self):
         self.closing.set()
         self.server.shutdown()
-        self.server.server_close()
         self.thread.join()
+        for connection in list(self.connections):  # clients may keep them for their next request
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server.server_close()
 
     def stall(self):
         """Do not go on with an answer."""
         self.stalled.put(None)
-        self.closing.wait(120)
+        self.waited_in_vain |= not self.closing.wait(STALL_S)
 
     def put(self, path, content=b"", **options):
         """Serve `content` at `path`; returns the URL."""

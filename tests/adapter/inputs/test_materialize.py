@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
 from genlight.adapter.inputs.progress import TransferAbandoned
 from genlight.adapter.inputs.transfer import _raise_first
+from genlight.reporters.http import build_client
 
 
 @pytest.fixture
@@ -161,6 +163,17 @@ def stalled(kind, server, hub_with):
     return {"base_model_ref": "owner/name"}
 
 
+@pytest.fixture
+def patient_clients(monkeypatch):
+    """Clients that give up later than a server that stalls."""
+    import huggingface_hub.constants
+
+    patient = functools.partial(build_client, timeout_s=300.0)
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.build_client", patient)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 300.0)
+
+
+@pytest.mark.usefixtures("patient_clients")
 @pytest.mark.parametrize("kind", ["body", "answer", "tensor hub", "hub"])
 def test_a_stop_ends_a_transfer_whose_server_says_nothing(config_of, materialize, server, hub_with, kind):
     class Stop(Exception):
@@ -171,10 +184,9 @@ def test_a_stop_ends_a_transfer_whose_server_says_nothing(config_of, materialize
             raise Stop
 
     config = config_of(inputs=stalled(kind, server, hub_with), environ={"TENSORHUB_URL": server.url})
-    began = time.monotonic()
     with pytest.raises(Stop):
         materialize(config, raise_if_stopped=stop)
-    assert time.monotonic() - began < 9  # The shortest time after which a client gives up by itself is the hub's, 10 s.
+    assert not server.waited_in_vain
 
 
 def test_what_arrived_before_a_stop_is_kept_also_where_the_server_stalls(config_of, materialize, server):
@@ -274,7 +286,7 @@ def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait
     all_wait = threading.Event()
     urls = [server.put(f"/{n}.parquet", bytes(3_000_000), etag=None) for n in range(3)]
     for resource in server.resources.values():
-        resource.before_answer = lambda: all_wait.wait(30)
+        resource.before_answer = lambda: all_wait.wait(240)
     config = config_of(inputs={"dataset_parquet_urls": urls})
     command = [sys.executable, "-c", RANK, str(config.spec_path), str(tmp_path / "cache")]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
