@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-
-from .cadence import steps_within
 
 __all__ = ["Agreement"]
 
@@ -93,3 +92,13 @@ class Agreement:
         """How many steps fit between two rounds, at the speed since the last one."""
         before, self._began_at = self._began_at, self._clock()
         return steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
+
+
+def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
+    """How many steps fit into so many seconds at the pace of the last `steps`: from 1 to `most`, and to twice `steps`.
+
+    What is done by the clock is so done by the step, without a look at the clock in each. A pace that slows down is
+    noticed after that many steps.
+    """
+    most = max(1, min(2 * steps, most))
+    return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Boundaries", "Pace", "StepCadence", "crossed", "next_multiple", "steps_within", "suppressed"]
+__all__ = ["NEVER", "Boundaries", "StepCadence", "crossed", "next_multiple", "suppressed"]
 
-MOST_STEPS = 8
-"""How many steps a look at the clock is apart from the next at most, should steps become slow from one to the next."""
+NEVER = sys.maxsize
+"""The `next_due_step` of a hook that waits for something else than a step."""
 
 
 class StepCadence:
@@ -71,35 +69,7 @@ def crossed(previous: int, current: int, every: int) -> bool:
 
 def next_multiple(step: int, every: int) -> int:
     """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
-    return (step // every + 1) * every if every > 0 else sys.maxsize
-
-
-def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
-    """How many steps fit into so many seconds at the pace of the last `steps`: from 1 to `most`, and to twice `steps`.
-
-    What is done by the clock is so done by the step, without a look at the clock in each. A pace that slows down is
-    noticed after that many steps.
-    """
-    most = max(1, min(2 * steps, most))
-    return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
-
-
-class Pace:
-    """When to look at the clock next, for a callback that acts by the clock and is not to be called after each step.
-
-    Args:
-        step: The step that was completed last.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._step, self._at = step, time.monotonic()
-
-    def next_look(self, step: int, seconds: float) -> int:
-        """The step after which so many seconds will be about over, at the pace since the last call."""
-        now = time.monotonic()
-        steps, took_s = max(1, step - self._step), now - self._at
-        self._step, self._at = step, now
-        return step + steps_within(seconds, steps=steps, took_s=took_s, most=MOST_STEPS)
+    return (step // every + 1) * every if every > 0 else NEVER
 
 
 def suppressed(pl_module: object) -> bool:

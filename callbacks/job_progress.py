@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from .cadence import Pace
 from .hook import Hook, run_state_of, skippable
+from .ticker import Ticker
 
 __all__ = ["JobProgress"]
 
@@ -44,18 +44,19 @@ class JobProgress(Hook):
         self._next = 0.0
         self._start_step = 0
         self._started_at = 0.0
-        self._pace = Pace(0)
+        self._ticker: Ticker | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step = trainer.global_step
-        self._pace = Pace(self._start_step)
         self._started_at = time.monotonic()
         self._next = self._started_at
-        self._every_s = self.line_every_s
+        self._every_s = BAR_EVERY_S if sys.stderr.isatty() else self.line_every_s
+        self._stop()
+        self._ticker = Ticker(self, self._every_s, lambda: self._next)
+        self._ticker.start()
         if not sys.stderr.isatty():
             return
-        self._every_s = BAR_EVERY_S
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("step"),
@@ -76,7 +77,8 @@ class JobProgress(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.next_due_step = self._pace.next_look(trainer.global_step, self._every_s)
+        if self._ticker is not None:
+            self._ticker.rest()
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._every_s
@@ -105,6 +107,9 @@ class JobProgress(Hook):
         sys.stderr.write(f"step {step}{total}  {loss_text}  {speed:.1f} steps/s{left}\n")
 
     def _stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

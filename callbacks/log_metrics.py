@@ -72,6 +72,8 @@ class LogMetrics(Hook):
         step = trainer.fit_loop.epoch_loop.global_step  # what `trainer.global_step` returns, a call later
         if every != 1:
             self.next_due_step = next_multiple(step, every)
+            if self.every_n_steps != every:
+                self.next_due_step = 0  # another thread has changed it meanwhile
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
         if every > 0 and step % every == 0:

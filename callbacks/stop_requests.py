@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from ..adapter.exceptions import StopReason, TrainingCanceled
 from .agreement import Agreement
-from .cadence import Pace
 from .checkpoint.checkpoint import Checkpoint
 from .data_workers import protect_workers, release_workers
 from .hook import Hook, callbacks_of, run_state_of, skippable
 from .protected_names import require_names
 from .stop_signals import REASON_OF_SIGNAL, StopSignals
 from .stop_sources import Deadline, cancel_file_is_set
+from .ticker import Ticker
 
 __all__ = ["StopRequests"]
 
@@ -82,7 +82,7 @@ class StopRequests(Hook):
         self._next_poll = 0.0
         self._agreement: Agreement | None = None
         self._undo = ExitStack()
-        self._pace = Pace(0)
+        self._ticker: Ticker | None = None
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -104,6 +104,11 @@ class StopRequests(Hook):
     def _wake(self) -> None:
         """Have the loop call this hook after the step that runs."""
         self.next_due_step = 0
+
+    def _end_ticks(self) -> None:
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
 
     def _code(self) -> int:
         """The number that stands for what this rank was asked."""
@@ -136,7 +141,6 @@ class StopRequests(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.signals.on_stop = self._wake
-        self._pace = Pace(trainer.global_step)
         savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
         self.deadline.saves = bool(savers)
         for saver in savers:
@@ -147,6 +151,10 @@ class StopRequests(Hook):
         if trainer.world_size > 1:
             self._agreement = Agreement()
             code = self._agreement.now(code)
+        else:
+            self._end_ticks()
+            self._ticker = Ticker(self, self.poll_s, lambda: self._next_poll)
+            self._ticker.start()
         run_state_of(trainer).stop_reason = _REASONS[code]
 
     @skippable
@@ -157,24 +165,27 @@ class StopRequests(Hook):
         if self._agreement is not None:
             reason: str | None = _REASONS[self._agreement.after_step(self._code)]
         else:
-            # In this order: a signal that comes in between has this hook called after the next step.
-            self.next_due_step = self._pace.next_look(trainer.global_step, self.poll_s)
+            if self._ticker is not None:
+                self._ticker.rest()  # in this order: a signal that comes in between wakes this hook again
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_ticks()
         if self._agreement is not None:
             self._agreement.leave()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
+        self._end_ticks()
         self._undo.close()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_ticks()
         self._undo.close()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:

@@ -8,8 +8,10 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from genlight.callbacks.agreement import MOST_STEPS, ROUND_S, Agreement
+from genlight.callbacks.agreement import MOST_STEPS, ROUND_S, Agreement, steps_within
 
 STEP_S = (1 / 1024, 1 / 128)
 """What a step takes on each of two ranks, by its own clock."""
@@ -160,3 +162,15 @@ def test_how_long_it_takes_until_a_number_is_heeded_is_known(ranks):
         rank.agreement.leave()
 
     assert [rank.agreed for rank in ranks(train, step_s=(1.0, 3.0))] == [1.0, 3.0]
+
+
+SECONDS = st.floats(0, 1000)
+
+
+@given(seconds=SECONDS, steps=st.integers(1, 64), took_s=SECONDS, most=st.integers(1, 64))
+def test_so_many_steps_fit_as_the_pace_says_but_no_more_than_twice_as_many_as_were_seen(seconds, steps, took_s, most):
+    fitting = steps_within(seconds, steps=steps, took_s=took_s, most=most)
+
+    assert 1 <= fitting <= min(most, 2 * steps)
+    if fitting > 1:
+        assert (fitting - 1) * took_s <= seconds * steps * (1 + 1e-9)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlight.adapter.contract import StepControlHints, StepResult
-from genlight.callbacks.cadence import crossed, next_multiple, steps_within, suppressed
+from genlight.callbacks.cadence import crossed, next_multiple, suppressed
 
 STEPS = st.integers(min_value=0, max_value=10_000)
 
@@ -63,15 +63,3 @@ def test_a_module_that_hosts_no_trainer_is_never_suppressed():
 @given(step=STEPS, every=st.integers(0, 300), ahead=st.integers(1, 600))
 def test_the_next_multiple_is_the_first_step_that_crosses_one(step, every, ahead):
     assert crossed(step, step + ahead, every) == (step + ahead >= next_multiple(step, every))
-
-
-SECONDS = st.floats(0, 1000)
-
-
-@given(seconds=SECONDS, steps=st.integers(1, 64), took_s=SECONDS, most=st.integers(1, 64))
-def test_so_many_steps_fit_as_the_pace_says_but_no_more_than_twice_as_many_as_were_seen(seconds, steps, took_s, most):
-    fitting = steps_within(seconds, steps=steps, took_s=took_s, most=most)
-
-    assert 1 <= fitting <= min(most, 2 * steps)
-    if fitting > 1:
-        assert (fitting - 1) * took_s <= seconds * steps * (1 + 1e-9)
