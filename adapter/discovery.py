@@ -39,6 +39,8 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.Mo
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
+_HOSTS = ("lightning.pytorch.", "pytorch_lightning.")
+"""Whose objects, callbacks and data modules of users included, lead to the run that hosts the trainer class."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 
@@ -102,22 +104,25 @@ class Discovered:
                         yield parameter
 
 
-def discover(state: Any, trainer: object = None, *, reserved: Iterable[str] = ()) -> Discovered:
+def discover(
+    state: Any, trainer: object = None, *, reserved: Iterable[str] = (), host: nn.Module | None = None
+) -> Discovered:
     """Find the modules, optimizers, schedulers and scalers in `state` and on `trainer`.
 
     Dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that functions close over
-    are searched, cycles and all; classes of the standard library, and containers of more than `SEARCHED_ITEMS` items,
-    are not.
+    are searched, cycles and all; classes of the standard library, Lightning's trainers and callbacks, and containers of
+    more than `SEARCHED_ITEMS` items are not.
 
     Args:
         state: What ``configure`` returned.
         trainer: The trainer instance.
         reserved: Names that no found object may get, such as the attributes of the module that registers them.
+        host: A module that hosts the trainer, and is none of what it built.
 
     Raises:
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
     """
-    seen: dict[int, Any] = {}
+    seen: dict[int, Any] = {id(host): host}
     # A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
     found = [*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)]
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
@@ -165,13 +170,13 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
         )
 
 
-def check_nothing_new(before: Discovered, state: Any, trainer: object = None) -> None:
+def check_nothing_new(before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None) -> None:
     """Refuse a module or optimizer that ``train_step`` built and kept, which no checkpoint or strategy knows.
 
     Raises:
         ContractError: Names the path of each.
     """
-    now = discover(state, trainer)
+    now = discover(state, trainer, host=host)
     known = {id(m) for found in before.modules for m in found.value.modules()}
     known |= {id(found.value) for found in before.optimizers}
     objects: list[Found[Any]] = [*now.modules, *now.optimizers]
@@ -241,7 +246,9 @@ def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _is_opaque(cls: type) -> bool:
-    """Whether a class is of no interest: of the standard library, of numpy, or of torch's data loading."""
+    """Whether a class is of no interest: of the standard library, of numpy, of torch's data loading, or of the host."""
+    if any(base.__module__.startswith(_HOSTS) for base in cls.__mro__):
+        return True
     if cls is types.SimpleNamespace or dataclasses.is_dataclass(cls):
         return False
     module = cls.__module__

@@ -319,7 +319,7 @@ class ContractModule(pl.LightningModule):
     def _configure(self, device: torch.device, world_size: int) -> None:
         self.plugin.setup(self.ctx)
         self.contract_state = self.plugin.configure(self.ctx)
-        discovered = discover(self.contract_state, self.plugin, reserved=dir(self))
+        discovered = discover(self.contract_state, self.plugin, reserved=dir(self), host=self)
         check_devices(discovered, device, world_size=world_size)
         self._register(discovered)
         self.configured = True
@@ -343,7 +343,7 @@ class ContractModule(pl.LightningModule):
             ContractError: Names the path of each.
         """
         assert self.discovered is not None
-        check_nothing_new(self.discovered, self.contract_state, self.plugin)
+        check_nothing_new(self.discovered, self.contract_state, self.plugin, host=self)
 
     @override
     def on_fit_start(self) -> None:

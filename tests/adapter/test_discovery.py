@@ -249,6 +249,24 @@ def test_what_a_class_keeps_for_all_its_instances_is_found():
     assert paths(discover(None, trainer).modules) == ["trainer.heads[0]", "trainer.net"]
 
 
+@pytest.mark.parametrize("kept", ["Trainer", "callback of its own", "module"])
+def test_whatever_leads_to_the_run_that_hosts_a_trainer_is_none_of_what_it_built(kept):
+    import lightning.pytorch as pl
+
+    class Mine(pl.Callback):
+        def __init__(self, module):
+            self.module = module
+
+    host, model = pl.LightningModule(), nn.Linear(1, 1)
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.strategy.connect(host)
+    keeps = {"Trainer": trainer, "callback of its own": Mine(host), "module": host}
+
+    found = discover({"kept": keeps[kept], "model": model}, host=host)
+
+    assert paths(found.modules) == ['state["model"]']
+
+
 def test_without_optimizers_all_that_wants_a_gradient_is_updated():
     model, loose = nn.Linear(1, 1), torch.ones(1, requires_grad=True)
     model.bias.requires_grad_(False)
