@@ -24,7 +24,8 @@ from genlight.reporters.http import build_client
 
 
 @pytest.fixture
-def materialize(tmp_path, retry):
+def materialize(tmp_path, retry, monkeypatch):
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.LEFT_AFTER_S", 60.0)
     return lambda config, **options: materialize_inputs(config, cache_dir=tmp_path / "cache", retry=retry, **options)
 
 
@@ -184,8 +185,12 @@ def test_a_stop_ends_a_transfer_whose_server_says_nothing(config_of, materialize
             raise Stop
 
     config = config_of(inputs=stalled(kind, server, hub_with), environ={"TENSORHUB_URL": server.url})
+    earlier = set(threading.enumerate())
     with pytest.raises(Stop):
         materialize(config, raise_if_stopped=stop)
+    begun = [t for t in set(threading.enumerate()) - earlier if t.name.startswith("genlight-input")]
+    for thread in begun:
+        thread.join()
     assert not server.waited_in_vain
 
 
