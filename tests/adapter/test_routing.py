@@ -144,7 +144,7 @@ def test_a_backward_in_another_thread_is_left_alone_while_a_step_runs():
 
 def test_two_trainings_in_two_threads_do_not_see_each_other():
     runs = [Run(), Run()]
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2, timeout=60)
     before = torch_now()
 
     def train(run: Run) -> None:

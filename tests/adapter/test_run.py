@@ -441,7 +441,7 @@ def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[.
         assert run(job) == 2
     finally:
         first.terminate()
-        assert first.wait(60) == 75
+        assert first.wait(120) == 75
     assert names(job).count("failed") == 1
 
 
@@ -494,7 +494,7 @@ def test_a_signal_stops_the_run_after_a_durable_checkpoint(
     process = start(job)
     wait_for_event(job, "metric")
     process.send_signal(number)
-    assert process.wait(60) == 75
+    assert process.wait(120) == 75
     failed = events(job)[-1]
     assert (failed["error"], failed["resumable"]) == (reason, True)
     checkpoint = verify(job.parent / "out" / "checkpoints" / f"step-{failed['step']:08d}.json")

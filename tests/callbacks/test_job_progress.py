@@ -44,7 +44,7 @@ def terminal(monkeypatch):
         reader.start()
         with open(theirs, "w", encoding="utf-8") as stderr, contextlib.redirect_stderr(stderr):
             yield drawn
-        reader.join(timeout=10)
+        reader.join(timeout=60)
         os.close(ours)
 
     return block

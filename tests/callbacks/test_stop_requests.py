@@ -445,7 +445,7 @@ def test_handlers_are_as_before_after_the_block_and_another_thread_leaves_them_a
 def run_script(script):
     """Run a script in a process of its own that has no torch to load; returns it when it has ended."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
     )
 
 

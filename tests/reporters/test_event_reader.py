@@ -96,8 +96,8 @@ def test_following_waits_for_the_log_and_for_each_event_until_the_terminal_one(p
             lambda: log.completed(step=1, final_checkpoint=None),
         ):
             write()
-            assert arrived.acquire(timeout=20)
-    follower.join(timeout=20)
+            assert arrived.acquire(timeout=60)
+    follower.join(timeout=60)
     assert seen == ["started", "metric", "completed"]
 
 

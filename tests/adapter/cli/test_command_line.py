@@ -13,6 +13,7 @@ from importlib import metadata
 import pytest
 
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, build_parser, main
+from genlight.reporters import read_events
 
 
 @pytest.fixture
@@ -20,15 +21,16 @@ def genlight(tmp_path):
     """Run ``genlight`` in an empty folder, without variables that name a job."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
 
-    def run(*arguments, stdout=subprocess.PIPE, **more):
+    def run(*arguments, stdout=subprocess.PIPE, input=None, **more):
         return subprocess.run(
             [sys.executable, "-c", "import sys; from genlight.adapter.cli import main; sys.exit(main())", *arguments],
             stdout=stdout,
             stderr=subprocess.PIPE,
+            input=input,
             text=True,
             cwd=tmp_path,
             env={**environ, **more},
-            timeout=60,
+            timeout=120,
             check=False,
         )
 
@@ -189,6 +191,39 @@ def test_a_job_spec_that_cannot_be_used_is_one_clear_error_and_exit_code_2(genli
     assert done.returncode == 2
     assert message in done.stderr
     assert len(re.findall("ERROR|error:", done.stderr)) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["-", "/dev/stdin"])
+def test_a_job_spec_may_come_through_a_pipe_whose_paths_are_relative_to_the_working_directory(genlight, tmp_path, word):
+    spec = {"run_id": "piped", "trainer": "m:T", "max_steps": 1, "dataset": {"parquet_paths": ["no.parquet"]}}
+
+    done = genlight("run", word, input=json.dumps(spec))
+    assert done.returncode == 2
+    (event,) = read_events(tmp_path / "runs" / "piped" / "metrics" / "events.jsonl")  # also where the start failed
+    assert event["error"].startswith("startup:startup.invalid_trainer: trainer 'm:T': there is no module 'm'")
+
+    done = genlight("run", word, "--print_config", input=json.dumps(spec))
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "no.parquet") in done.stdout
+
+
+def test_a_pipe_that_was_read_already_is_told_from_an_empty_file(genlight):
+    done = genlight("run", "-", input="")
+
+    assert done.returncode == 2
+    assert "is empty; a pipe can be read once, and each process of a run reads its job spec" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize("value", ["", "abc"])
+@pytest.mark.parametrize("words", [["run", "job.json"], ["fit", "--help"]], ids=" ".join)
+def test_a_rank_that_is_no_number_is_told_instead_of_lightnings_traceback(genlight, tmp_path, words, name, value):
+    (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1}')
+
+    done = genlight(*words, **{name: value})
+    assert done.returncode == 2
+    assert f"Invalid `{name}`. Expected the number of a process, as launchers set it" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -115,7 +115,7 @@ def test_following_ends_with_the_run(path, capsys):
     with EventLog(path, run_id="digits") as log:
         log.started()
         log.completed(step=20, final_checkpoint=None)
-    follower.join(timeout=20)
+    follower.join(timeout=60)
     assert finished.is_set()
     assert capsys.readouterr().out == path.read_text()
 
@@ -200,5 +200,5 @@ def test_it_runs_without_torch_and_stops_quietly_when_its_reader_does(path):
     ) as process:
         assert "started" in process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
         assert process.stderr.read() == ""

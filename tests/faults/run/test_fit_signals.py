@@ -21,7 +21,7 @@ def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, f
     process.send_signal(signal.SIGINT)
     job.go()
 
-    assert process.wait(100) == 75, shown(job)
+    assert process.wait(120) == 75, shown(job)
     assert "Traceback" not in shown(job)
     assert not list((job.folder / "checkpoints").glob("*.json"))
 
@@ -31,7 +31,7 @@ def test_a_signal_while_a_fit_that_completed_ends_does_not_change_its_exit_code(
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(100) == 0, shown(job)
+    assert process.wait(120) == 0, shown(job)
     assert (job.folder / "checkpoints" / "final.json").exists()
 
 
@@ -42,7 +42,7 @@ def test_a_rank_of_a_fit_that_was_not_the_first_leaves_without_an_error_when_all
     ranks[1].send_signal(signal.SIGTERM)
     job.go()
 
-    assert [process.wait(100) for process in ranks] == [75, 0], shown(job)
+    assert [process.wait(120) for process in ranks] == [75, 0], shown(job)
     assert list((job.folder / "checkpoints").glob("step-*.json"))
 
 
@@ -52,4 +52,4 @@ def test_a_fit_that_is_told_to_stop_while_it_waits_for_a_rank_that_never_comes_e
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(100) == 75, shown(job)
+    assert process.wait(120) == 75, shown(job)

@@ -102,7 +102,7 @@ def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_end
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(100) == (75 if rank == 0 else 0), (job.folder / "stderr").read_text()
+    assert process.wait(120) == (75 if rank == 0 else 0), (job.folder / "stderr").read_text()
     if rank == 0:
         failed = job.terminal_event()
         assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)

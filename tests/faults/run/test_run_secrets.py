@@ -78,7 +78,7 @@ def test_no_byte_of_a_run_holds_a_secret(job, caplog, capfd, monkeypatch, ending
     caplog.set_level(logging.DEBUG)
     plan, answers, code = ENDINGS[ending]
     job.server.status.update(answers.get("status", {}))
-    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "5", "MY_API_KEY": CANARIES["variable"]}
+    job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "60", "MY_API_KEY": CANARIES["variable"]}
     if token_of == "environment":
         job.environ["TRAINER_CAPABILITY_TOKEN"] = CANARIES["environment"]
     if "text" in plan:
@@ -120,15 +120,16 @@ def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kil
     callbacks = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 0.5}}]
     secret_job(
         job,
-        plan={"at": "train_step:2", "holds": 3.0},
+        plan={"at": "train_step:2", "holds": 60.0},
         lightning={"accelerator": "cpu", "callbacks": callbacks},
     )
-    job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "TRAINER_UPLOAD_DEADLINE_SECONDS": "5"}
+    job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "TRAINER_UPLOAD_DEADLINE_SECONDS": "60"}
     process = job.start()
     kill_after(process)
     job.wait_until(lambda: list((job.out / "hangs").glob("*.txt")), process)
     title = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/comm").read_text()
     process.send_signal(signal.SIGTERM)
+    job.go()
 
-    assert process.wait(60) == 75
+    assert process.wait(120) == 75
     assert leaks(job, title, (job.folder / "stderr").read_text()) == []
