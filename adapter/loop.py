@@ -55,6 +55,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..callbacks.hook import after_failure, fire, listeners, run_state_of, skipping_hook
@@ -93,6 +94,7 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
         old.module = old.epoch_loop.module = module
         old.epoch_loop.step_in_progress = None
         old.data_exhausted = False
+        run_state_of(trainer).stop_reason = None  # the one that ended the last fit
         old.epoch_loop._results = _LoggedInSteps(module)
         return old
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
@@ -139,7 +141,8 @@ class ContractFitLoop(_FitLoop):
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
-            self.epoch_loop.may_stand_at_an_end = True
+            if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
+                _begin_and_leave(self._combined_loader.flattened)
 
     @override
     def reset(self) -> None:
@@ -260,8 +263,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.validates = False
         self.owes_validation = False
         """Whether the checkpoint was written before the validation that may be due after its step."""
-        self.may_stand_at_an_end = False
-        """Whether the loader took over a position after which there may be nothing in its epoch."""
+        self.loader_ended = False
+        """Whether the loader was asked for a batch in this epoch that it did not have."""
 
     @property
     def completed_steps(self) -> int:
@@ -277,13 +280,15 @@ class ContractEpochLoop(_TrainingEpochLoop):
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
-        return {**state, "completed_steps": self.completed_steps, "exhausted": self.exhausted}
+        own = {"exhausted": self.exhausted, "loader_ended": self.loader_ended}
+        return {**state, "completed_steps": self.completed_steps, **own}
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         self.global_step = state_dict["completed_steps"]
         self.exhausted = state_dict["exhausted"]
+        self.loader_ended = state_dict.get("loader_ended", False)
         self._batches_that_stepped = self.global_step
 
     @override
@@ -296,7 +301,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
         if not self.restarting:
             progress.reset_on_run()
             self.val_loop.batch_progress.total.reset()
-            self.exhausted = False
+            self.exhausted = self.loader_ended = False
             return
         self.val_loop.restarting = False  # or its first run would begin where the last one ended
         # A checkpoint is written while its step's hooks run, where the step counts as processed, not yet completed.
@@ -328,16 +333,12 @@ class ContractEpochLoop(_TrainingEpochLoop):
             and self.done
         ):
             if not step.run():
-                if self.may_stand_at_an_end and not current.ready:
-                    self.may_stand_at_an_end = False
-                    iter(data_fetcher)
-                    step = _Step(self, data_fetcher)
-                    continue
                 self.exhausted = progress.is_last_batch = True
+                self.loader_ended = current.ready == current.completed  # or else the module refused a batch
                 self._validate_where_nobody_knew_the_end(data_fetcher)
                 break
             if is_first:
-                is_first = self.may_stand_at_an_end = False
+                is_first = False
                 module.check_nothing_new()
             if (
                 self.validates or trainer.should_stop or trainer._signal_connector.received_sigterm
@@ -353,7 +354,7 @@ class ContractEpochLoop(_TrainingEpochLoop):
             if control is not None and not self.done:
                 self._pause(getattr(control, "backoff_seconds", None))
         else:
-            self.exhausted = current.ready >= batches
+            self.exhausted = self.exhausted or current.ready >= batches
         self.on_iteration_done()
 
     @override
@@ -379,10 +380,9 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.owes_validation = False
 
     def _validate_where_nobody_knew_the_end(self, data_fetcher: _DataFetcher) -> None:
-        """Validate at the end of an epoch whose loader has no length, if none was refused by the module."""
-        counts = _counts(self.batch_progress)[0]
-        is_end_of_data = counts.ready == counts.completed > 0
-        if self.validates and is_end_of_data and self.trainer.val_check_batch == math.inf:
+        """Validate at the end of an epoch whose loader has no length."""
+        has_trained = self.batch_progress.current.ready > 0
+        if self.validates and self.loader_ended and has_trained and self.trainer.val_check_batch == math.inf:
             self._batches_that_stepped -= 1  # and once more
             self.on_advance_end(data_fetcher)
 
@@ -577,6 +577,18 @@ def _counts(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
     assert isinstance(progress.current, _ProcessedTracker)
     assert isinstance(progress.total, _ProcessedTracker)
     return progress.current, progress.total
+
+
+def _begin_and_leave(loaders: list[Any]) -> None:
+    """Have loaders take up their position behind the last batch of an epoch, so that the next pass begins anew.
+
+    There may be batches left, where ``limit_train_batches`` or a shorter loader beside them ended the epoch. A loader
+    that counts epochs is told of them.
+    """
+    with isolate_rng():
+        for loader in loaders:
+            if hasattr(loader, "load_state_dict") and not hasattr(loader, "begin_epoch"):
+                next(iter(loader), None)
 
 
 def _empty_source() -> InputError:

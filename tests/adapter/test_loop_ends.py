@@ -10,9 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingCanceled, TrainingJobSpec
+from genlight.adapter.feed import MockBatches
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook import run_state_of
 
@@ -60,19 +62,19 @@ class Positioned:
     That is how torchdata's StatefulDataLoader does it; an epoch's loop stops asking when it has all batches.
     """
 
-    def __init__(self) -> None:
-        self.next = 0
+    def __init__(self, count: int = BATCHES) -> None:
+        self.count, self.next = count, 0
         self.loaded: int | None = None
 
     def __len__(self) -> int:
-        return BATCHES
+        return self.count
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.next, self.loaded = self.loaded or 0, None
         return self
 
     def __next__(self) -> torch.Tensor:
-        if self.next == BATCHES:
+        if self.next == self.count:
             raise StopIteration
         self.next += 1
         return torch.tensor(self.next - 1.0)
@@ -89,7 +91,7 @@ class Lazy(Positioned):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         super().__iter__()
-        while self.next < BATCHES:
+        while self.next < self.count:
             self.next += 1
             yield torch.tensor(self.next - 1.0)
         self.next = 0
@@ -134,7 +136,7 @@ class Story(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._note(trainer, "step", batch_idx, outputs["loss"])
+        self._note(trainer, "step", batch_idx, repr(batch), outputs["loss"])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._note(trainer, "validation", float(trainer.callback_metrics.get("val/score", 0.0)))
@@ -195,6 +197,44 @@ def test_a_run_resumed_from_the_end_of_an_epoch_goes_on_with_what_was_to_come(
     assert rest.events == whole.events[whole.saved_behind - (point == "epoch") :]
 
 
+@pytest.mark.parametrize("point", ["step", "epoch end"])
+@pytest.mark.parametrize(
+    ("loader", "limits"),
+    [
+        (lambda: Positioned(3), {"limit_train_batches": BATCHES}),
+        (lambda: Lazy(3), {"limit_train_batches": BATCHES}),
+        (lambda: LazyUnsized(3), {"limit_train_batches": BATCHES}),
+        (lambda: MockBatches(range(3)), {"limit_train_batches": BATCHES}),
+        (lambda: Positioned(3), {"overfit_batches": BATCHES}),
+        (lambda: CombinedLoader({"a": Positioned(BATCHES), "b": Lazy(3)}, "min_size"), {}),
+    ],
+    ids=["positioned", "lazy", "unsized", "mock", "overfit", "combined"],
+)
+def test_a_resume_from_the_end_of_an_epoch_that_was_cut_leaves_the_rest_of_the_loader(
+    tmp_path: Path, loader: Callable[[], Any], limits: dict[str, Any], point: str
+) -> None:
+    """The loop begins each epoch with a new pass, and a resumed one does as well."""
+    whole, rest = Story((point, BATCHES), tmp_path / "saved.json"), Story()
+    fit(tmp_path, loader(), saving(tmp_path), whole, **limits)
+    fit(tmp_path, loader(), saving(tmp_path), rest, ckpt=tmp_path / "saved.json", **limits)
+    assert rest.events == whole.events[whole.saved_behind :]
+
+
+def test_a_run_may_be_resumed_twice_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """From its validation, and from its end, which the second attempt reached without a step."""
+    whole, first, second = (
+        Story(),
+        Story(("validation", BATCHES), tmp_path / "1.json"),
+        Story(("epoch end", BATCHES), tmp_path / "2.json"),
+    )
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), whole)
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), first)
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), second, ckpt=tmp_path / "1.json")
+    third = Story()
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), third, ckpt=tmp_path / "2.json")
+    assert [*first.events[: first.saved_behind], *second.events[: second.saved_behind], *third.events] == whole.events
+
+
 def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(tmp_path: Path) -> None:
     """The counters of the validation before the checkpoint are not those of the next one."""
     seen: list[int] = []
@@ -221,6 +261,15 @@ class Stopping(Hook):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == BATCHES:
             run_state_of(trainer).stop_reason = "preempted"
+
+
+class Trainers(pl.Callback):
+    """Keeps the trainer of a fit that fails."""
+
+    trainer: pl.Trainer
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.trainer = trainer
 
 
 def test_a_stop_does_not_wait_for_a_validation_which_the_next_attempt_makes_up_for(tmp_path: Path) -> None:
@@ -280,6 +329,16 @@ def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(
     assert (trainer.global_step, module.stopped) == (2, "data_exhausted")
     trainer.fit(module, numbers())
     assert (trainer.global_step, module.stopped) == (6, None)
+
+
+def test_a_second_fit_of_a_trainer_that_was_stopped_trains_on(tmp_path: Path) -> None:
+    """The stop was of the first."""
+    module = Validated(Drawing())
+    stopped = Trainers()
+    with pytest.raises(TrainingCanceled):
+        fit(tmp_path, numbers(), Stopping(), stopped, saving(tmp_path), module=module)
+    stopped.trainer.fit(module, numbers(), val_dataloaders=numbers())
+    assert stopped.trainer.global_step > BATCHES
 
 
 def test_a_module_that_refuses_every_batch_has_no_empty_source(tmp_path: Path) -> None:
