@@ -12,7 +12,7 @@ from typing import Any
 from ..reporters.urls import parse_origins, url_fault
 from .faults import FaultList, nearest
 
-__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "read_environment"]
+__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "rank_faults", "read_environment"]
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
@@ -93,6 +93,8 @@ VARIABLES = (
 )
 """Everything that a run reads from its environment. ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's own."""
 
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
 BY_SETTING = {variable.setting: variable for variable in VARIABLES}
 
 
@@ -120,6 +122,16 @@ def _shown(text: str) -> str:
     return text if NUMBER_LIKE.fullmatch(text) else f"a text of length {len(text)}"
 
 
+def rank_faults(environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables by which Lightning, as soon as it is imported, tells a process's number."""
+    return [
+        f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
+        f"{_shown(environ[name].strip())}. Unset it."
+        for name in _RANKS
+        if name in environ and not environ[name].strip().isdecimal()
+    ]
+
+
 def read_environment(environ: Mapping[str, str], faults: FaultList) -> dict[str, Any]:
     """The settings that the environment gives, by setting name; a blank variable gives none.
 
@@ -132,6 +144,8 @@ def read_environment(environ: Mapping[str, str], faults: FaultList) -> dict[str,
             value = parse_setting(variable.name, variable, text, faults)
             if value is not None:
                 values[variable.setting] = value
+    for fault in rank_faults(environ):
+        faults.add(fault)
     known = [variable.name for variable in VARIABLES]
     for name in environ:
         if name.startswith("TRAINER_") and name not in known and nearest(name, known):

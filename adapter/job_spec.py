@@ -7,6 +7,7 @@ is null counts as absent.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -135,8 +136,7 @@ DEEPEST = 100
 def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
     """The JSON object in the file at `path`; None when that is not possible, which is then a fault."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_SPEC_BYTES + 1)
+        content = _content(path) if path.is_file() else _content_of_pipe(path)
     except FileNotFoundError:
         faults.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
@@ -150,7 +150,8 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
         faults.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
         return None
     if not content.strip():
-        faults.add(f"The job spec {str(path)!r} is empty. Expected a JSON object, {{...}}.")
+        pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
+        faults.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
         return None
     try:
         decoded = json.loads(
@@ -167,6 +168,17 @@ def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
         faults.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
         return None
     return decoded
+
+
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST_SPEC_BYTES + 1)
+
+
+@functools.cache
+def _content_of_pipe(path: Path) -> bytes:
+    """Kept, for a failed start reads the spec once more to find out where to report."""
+    return _content(path)
 
 
 def _decode_reason(error: ValueError) -> str:

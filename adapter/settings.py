@@ -72,8 +72,10 @@ class Settings:
 
     @property
     def spec_dir(self) -> Path:
-        """The folder of the job spec."""
-        return Path.cwd() if self.spec_path is None else self.spec_path.parent
+        """The folder of the job spec; the working directory for one that came through a pipe."""
+        if self.spec_path is None or self.spec_path.parts[1:2] in (("dev",), ("proc",)):
+            return Path.cwd()
+        return self.spec_path.parent
 
 
 def read_settings(
@@ -111,7 +113,7 @@ def _spec_path(given: str | os.PathLike[str] | None, environment: Mapping[str, A
             code="startup.missing_job_spec_path",
         )
         return None
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    return Path("/dev/stdin" if text == "-" else os.path.abspath(os.path.expanduser(text)))
 
 
 def _field(spec: JobSpec, name: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
+from ..environment import rank_faults
 from ..lightning_import import import_lightning
 from . import INTERRUPTED
 from .config_files import config_file_fault
@@ -89,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     _configure_messages()
     if words and words[0] in LIGHTNING_COMMANDS:
-        fault = config_file_fault(words)
-        if fault is not None:
-            sys.stderr.write(f"error: {fault}\n")
+        faults = [*filter(None, [config_file_fault(words)]), *rank_faults(os.environ)]
+        if faults:
+            sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
             return WRONG_USAGE
         import_lightning()
         from .lightning_cli import run_lightning_cli

@@ -15,7 +15,10 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument(
-        "job", nargs="?", metavar="JOB.json", help="the job spec; without it TRAINER_JOB_SPEC_PATH names one"
+        "job",
+        nargs="?",
+        metavar="JOB.json",
+        help="the job spec, - for standard input; without it TRAINER_JOB_SPEC_PATH names one",
     )
     parser.add_argument(
         "--set",
