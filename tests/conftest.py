@@ -31,6 +31,7 @@ WARNINGS_OF_LIBRARIES = (
     "ignore:.*ModelCheckpoint with manual optimization.*:UserWarning",
     "ignore:`tensorboardX` has been removed.*:UserWarning",
     "ignore:GPU available but not used.*:UserWarning",
+    "ignore:This DataLoader will create .* worker processes in total:UserWarning",
 )
 
 
