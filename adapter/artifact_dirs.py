@@ -10,9 +10,10 @@ from ..reporters.durable import temporary_name
 from .exceptions import StartupContractError
 from .run_config import RunConfig
 
-__all__ = ["artifact_dir_faults", "prepare_artifact_dirs"]
+__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs"]
 
 CODE = "startup.invalid_artifact_paths"
+WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
 
 
 def prepare_artifact_dirs(config: RunConfig) -> None:
@@ -38,7 +39,9 @@ def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]
     found: dict[Path, str] = {}
     for name, path in directories.items():
         # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
-        if not any(path.is_relative_to(faulty) for faulty in found) and (fault := _directory_fault(name, path, create)):
+        if not any(path.is_relative_to(faulty) for faulty in found) and (
+            fault := directory_fault(name, path, WAY_OUT, create=create)
+        ):
             found[path] = fault
     faults = list(found.values())
     if os.path.isdir(paths["events_path"]):
@@ -46,16 +49,17 @@ def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]
     return faults
 
 
-def _directory_fault(name: str, path: Path, create: bool) -> str | None:
+def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True) -> str | None:
+    """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
     try:
         if create:
             path.mkdir(parents=True, exist_ok=True)
         _probe(path if create else _nearest_existing(path))
     except OSError as error:
-        blocked = f" by {error.filename!r}" if error.filename and Path(error.filename) != path else ""
+        elsewhere = error.filename and not Path(error.filename).is_relative_to(path)
+        blocked = f" by {error.filename!r}" if elsewhere else ""
         reason = "it is no directory" if isinstance(error, FileExistsError) and not blocked else error.strerror or error
         reason = f"{reason}{blocked}"
-        way_out = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
         return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
     return None
 

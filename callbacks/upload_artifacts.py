@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.exceptions import BrokenCheckpointError, GenlightError, UploadError
+from ..adapter.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from .cadence import crossed
 from .checkpoint.checkpoint import Checkpoint
@@ -154,7 +154,14 @@ class UploadArtifacts(Hook):
             return
         directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
         config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
-        self._uploader = Uploader(config)
+        try:
+            self._uploader = Uploader(config)
+        except OSError as error:
+            raise StartupContractError(
+                "startup.invalid_artifact_paths",
+                f"The upload spool {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
+                "Choose another `directory`.",
+            ) from error
         self._uploader.start()
 
     @override

@@ -25,7 +25,8 @@ from ...callbacks.hook import callbacks_of
 from ...callbacks.stop_requests import StopRequests
 from ...callbacks.stop_signals import StopSignals
 from .. import compat
-from ..exceptions import GenlightError, TrainingCanceled
+from ..artifact_dirs import directory_fault
+from ..exceptions import EventLogError, GenlightError, TrainingCanceled
 from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
 from ..meeting import watching_meeting
 from ..parser_errors import is_about_what_was_given, root_cause
@@ -103,6 +104,10 @@ class GenlightCLI(LightningCLI):
             if not is_about_what_was_given(error):
                 raise
             raise _UnusableConfigurationError(_text_of(error)) from error
+        except EventLogError as error:
+            if self.trainer.global_step:
+                raise
+            raise _UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -115,6 +120,7 @@ class GenlightCLI(LightningCLI):
         for limit in ("max_steps", "max_epochs", "limit_train_batches"):
             if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
                 log.warning("`trainer.%s` is 0: no step is trained", limit)
+        self._refuse_unwritable_places()
         directory = self._checkpoints()
         if self._takes_named("going on after"):
             return
@@ -126,6 +132,18 @@ class GenlightCLI(LightningCLI):
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."
             )
+
+    def _refuse_unwritable_places(self) -> None:
+        """Before anything is trained that could not be kept."""
+        if not self.trainer.is_global_zero:
+            return
+        places: dict[str, Path | None] = {"dirpath": self._checkpoints()}
+        root = self.trainer.default_root_dir
+        if not self.trainer.loggers and "://" not in root:  # where the configuration is written then
+            places["trainer.default_root_dir"] = Path(root)
+        faults = [directory_fault(name, path, "Choose another.") for name, path in places.items() if path is not None]
+        if any(faults):
+            raise _UnusableConfigurationError("\n".join(filter(None, faults)))
 
     def before_validate(self) -> None:
         """Choose the checkpoint to evaluate, where that was left to us."""

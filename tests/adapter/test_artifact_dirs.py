@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -48,6 +49,19 @@ def test_each_directory_that_cannot_be_written_for_itself_is_named(config_of, tm
     with pytest.raises(StartupContractError) as caught:
         prepare_artifact_dirs(config_of(*places))
     assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
+
+
+def test_a_probe_that_cannot_be_written_is_no_name_to_be_told(config_of, tmp_path, monkeypatch):
+    make = os.open
+
+    def read_only(path, *rest):
+        if os.fspath(path).startswith(f"{tmp_path}/out"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+        return make(path, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(StartupContractError, match=r"/out' cannot be written: Read-only file system\. Choose"):
+        prepare_artifact_dirs(config_of())
 
 
 def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):

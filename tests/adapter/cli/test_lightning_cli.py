@@ -146,7 +146,10 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         (["--trainer.val_check_interval", "9"], "`val_check_interval` (9) must be less than or equal to the number of"),
         (["--ckpt_path", "none.json"], "there is nothing at none.json; name the JSON record of a checkpoint"),
         (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint; name the JSON record of a checkpoint, or the folder"),
-        (["--trainer.callbacks.dirpath", "fit.yaml"], "fit.yaml: Not a directory"),
+        (
+            ["--trainer.callbacks.dirpath", "fit.yaml"],
+            "`dirpath` 'fit.yaml' cannot be written: it is no directory. Choose another.",
+        ),
         (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
 )
@@ -173,6 +176,33 @@ def test_what_a_trainer_raises_while_it_is_made_is_raised_without_what_jsonargpa
         genlight("fit", plugin=plugin)
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
+
+
+def _made(name, **arguments):
+    return {"class_path": f"genlight.{name}", "init_args": arguments}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"callback": {"dirpath": "fit.yaml/c"}}, "`dirpath` 'fit.yaml/c' cannot be written: Not a directory"),
+        ({"default_root_dir": "fit.yaml/x"}, "`trainer.default_root_dir` 'fit.yaml/x' cannot be written: Not a dir"),
+        (
+            {"logger": _made("reporters.EventLogger", path="fit.yaml/e", run_id="r")},
+            "; choose another `path` for the event log",
+        ),
+        (
+            {"callbacks": [_made("callbacks.UploadArtifacts", run_id="r", directory="fit.yaml")]},
+            "uploads' cannot be written: Not a directory. Choose another `directory`.",
+        ),
+    ],
+)
+def test_what_could_not_be_written_is_refused_before_anything_is_trained(genlight, given, said):
+    code, words = genlight(plugin="refused_trainer:Works", **given)
+
+    assert code == 2
+    assert said in words
+    assert "Traceback" not in words
 
 
 def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
