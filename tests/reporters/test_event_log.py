@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import threading
 from decimal import Decimal
 from pathlib import Path
@@ -439,6 +440,92 @@ def test_threads_share_one_log_without_a_gap(path):
     assert len(lines(path)) == 802
     assert validate_events(path) == []
     assert [e["step"] for e in lines(path) if e.get("name") == "thread-2"] == list(range(200))
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["written at once", "let wait"])
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda log: log.checkpoint(path="/c", step=5),
+        lambda log: log.completed(step=5, final_checkpoint=None),
+        lambda log: log.failed(step=5, error="boom"),
+    ],
+    ids=["checkpoint", "completed", "failed"],
+)
+def test_metrics_that_another_thread_overtakes_are_left_out_with_a_warning(path, caplog, meanwhile, quick):
+    """Between the look whether they may be written and the note that they are to be; there they ask for the time."""
+    overtakes = [False]
+
+    def clock():
+        if overtakes.pop() if overtakes else False:
+            other = threading.Thread(target=meanwhile, args=(log,))
+            other.start()
+            other.join()
+        return 1_700_000_000_000_000_000
+
+    with EventLog(path, run_id="r", flush_every_s=3600.0, clock=clock) as log:
+        log.started()
+        for step in range(1, 4) if quick else ():
+            log.metrics({"a": 1.0}, step=step)
+        overtakes.append(True)
+        log.metrics({"late": 1.0, "later": 2.0}, step=5)
+
+    assert validate_events(path) == []
+    assert not [event for event in lines(path) if "late" in event.get("name", "")]
+    assert [event["step"] for event in lines(path) if event.get("name") == "a"] == ([1, 2, 3] if quick else [])
+    assert f"metrics late, later of step 5 came too late for {path}" in caplog.text
+
+
+def test_metrics_that_a_close_overtakes_are_refused(path):
+    closes = [False]
+
+    def clock():
+        if closes.pop() if closes else False:
+            log.close()
+        return 1_700_000_000_000_000_000
+
+    log = EventLog(path, run_id="r", flush_every_s=3600.0, clock=clock)
+    log.started()
+    closes.append(True)
+    with pytest.raises(EventLogError, match=r"cannot write 'metric' to .*: the log is closed"):
+        log.metrics({"a": 1.0}, step=1)
+    assert validate_events(path) == []
+
+
+def test_metrics_of_many_threads_beside_checkpoints_make_a_log_that_holds_what_was_not_refused(path, caplog):
+    written, refused = [], []
+
+    def train(thread: int) -> None:
+        for step in range(1, 1500):
+            try:
+                log.metrics({f"thread-{thread}": 1.0}, step=step)
+            except EventLogError:
+                refused.append((thread, step))
+            else:
+                written.append((thread, step))
+                newest[0] = step
+
+    def save() -> None:
+        while any(thread.is_alive() for thread in threads):
+            log.checkpoint(path="/c", step=newest[0])
+
+    newest, interval = [1], sys.getswitchinterval()
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with EventLog(path, run_id="r") as log:
+            log.started()
+            for thread in threads:
+                thread.start()
+            save()
+            log.completed(step=1500, final_checkpoint=None)
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert validate_events(path) == []
+    late = sum("came too late" in record.getMessage() for record in caplog.records)
+    assert len([event for event in lines(path) if event["event"] == "metric"]) == len(written) - late
+    assert len(written) + len(refused) == 3 * 1499
 
 
 def test_closing_ends_the_background_thread(path):
