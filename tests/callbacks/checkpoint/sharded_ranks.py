@@ -314,7 +314,8 @@ def held_by(module, optimizer):
 
 
 def rank_main(rank, phase, folder):
-    rank_groups.MEETING_WAIT = datetime.timedelta(seconds=20)
+    if any("kill_at" in job for job in phase["jobs"]):  # which is waited out
+        rank_groups.MEETING_WAIT = datetime.timedelta(seconds=20)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
