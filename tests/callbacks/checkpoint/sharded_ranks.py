@@ -314,7 +314,7 @@ def held_by(module, optimizer):
 
 
 def rank_main(rank, phase, folder):
-    if any("kill_at" in job for job in phase["jobs"]):  # which is waited out
+    if any("looks_alone" in job for job in phase["jobs"]):  # until the other one is given up
         rank_groups.MEETING_WAIT = datetime.timedelta(seconds=20)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
