@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["config_file_fault"]
 
@@ -48,7 +49,43 @@ def _fault(value: str) -> str | None:
         text = content.decode()
     except UnicodeDecodeError as error:
         return f"The configuration {value!r} is no text: byte {error.start} is not {error.encoding}. Name a YAML file."
-    return f"{value!r} is a job spec. Run it by `genlight run {value}`." if _is_job_spec(text) else None
+    if _is_job_spec(text):
+        return f"{value!r} is a job spec. Run it by `genlight run {value}`."
+    return _syntax_fault(value, text)
+
+
+def _syntax_fault(name: str, text: str) -> str | None:
+    import yaml
+
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        return f"The configuration {name!r} is no YAML: {error.problem}{line}."
+    except yaml.reader.ReaderError as error:
+        return f"The configuration {name!r} is no YAML: {error.reason}."
+    except RecursionError:
+        return f"The configuration {name!r} is nested too deeply."
+    if not isinstance(tree, yaml.MappingNode):
+        return f"The configuration {name!r} holds no settings. Name a YAML file with `trainer:`, `model:`, `data:`."
+    return next((f"The key {key!r} stands twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
+
+
+def _repeated(node: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Keys that stand twice in one mapping, of which YAML would take the last without a word, and where they stand."""
+    if id(node) in seen or not isinstance(node.value, list):  # an anchor's, or a plain value
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for part in node.value:
+        if isinstance(part, tuple):
+            key, value = part
+            line, name = key.start_mark.line + 1, str(key.value)
+            if name in lines and name != "<<":
+                yield name, f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
+            lines[name] = line
+            part = value
+        yield from _repeated(part, seen)
 
 
 def _is_job_spec(text: str) -> bool:

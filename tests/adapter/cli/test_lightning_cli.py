@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from genlight.adapter.cli import main
+from genlight.adapter.cli.config_files import config_file_fault
 from genlight.callbacks.checkpoint import read_record
 from genlight.callbacks.stop_signals import REASON_OF_SIGNAL
 from genlight.reporters import read_events
@@ -232,6 +233,35 @@ def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, 
     assert words.count("\n") == 1
     assert words.startswith("error: The configuration ")
     assert f"{said} Name a YAML file." in words
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "trainer:\n\tx: 1",
+            "The configuration 'a.yaml' is no YAML: found character '\\t' that cannot start any token in ",
+        ),
+        ("a: *b", "The configuration 'a.yaml' is no YAML: found undefined alias 'b' in line 1."),
+        ("a: \x07", "The configuration 'a.yaml' is no YAML: special characters are not allowed."),
+        ("- a\n- b", "The configuration 'a.yaml' holds no settings. Name a YAML file with `trainer:`, "),
+        ("t: {a: 1}\nu: 1\nt: 3", "The key 't' stands twice in 'a.yaml', in lines 1 and 3."),
+        ("t:\n  - a: 1\n    a: 3", "The key 'a' stands twice in 'a.yaml', in lines 2 and 3."),
+        ("t: {a: 1, a: 2}", "The key 'a' stands twice in 'a.yaml', in line 1."),
+    ],
+)
+def test_a_configuration_with_a_fault_of_syntax_is_named_with_the_line(tmp_path, monkeypatch, capsys, content, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(content)
+
+    assert main(["fit", "--config", "a.yaml"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_anchors_and_merged_mappings_of_a_configuration_are_no_faults(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: &x {n: 1}\nb: &y {m: 2}\nc: {<<: *x, <<: *y, k: 3}\nd: *x\n")
+    assert config_file_fault(["fit", "--config", str(path)]) is None
 
 
 JOB_SPEC = '{"run_id": "r", "trainer": "m:T", "max_steps": 1}'
