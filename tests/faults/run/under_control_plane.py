@@ -7,5 +7,5 @@ from genlight.adapter import HttpLifecycleClient
 from genlight.adapter.run import RunOptions, run_job
 
 if __name__ == "__main__":
-    client = HttpLifecycleClient(os.environ["CONTROL_PLANE"], timeout_s=5.0)
+    client = HttpLifecycleClient(os.environ["CONTROL_PLANE"], timeout_s=60.0)
     sys.exit(run_job(RunOptions(lifecycle=client, heartbeat_s=0.1)))
