@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -126,6 +127,8 @@ MOST_DIGITS = 400
 
 WHOLE_SPEC = "job spec"
 """Name of faults that leave no field of the spec to speak of."""
+
+_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
 
 _YAML = (".yaml", ".yml")
 
@@ -308,9 +311,10 @@ def _texts(name: str, values: list[Any], faults: FaultList) -> tuple[str, ...]:
 
 def _uploads(values: dict[str, Any], faults: FaultList) -> UploadUrls:
     targets = _texts("uploads.targets", values.pop("targets", []), faults)
-    for target in targets:
-        if "://" not in target:
-            faults.invalid("uploads.targets", "URLs such as hf://owner/name or s3://bucket/folder", target)
+    for index, target in enumerate(targets):
+        if not _TARGET.fullmatch(target):
+            expected = "a URL such as hf://owner/name or s3://bucket/folder"
+            faults.invalid(f"uploads.targets[{index}]", expected, target)
     return UploadUrls(**{name: url.strip() for name, url in values.items()}, targets=targets)
 
 

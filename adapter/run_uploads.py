@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ..callbacks.checkpoint.record import CheckpointRecord
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from .exceptions import GenlightError, StartupContractError
+from ..reporters.uploads.journal import read_journal
+from .exceptions import GenlightError, StartupContractError, UploadError
 from .failure_sinks import FailureSinks
 from .failures import Failure
 from .run_config import RunConfig
@@ -45,6 +47,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         deadline_s=config.upload_deadline_s,
     )
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
+        _tell_of_what_waits(Path(wanted.spool_dir))
         return None
     try:
         uploader = Uploader(wanted)
@@ -58,6 +61,23 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         ) from error
     uploader.start()
     return uploader
+
+
+def _tell_of_what_waits(spool_dir: Path) -> None:
+    """A start without destinations delivers nothing, and would look as if all had arrived."""
+    try:
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_journal(spool_dir))
+    except UploadError as error:
+        log.warning("%s", error)
+        return
+    if waiting:
+        what, it = (
+            ("upload of an earlier start waits", "it") if waiting == 1 else ("uploads of earlier starts wait", "them")
+        )
+        log.warning(
+            "%d %s in %s, and nothing says where to send %s: set the URLs, or see `genlight uploads %s`",
+            *(waiting, what, spool_dir, it, shlex.quote(str(spool_dir.parent))),
+        )
 
 
 def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Callable[[], None]) -> None:

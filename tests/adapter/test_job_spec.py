@@ -35,9 +35,12 @@ def test_every_documented_key_is_known():
 def test_further_targets_of_uploads_are_urls():
     spec, faults, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
     assert (spec.uploads.targets, faults) == (("hf://me/digits", "s3://bucket/runs"), [])
-    _, faults, _ = parse(uploads={"targets": ["/tmp/x"]})
+    wrong = ["/tmp/x", "s3://", "hf://me", "hf://a/b/c", "hf:///b"]
+    _, faults, _ = parse(uploads={"targets": [*wrong, "hf://me/d@main"]})
     assert faults == [
-        'Invalid `uploads.targets`. Expected URLs such as hf://owner/name or s3://bucket/folder, but received "/tmp/x".'
+        f"Invalid `uploads.targets[{index}]`. Expected a URL such as hf://owner/name or s3://bucket/folder, "
+        f'but received "{url}".'
+        for index, url in enumerate(wrong)
     ]
 
 

@@ -610,6 +610,27 @@ def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: 
     assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
 
 
+def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start without one would look as if all had arrived."""
+    away = {"checkpoint_url": "http://127.0.0.1:9/checkpoint"}
+    assert (
+        run(
+            write_job(
+                uploads=away,
+            ),
+            environ={"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.1"},
+        )
+        == 1
+    )
+    caplog.clear()
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    spool = job.parent / "out" / "uploads"
+    assert f"1 upload of an earlier start waits in {spool}, and nothing says where to send it" in caplog.text
+
+
 @pytest.mark.parametrize("block", [..., {}])
 def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job: Callable[..., Path], block: Any) -> None:
     """Most jobs have no ``lightning`` block."""
