@@ -67,17 +67,13 @@ def _tell_of_what_waits(spool_dir: Path) -> None:
     """A start without destinations delivers nothing, and would look as if all had arrived."""
     try:
         waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_journal(spool_dir))
-    except UploadError as error:
-        log.warning("%s", error)
+    except (UploadError, OSError) as error:
+        log.warning("what may wait for upload cannot be told: %s", error)
         return
     if waiting:
-        what, it = (
-            ("upload of an earlier start waits", "it") if waiting == 1 else ("uploads of earlier starts wait", "them")
-        )
-        log.warning(
-            "%d %s in %s, and nothing says where to send %s: set the URLs, or see `genlight uploads %s`",
-            *(waiting, what, spool_dir, it, shlex.quote(str(spool_dir.parent))),
-        )
+        run_dir = shlex.quote(str(spool_dir.parent))
+        text = "uploads of earlier starts wait (%d), and nothing says where to send them: set the URLs, or see %s"
+        log.warning(text, waiting, f"`genlight uploads {run_dir}`")
 
 
 def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Callable[[], None]) -> None:

@@ -627,8 +627,15 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
     caplog.clear()
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
-    spool = job.parent / "out" / "uploads"
-    assert f"1 upload of an earlier start waits in {spool}, and nothing says where to send it" in caplog.text
+    assert "uploads of earlier starts wait (1), and nothing says where to send them" in caplog.text
+    assert f"see `genlight uploads {job.parent}/out`" in caplog.text
+
+
+def test_a_spool_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    (job.parent / "out").mkdir()
+    (job.parent / "out" / "uploads").write_text("a file")
+    assert run(job) == 0
 
 
 @pytest.mark.parametrize("block", [..., {}])
