@@ -103,7 +103,7 @@ class UploadArtifacts(Hook):
         self._seen_scores: object = None
         self._seen_checkpoint: str | None = None
         self._awaited: str | None = None
-        self._seen_files: dict[str, int] = {}
+        self._seen_files: dict[str, tuple[int, int] | None] = {}
         self._last_step = 0
 
     # what a run reports
@@ -166,7 +166,7 @@ class UploadArtifacts(Hook):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seen_files = {path: _mtime_ns(path) for path in _paths_of(trainer)}  # of the run that is resumed
+        self._seen_files = {path: _written(path) for path in _paths_of(trainer)}  # of the run that is resumed
         self._seen_checkpoint = run_state_of(trainer).latest_checkpoint_uri
         self._last_step = trainer.global_step
         for callback in callbacks_of(trainer):
@@ -301,7 +301,7 @@ class UploadArtifacts(Hook):
         for path in paths:
             if path in self._seen_files and path not in replaceable:
                 continue
-            written = _mtime_ns(path)
+            written = _written(path)
             if written and self._seen_files.get(path) != written:
                 self.queue_checkpoint(path, step=trainer.global_step)
             self._seen_files[path] = written
@@ -400,12 +400,16 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
 
 
-def _mtime_ns(path: str) -> int:
-    """When a local file or folder was written; 0 where there is none."""
+def _written(path: str) -> tuple[int, int] | None:
+    """Tells one file or folder at `path` from the next, also where both were written in one tick of the kernel's clock.
+
+    None where there is none.
+    """
     try:
-        return os.stat(path).st_mtime_ns
+        found = os.stat(path)
     except OSError:
-        return 0
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def _samples_with_files(paths: Sequence[Path]) -> list[tuple[Path, list[Path]]]:
