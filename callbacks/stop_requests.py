@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,8 @@ class StopRequests(Hook):
     told, by an asynchronous all-reduce that is begun in one step and read in the next. Under genlight's loop that loop
     then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
     before the next step.
+
+    A fit that follows one which was stopped starts anew; a cancel file that is still there stops it as well.
 
     From ``setup`` on, worker processes of torch data loaders heed no signal: those to the whole process group must not
     take the batches from a training process that finishes its step.
@@ -83,6 +86,7 @@ class StopRequests(Hook):
         self._agreement: Agreement | None = None
         self._undo = ExitStack()
         self._ticker: Ticker | None = None
+        self._has_fitted = False
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -130,13 +134,17 @@ class StopRequests(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        add_cancel_check = getattr(pl_module, "add_cancel_check", None)
-        if add_cancel_check is not None:
-            add_cancel_check(lambda: self.requested() is not None)
         if stage == "fit":
+            if self._has_fitted:
+                self._forget_last_fit()
+            self._has_fitted = True
             self._take_signals(trainer)
             protect_workers()
             self._undo.callback(release_workers)
+        add_cancel_check = getattr(pl_module, "add_cancel_check", None)
+        if add_cancel_check is not None:
+            asked = weakref.ref(trainer)  # the module may be fitted again, by another one
+            add_cancel_check(lambda: pl_module._trainer is asked() and self.requested() is not None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -187,6 +195,12 @@ class StopRequests(Hook):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._end_ticks()
         self._undo.close()
+
+    def _forget_last_fit(self) -> None:
+        """A stop that was asked for is over with the fit that it ended, unless its source says otherwise."""
+        self._requested = None
+        if not self.signals.are_handled:
+            self.signals.forget()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
         """Handle signals from now on, and keep Lightning's handlers out.

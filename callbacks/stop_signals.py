@@ -68,6 +68,11 @@ class StopSignals:
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
                 self.end_watch()
 
+    def forget(self) -> None:
+        """Begin anew: the next signal is the first."""
+        self.reason = None
+        self._handled, self._arrived = [], []
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._note(number, self._handled)
 

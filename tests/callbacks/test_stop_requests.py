@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from genlight.adapter import ContractModule
 from genlight.adapter.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook import run_state_of, skippable
@@ -355,6 +356,40 @@ def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, cou
 
     assert seen.ended == 0
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
+
+
+@pytest.mark.parametrize("how", ["check", "signal"])
+def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(train, how):
+    stop, asked = Agreeable(), []
+
+    def ask():
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            asked.append("preempted")
+
+    stop.add_check(lambda: asked.pop() if asked else None)
+    for _ in range(2):
+        seen = Doing(2, ask)
+        with pytest.raises(TrainingCanceled) as caught:
+            train([seen, stop])
+        assert (caught.value.reason, seen.ended) == ("preempted", 2)
+    assert train([stop]).global_step == 10
+
+
+def test_a_module_that_was_stopped_with_another_trainer_is_not_told_so_again(fit, counting_trainer):
+    told = []
+
+    class Asking(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            told.append(ctx.is_canceled())
+            return super().train_step(batch, state, ctx)
+
+    module = ContractModule(Asking())
+    with pytest.raises(TrainingCanceled):
+        fit(None, [StopRequests(canceled=True)], module=module)
+    fit(None, [StopRequests()], module=module, steps=3)
+    assert told == [False] * 3
 
 
 def test_a_validation_after_a_fit_is_not_kept_from_ending_on_a_signal(fit_plain):
