@@ -70,7 +70,7 @@ STOP_POLL_S = 0.05
 """How often a pause looks for a stop request."""
 
 _USED_OF_LIGHTNING = (
-    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "on_advance_end", "reset", "done", "teardown")),
+    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "advance", "on_advance_end", "reset", "done", "teardown")),
     (_TrainingEpochLoop, ("on_run_start", "on_advance_end", "reset", "run", "global_step", "update_restart_stage")),
     (_PrefetchDataFetcher, ("__next__", "setup")),
 )
