@@ -15,11 +15,13 @@ LOOP_TESTS = ("test_loop.py", "test_lightning_parts.py", "test_training_loop.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # It is many tests.
 def test_the_loop_works_on_the_lowest_supported_lightning(tmp_path: Path) -> None:
     """The release that pyproject.toml names as the lowest is installed beside this one and used instead."""
     dependency = re.search(r'"lightning>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     assert dependency is not None
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    patience = ["--retries", "10", "--timeout", "60"]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", *patience, "--no-deps", "--target", str(tmp_path)]
     subprocess.run([*install, f"lightning=={dependency[1]}"], check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     shown = subprocess.run(
