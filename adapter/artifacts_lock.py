@@ -57,7 +57,8 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
     """Hold the artifact directories of `config`, which must exist, for this process.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: another live process holds one of them.
+        StartupContractError: ``startup.artifacts_in_use``: another live process holds one of them;
+            ``startup.invalid_artifact_paths``: one cannot be locked.
     """
     with contextlib.ExitStack() as stack:
         for directory in _separate_directories(config):
@@ -89,7 +90,13 @@ def _separate_directories(config: RunConfig) -> list[Path]:
 
 def _acquire(directory: Path, run_id: str) -> HeldLock:
     path = directory / LOCK_NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StartupContractError(
+            "startup.invalid_artifact_paths",
+            f"{str(path)!r} cannot be opened: {error.strerror}. Let this user write it, or choose another directory.",
+        ) from error
     lock = HeldLock(descriptor)
     try:
         _lock_patiently(descriptor)

@@ -46,11 +46,16 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
     Raises:
         StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints that this run must not
             touch, or of another spec.
-        InputError: The named checkpoint is missing or broken.
+        InputError: The named checkpoint is missing or broken, or one cannot be read.
     """
     named = resume_checkpoint or config.resume_checkpoint_path
-    if named is not None:
-        return Start(_named(named))
+    try:
+        return _start(config, allow_changed) if named is None else Start(_named(named))
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
+
+
+def _start(config: RunConfig, allow_changed: bool) -> Start:
     if not config.resume_from_latest:
         _refuse_to_overwrite(config)
         return Start()

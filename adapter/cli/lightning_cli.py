@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -208,10 +207,14 @@ class GenlightCLI(LightningCLI):
             self._require_newest(doing)
             return True
         shown = given
-        with contextlib.suppress(FileNotFoundError):  # which Lightning may know what to do with
+        try:
             found = find_checkpoint(given)
             self._start_from(found)
             shown = given if os.path.isfile(given) else found
+        except FileNotFoundError:
+            pass  # Lightning may know what to do with it, or says that it does not.
+        except OSError as error:
+            raise _unreadable(error) from error
         self._say("%s the checkpoint %s", doing, shown)
         return True
 
@@ -228,7 +231,10 @@ class GenlightCLI(LightningCLI):
             raise _UnusableConfigurationError(
                 "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
             )
-        record, warnings = newest_valid(directory)
+        try:
+            record, warnings = newest_valid(directory)
+        except OSError as error:
+            raise _unreadable(error) from error
         for warning in warnings:
             log.warning(warning)
         if record is None:
@@ -271,6 +277,10 @@ def _report_stop(stop: TrainingCanceled) -> int:
 
 class _UnusableConfigurationError(Exception):
     """A configuration asks for what it cannot have."""
+
+
+def _unreadable(error: OSError) -> _UnusableConfigurationError:
+    return _UnusableConfigurationError(f"{_text_of(error)}; let this user read it, or move it away")
 
 
 def _text_of(error: Exception) -> str:

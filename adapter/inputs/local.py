@@ -58,6 +58,8 @@ def local_checkpoint(path: Path) -> Path:
         return find_checkpoint(path)
     except FileNotFoundError as error:
         raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; let this user read it") from error
 
 
 def parquet_files(text: str) -> list[Path]:

@@ -26,6 +26,8 @@ class Listed:
     path: Path
     record: CheckpointRecord | None
     problem: str = ""
+    error: OSError | None = None
+    """Why it cannot be told whether it is broken: this user may not read it, say."""
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
@@ -38,6 +40,8 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
             found.append(Listed(path, None, error.reason))
         except FileNotFoundError:
             continue
+        except OSError as error:
+            found.append(Listed(path, None, f"it cannot be read: {error.strerror}", error))
     return sorted(found, key=_order)
 
 
@@ -52,9 +56,14 @@ def newest_valid(
 
     Returns:
         The record, None if there is none, and the warnings: which checkpoint is broken, and why.
+
+    Raises:
+        OSError: A newer one cannot be read, which does not mean that it is broken.
     """
     warnings = []
     for listed in reversed(list_checkpoints(directory)):
+        if listed.error is not None:
+            raise listed.error
         try:
             if listed.record is None:
                 raise BrokenCheckpointError(name_of(listed.path), listed.problem)
@@ -75,17 +84,20 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: There is none; says what there is, and what to name.
+        OSError: The newest cannot be read.
     """
     record = record_path(path)
     if record.is_file():
         return record
     folder = folder_of_checkpoints(path)
     listed = [] if folder is None else list_checkpoints(folder)
-    readable = [found.path for found in listed if found.record is not None]
-    if not readable:
-        way_out = "name the JSON record of a checkpoint, or the folder that holds it"
-        raise FileNotFoundError(f"{_what_is_at(Path(path), listed)}; {way_out}")
-    return Path(os.path.abspath(readable[-1]))
+    for found in reversed(listed):
+        if found.error is not None:
+            raise found.error
+        if found.record is not None:
+            return Path(os.path.abspath(found.path))
+    way_out = "name the JSON record of a checkpoint, or the folder that holds it"
+    raise FileNotFoundError(f"{_what_is_at(Path(path), listed)}; {way_out}")
 
 
 def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:

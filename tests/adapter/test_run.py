@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -629,6 +631,35 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
     assert run(job) == 0
     assert "uploads of earlier starts wait (1), and nothing says where to send them" in caplog.text
     assert f"see `genlight uploads {job.parent}/out`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("checkpoints/final.json", 1, "input:{}: Permission denied; let this user read it, or move it away"),
+        (".lock", 2, "startup:startup.invalid_artifact_paths: '{}' cannot be opened: Permission denied. Let this user"),
+    ],
+)
+def test_what_this_user_may_not_open_is_named_and_left_alone(
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str, code: int, said: str
+) -> None:
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    path = str(job.parent / "out" / name)
+    functions = {(io, "open"): io.open, (os, "open"): os.open}
+
+    def opens(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(given: Any, *rest: Any, **options: Any) -> Any:
+            if given == path or (isinstance(given, Path) and str(given) == path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return real(given, *rest, **options)
+
+        return opened
+
+    for (module, function), real in functions.items():
+        monkeypatch.setattr(module, function, opens(real))
+    assert run(job, "max_steps=9") == code
+    assert events(job)[-1]["error"].startswith(said.format(path))
 
 
 def test_a_spool_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
