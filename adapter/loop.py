@@ -263,6 +263,8 @@ class ContractEpochLoop(_TrainingEpochLoop):
         self.validates = False
         self.owes_validation = False
         """Whether the checkpoint was written before the validation that may be due after its step."""
+        self.calls_module_on_train_batch_end = False
+        """Whether the module's ``on_train_batch_end`` is called in this epoch."""
         self.loader_ended = False
         """Whether the loader was asked for a batch in this epoch that it did not have."""
 
@@ -404,6 +406,17 @@ class ContractEpochLoop(_TrainingEpochLoop):
             time.sleep(min(left, STOP_POLL_S))
 
 
+_MAY_LOG = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""Hooks of a step in which Lightning lets a callback or a module call `log`."""
+
+
 class _Step:
     """One step of an epoch, with everything that does not change between steps looked up once."""
 
@@ -434,14 +447,15 @@ class _Step:
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
+        loop.calls_module_on_train_batch_end = self.profiled or self.module_on_end is not None
         strategy_hook = trainer.strategy.on_train_batch_start
         self.strategy_on_start = (
             strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
         )
         self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
         # Code that is not ours may call `pl_module.log` in any step.
-        self.has_guests = bool(
-            self.module_on_start or self.module_on_end or any(map(_is_guest, [*self.on_start, *on_end]))
+        self.has_guests = any(
+            _module_hook(module, name) or any(map(_is_guest, listeners(trainer, name))) for name in _MAY_LOG
         )
         self.name_at_end = "on_train_batch_end" if self.has_guests else None
 
@@ -535,7 +549,7 @@ class _Step:
 
     def _batch_end_of_guests(self, outputs: Any, raw: Any, index: int) -> None:
         if self.module_on_end:
-            self.module_on_end(outputs, raw, index)
+            self.module.on_train_batch_end(outputs, raw, index)  # by name: Checkpoint puts a save behind it
         self.names["_current_fx_name"] = None
         self._take_over_what_was_logged()
 
@@ -622,7 +636,7 @@ def _call(hooks: list[Callable[..., Any]], event: str, *args: Any) -> None:
 
 def _module_hook(module: pl.LightningModule, name: str) -> Callable[..., Any] | None:
     hook: Callable[..., Any] = getattr(module, name)
-    return hook if getattr(type(module), name) is not getattr(pl.LightningModule, name) else None
+    return hook if getattr(hook, "__func__", hook) is not getattr(pl.LightningModule, name) else None
 
 
 def _is_guest(hook: Callable[..., Any]) -> bool:

@@ -59,6 +59,7 @@ class LogMetrics(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
+        self._reported_scores = self._run_state.eval_scores  # of a resumed run: its last attempt has sent them
         waited_s = _waited_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
 

@@ -389,8 +389,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         hook = pl_module.on_train_batch_end
         has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
-        looks_up_once = getattr(trainer.fit_loop, "raises_stops", False)  # genlight's own loop
-        if has_none or looks_up_once:
+        is_called = getattr(trainer.fit_loop.epoch_loop, "calls_module_on_train_batch_end", True)  # of genlight's loop
+        if has_none or not is_called:
             save(trainer, pl_module)
             return
         was_its_own = "on_train_batch_end" in vars(pl_module)
