@@ -142,7 +142,8 @@ def test_a_worker_that_hangs_ends_after_its_iterator(protected, monkeypatch):
     monkeypatch.setattr(data_workers, "PATIENCE_S", 0.2)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     batches = iter(loader_of(say_who_and_hang))
-    worker = next(child for child in multiprocessing.active_children() if child.pid == next(batches))
+    pid = next(batches)
+    worker = next(child for child in multiprocessing.active_children() if child.pid == pid)
     del batches
     gc.collect()
     worker.join(60)
