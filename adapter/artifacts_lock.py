@@ -19,7 +19,7 @@ from pathlib import Path
 from .exceptions import StartupContractError
 from .run_config import RunConfig
 
-__all__ = ["LOCK_NAME", "lock_artifacts", "lock_holder"]
+__all__ = ["LOCK_NAME", "HeldLock", "lock_artifacts", "lock_directory", "lock_holder"]
 
 LOCK_NAME = ".lock"
 CODE = "startup.artifacts_in_use"
@@ -62,7 +62,7 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for directory in _separate_directories(config):
-            stack.callback(_acquire(directory, config.run_id).release)
+            stack.callback(lock_directory(directory, config.run_id).release)
         yield
 
 
@@ -88,7 +88,13 @@ def _separate_directories(config: RunConfig) -> list[Path]:
     return [root, *sorted(d for d in others if not d.is_relative_to(root))]
 
 
-def _acquire(directory: Path, run_id: str) -> HeldLock:
+def lock_directory(directory: Path, run_id: str) -> HeldLock:
+    """Hold a directory, which must exist, for this process, under the name `run_id`.
+
+    Raises:
+        StartupContractError: ``startup.artifacts_in_use``: another live process holds it;
+            ``startup.invalid_artifact_paths``: it cannot be locked.
+    """
     path = directory / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from ...callbacks.stop_requests import StopRequests
 from ...callbacks.stop_signals import StopSignals
 from .. import compat
 from ..artifact_dirs import directory_fault
+from ..artifacts_lock import lock_directory
 from ..exceptions import EventLogError, GenlightError, TrainingCanceled
 from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
 from ..meeting import watching_meeting
@@ -98,7 +100,8 @@ class GenlightCLI(LightningCLI):
     @override
     def _run_subcommand(self, subcommand: str) -> None:
         try:
-            super()._run_subcommand(subcommand)
+            with contextlib.ExitStack() as self._held:
+                super()._run_subcommand(subcommand)
         except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
             if not is_about_what_was_given(error):
                 raise
@@ -121,6 +124,8 @@ class GenlightCLI(LightningCLI):
                 log.warning("`trainer.%s` is 0: no step is trained", limit)
         self._refuse_unwritable_places()
         directory = self._checkpoints()
+        if directory is not None and self.trainer.is_global_zero:  # before it is looked at
+            self._held.callback(lock_directory(directory, "of genlight fit").release)
         if self._takes_named("going on after"):
             return
         if settings["resume"] == "auto":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import pytest
 import yaml
 
+from genlight.adapter.artifacts_lock import lock_directory
 from genlight.adapter.cli import main
 from genlight.adapter.cli.config_files import config_file_fault
 from genlight.callbacks.checkpoint import read_record
@@ -347,6 +349,21 @@ def test_checkpoints_of_an_earlier_fit_are_replaced_only_when_told_to(genlight, 
     assert record.read_bytes() == first
     assert genlight("fit", "--resume", "never", **works)[0] == 0
     assert record.read_bytes() != first
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume", "never"], ["--ckpt_path", "c"]])
+def test_two_fits_at_once_do_not_share_a_folder_of_checkpoints(genlight, tmp_path, resume):
+    (tmp_path / "c").mkdir()
+    held = lock_directory(tmp_path / "c", "another")
+    try:
+        code, words = genlight("fit", *resume, plugin="refused_trainer:Works")
+    finally:
+        held.release()
+    assert code == 2
+    assert f"c' is held by a live run (process {os.getpid()} on " in words
+
+    assert genlight("fit", plugin="refused_trainer:Works")[0] == 0
+    lock_directory(tmp_path / "c", "the next").release()  # given back
 
 
 def test_resuming_needs_the_callback_that_leaves_checkpoints(genlight):
