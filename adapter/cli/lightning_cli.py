@@ -125,7 +125,7 @@ class GenlightCLI(LightningCLI):
         self._refuse_unwritable_places()
         directory = self._checkpoints()
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
-            self._held.callback(lock_directory(directory, "of genlight fit").release)
+            self._held.callback(lock_directory(directory, "genlight fit").release)
         if self._takes_named("going on after"):
             return
         if settings["resume"] == "auto":
