@@ -38,6 +38,9 @@ __all__ = ["GenlightCLI", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
 
+_WORDS_OF_LIGHTNING = ("best", "hpc", "last")
+"""What ``--ckpt_path`` takes besides a path."""
+
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -211,16 +214,10 @@ class GenlightCLI(LightningCLI):
         if given == "last" and self._checkpoints() is not None:
             self._require_newest(doing)
             return True
-        shown = given
-        try:
-            found = find_checkpoint(given)
+        found = None if given in _WORDS_OF_LIGHTNING else _found(given)
+        if found is not None:
             self._start_from(found)
-            shown = given if os.path.isfile(given) else found
-        except FileNotFoundError:
-            pass  # Lightning may know what to do with it, or says that it does not.
-        except OSError as error:
-            raise _unreadable(error) from error
-        self._say("%s the checkpoint %s", doing, shown)
+        self._say("%s the checkpoint %s", doing, given if found is None or os.path.isfile(given) else found)
         return True
 
     def _require_newest(self, doing: str) -> None:
@@ -282,6 +279,16 @@ def _report_stop(stop: TrainingCanceled) -> int:
 
 class _UnusableConfigurationError(Exception):
     """A configuration asks for what it cannot have."""
+
+
+def _found(given: str) -> Path | None:
+    """The record that `given` means; None where Lightning may know what to do with it, or says that it does not."""
+    try:
+        return find_checkpoint(given)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(error) from error
 
 
 def _unreadable(error: OSError) -> _UnusableConfigurationError:

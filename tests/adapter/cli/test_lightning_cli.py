@@ -409,6 +409,7 @@ def test_a_fit_goes_on_from_a_named_checkpoint_and_says_so(genlight, caplog, tmp
     caplog.set_level("INFO", logger="genlight")
     files = {"plugin": "refused_trainer:Files"}
     assert genlight(**files)[0] == 0
+    (tmp_path / "best.json").write_text("{}")  # is not what `best` means
     caplog.clear()
 
     assert genlight("fit", "--ckpt_path", given, max_steps=2, **files)[0] == 0
