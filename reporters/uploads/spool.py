@@ -49,6 +49,8 @@ class Spool:
         self.directory = Path(os.path.abspath(directory))
         self.directory.mkdir(parents=True, exist_ok=True)
         self._mutex = threading.RLock()
+        self._rewriting = threading.RLock()
+        """Taken before `_mutex`, never after it."""
         self._lock_descriptor = _take_lock(self.directory)
         self._path = self.directory / JOURNAL
         self._descriptor = -1
@@ -173,7 +175,7 @@ class Spool:
         """Drop entries and receipts; for a directory that belonged to another run."""
         with self._mutex:
             self._content = Content()
-            self.rewrite()
+        self.rewrite()
 
     def close(self) -> None:
         """Release the spool to other processes; what waits stays on disk."""
@@ -220,6 +222,10 @@ class Spool:
         The mutex is not held while the disk syncs, because a training step may be waiting to add an entry: lines that
         are added meanwhile are carried over.
         """
+        with self._rewriting:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
         with self._mutex:
             snapshot = b"".join(msgspec.json.encode(line) + b"\n" for line in self._content.lines())
             taken_at = self._size

@@ -162,6 +162,28 @@ def test_a_reopened_spool_holds_what_the_open_one_held(operations):
             spool.close()
 
 
+def test_threads_that_rewrite_the_journal_do_so_one_after_the_other(open_spool):
+    """The training thread does when the disk has refused a line, the uploading one when much is gone."""
+    spool = open_spool()
+    failures = []
+
+    def rewrite_often():
+        try:
+            for step in range(50):
+                spool.add("sample", step, {})
+                spool.rewrite()
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=rewrite_often) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(read_journal(spool.directory)) == spool.count("sample") == 150
+
+
 def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_spool, full_disk):
     spool = open_spool()
     sent, gone, _ = (spool.add("metrics", step, {"a": step}) for step in (1, 2, 3))
