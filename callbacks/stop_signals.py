@@ -19,6 +19,9 @@ REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
     signal.SIGINT: "canceled",
 }
 
+LEFT_AFTER_S = 1.0
+"""How long a thread that reads arrivals is waited for when it is to end."""
+
 
 class StopSignals:
     """Notes the first stop signal; the second one ends the process at once, with exit code 128 + its number.
@@ -39,6 +42,7 @@ class StopSignals:
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
+        self._watch: threading.Thread | None = None
 
     @property
     def are_handled(self) -> bool:
@@ -97,14 +101,16 @@ class StopSignals:
             os.close(writable)
             return
         self._wakeup_fd = writable
-        threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True).start()
+        self._watch = threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True)
+        self._watch.start()
 
     def _read_arrivals(self, readable: int) -> None:
         with open(readable, "rb", buffering=0) as arrivals:
             while numbers := arrivals.read(64):
                 for number in numbers:
                     # Others may have put a handler of their own in its place, as a Trainer does when it has ended.
-                    if number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle:
+                    is_ours = number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle
+                    if is_ours and self._watch is threading.current_thread():
                         self._note(number, self._arrived)
 
     def end_watch(self) -> None:
@@ -115,7 +121,11 @@ class StopSignals:
         if current != self._wakeup_fd:
             signal.set_wakeup_fd(current)
         os.close(self._wakeup_fd)
-        self._wakeup_fd = None
+        watch, self._wakeup_fd, self._watch = self._watch, None, None
+        if watch is not None:
+            # What it has not read yet belongs to what has ended, and is no signal to the next fit. A process that was
+            # forked off in C may keep the other end of its pipe open: then it stays.
+            watch.join(LEFT_AFTER_S)
 
 
 def _leave_to_parent() -> None:

@@ -377,6 +377,19 @@ def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(trai
     assert train([stop]).global_step == 10
 
 
+def test_a_signal_of_a_span_that_is_over_is_no_signal_to_the_next_one():
+    """However late the thread that reads what arrived comes to it."""
+    signals = StopSignals()
+    for _ in range(20):
+        with signals.installed():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals.reason == "preempted"
+        signals.forget()
+        with signals.installed():
+            time.sleep(0.005)
+            assert signals.reason is None
+
+
 def test_a_module_that_was_stopped_with_another_trainer_is_not_told_so_again(fit, counting_trainer):
     told = []
 
