@@ -68,10 +68,11 @@ class EventLog:
 
     ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
     ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
-    Started, checkpoint, completed and failed are durable when the call returns, the others within about twice
-    `flush_every_s`. Lines reach the file in the order of the calls. Where `metrics` is called more than once in
-    `flush_every_s`, its lines wait for the end of that time, for 64 such calls or for any other event: a process that
-    is killed loses no more than those.
+    Started, checkpoint, completed and failed are durable when the call returns, with all lines before them, the others
+    within about a second: a power cut takes none that a run which resumes from a durable checkpoint would not report
+    again. Lines reach the file in the order of the calls. Where `metrics` is called more than once in `flush_every_s`,
+    its lines wait for the end of that time, for 64 such calls or for any other event: a process that is killed loses no
+    more than those.
     Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
 
     Args:

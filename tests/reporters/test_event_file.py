@@ -278,7 +278,7 @@ def test_a_metric_becomes_durable_on_its_own(path, synced_sizes):
 
 
 def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes):
-    with LineFile(path, flush_every_s=0.001) as file:
+    with LineFile(path, flush_every_s=0.001, sync_every_s=0.001) as file:
         file.append(b"{}\n")
         wait_until(lambda: synced_sizes)
         time.sleep(0.05)
@@ -394,6 +394,22 @@ def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_syn
         log.metrics({"a": 1.0}, step=6)
         flush_now(log)
         wait_until(lambda: list(read_events(path))[-1].get("step") == 6)
+
+
+def test_lines_that_never_cease_are_made_durable_all_the_same(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001, sync_every_s=0.02) as file:
+        deadline = time.monotonic() + 60
+        while len(synced_sizes) < 3 and time.monotonic() < deadline:
+            file.append(b"{}\n")
+        assert len(synced_sizes) >= 3
+
+
+def test_what_was_flushed_and_not_yet_made_durable_is_when_the_file_is_closed(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001, sync_every_s=3600.0) as file:
+        file.append(b"{}\n")
+        wait_until(lambda: not file.is_roused)
+        assert synced_sizes == []
+    assert synced_sizes == [3]
 
 
 def test_many_lines_share_a_sync(path, synced_sizes):
