@@ -35,10 +35,10 @@ def metric_name(name: object) -> str:
     Case and outer blanks count only where the name is no alias.
 
     Raises:
-        ContractError: `name` is no text.
+        ContractError: `name` is no text, or an empty one.
     """
-    if not isinstance(name, str):
-        raise ContractError(f"train_step returned a metric named {name!r}; a name is a text")
+    if not isinstance(name, str) or not name:
+        raise ContractError(f"train_step returned a metric named {name!r}; a name is a text that is not empty")
     reported = _ALIASES.get(name.strip().lower(), name)
     if len(_reported_names) >= _MOST_NAMES:
         _reported_names.clear()
@@ -73,7 +73,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
 
     Raises:
-        ContractError: A name is no text, or a value no number and no tensor of one element.
+        ContractError: A name is no text or empty, or a value no number and no tensor of one element.
     """
     scalars: dict[str, float] = {}
     for name, value in result.metrics.items():

@@ -40,14 +40,21 @@ def test_an_alias_is_found_whatever_its_case_and_outer_blanks(name, reported, sp
 
 
 @settings(max_examples=60)
-@given(st.text())
+@given(st.text(min_size=1))
 def test_any_other_name_stays_as_it_is(name):
     assert metric_name(name) == ALIASES.get(name.strip().lower(), name)
 
 
-def test_a_name_that_is_no_text_is_named():
-    with pytest.raises(ContractError, match="a metric named 3; a name is a text"):
-        named_scalars(StepResult(metrics={3: 0.5}), None, CTX)
+@pytest.mark.parametrize("name", [3, None, "", b"loss"])
+def test_a_name_that_is_no_text_or_empty_is_named(name):
+    with pytest.raises(ContractError, match=f"a metric named {name!r}; a name is a text that is not empty"):
+        named_scalars(StepResult(metrics={name: 0.5}), None, CTX)
+
+
+def test_more_names_than_are_kept_are_reported_as_well():
+    for start in range(0, 3000, 500):
+        metrics = {f"{start + n}": 1.0 for n in range(500)}
+        assert named_scalars(StepResult(metrics=metrics), None, CTX) == metrics
 
 
 @pytest.mark.parametrize(
