@@ -569,7 +569,8 @@ class _Step:
 class _LoggedInSteps(_ResultCollection):
     """What guests logged, and the metrics of the last step for whoever looks at ``trainer.callback_metrics``.
 
-    Lightning asks this object at each look, so that a step whose metrics nobody looks at makes no tensors of them.
+    Lightning asks this object at each look, so that a step whose metrics nobody looks at makes no tensors of them. In
+    ``trainer.progress_bar_metrics`` are those that were sent to loggers last.
     """
 
     def __init__(self, module: ContractModule) -> None:
@@ -583,6 +584,7 @@ class _LoggedInSteps(_ResultCollection):
     def metrics(self, on_step: bool) -> Any:
         metrics = super().metrics(on_step)
         metrics["callback"] = {**self._module.metrics_on_device(), **metrics["callback"]}
+        metrics["pbar"] = {**self._module.published, **metrics["pbar"]}
         return metrics
 
 

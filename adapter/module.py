@@ -247,8 +247,10 @@ class ContractModule(pl.LightningModule):
         return {name: _as_tensor(name, value) for name, value in {**self.published, **known}.items()}
 
     def feed_callback_metrics(self) -> None:
-        """Leave the metrics of the last step where Lightning's monitors find them outside of training steps."""
-        self.trainer._logger_connector._callback_metrics.update(self.metrics_on_device())
+        """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
+        connector = self.trainer._logger_connector
+        connector._callback_metrics.update(self.metrics_on_device())
+        connector._progress_bar_metrics.update(self.published)
 
     def is_canceled(self) -> bool:
         """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""

@@ -91,10 +91,10 @@ class LogMetrics(Hook):
         connector = trainer._logger_connector
         published = getattr(pl_module, "published", None)
         if published is not None:
-            published.update(metrics)  # becomes tensors once a monitor looks
+            published.update(metrics)  # for monitors and progress bars, once they look
         else:
             connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-        connector._progress_bar_metrics.update(metrics)
+            connector._progress_bar_metrics.update(metrics)
         loggers = trainer.loggers
         if loggers:
             # `log_metrics` of the connector, less its search for tensors among what are numbers.

@@ -96,19 +96,21 @@ class LineFile:
         if self.closed or self._torn or self._flush_error is not None:
             self._recover()
         descriptor, start, count = self._descriptor, self.size, self.lines
-        for line in lines:
-            try:
+        end = start
+        try:
+            for line in lines:
+                end = start + len(line)
                 written = os.write(descriptor, line)
                 if written != len(line):
                     write_all(descriptor, line[written:])
-                self.size, self.lines = start + len(line), count + 1
-                start, count = self.size, self.lines
-            except BaseException as error:
-                # Also for a KeyboardInterrupt that lands between the write and its bookkeeping.
-                self._settle(start, start + len(line), count)
-                if isinstance(error, OSError):
-                    raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
-                raise
+                start, count = end, count + 1
+            self.size, self.lines = start, count
+        except BaseException as error:
+            # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
+            self._settle(start, end, count)
+            if isinstance(error, OSError):
+                raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
+            raise
         if not self.is_roused:
             self.rouse()
 
@@ -169,10 +171,10 @@ class LineFile:
             raise EventLogError(f"cannot cut a torn line off {self.path}: {error.strerror}") from error
         self._torn = False
 
-    def _settle(self, start: int, whole: int, count: int) -> None:
-        """Bring the bookkeeping and the file to agree: the line is in it, or no byte of it is."""
-        if os.fstat(self._descriptor).st_size == whole:
-            self.size, self.lines = whole, count + 1
+    def _settle(self, start: int, end: int, count: int) -> None:
+        """Bring the bookkeeping and the file to agree: the line from `start` to `end` is in it, or no byte of it is."""
+        if start < end == os.fstat(self._descriptor).st_size:
+            self.size, self.lines = end, count + 1
             return
         self.size, self.lines = start, count
         try:

@@ -30,7 +30,6 @@ __all__ = [
     "checked_step",
     "checked_text",
     "encode_line",
-    "encode_lines",
     "error_text",
     "finite_float",
     "metric_lines",
@@ -122,31 +121,28 @@ def encode_line(event: msgspec.Struct) -> bytes:
         return _encoder.encode(_without_surrogates(event)) + b"\n"
 
 
-def encode_lines(events: list[Metric]) -> list[bytes]:
-    """A line of each of many events; as `encode_line`, at a third of its cost."""
-    try:
-        return _encoder.encode_lines(events).splitlines(keepends=True)  # JSON escapes all other ends of lines
-    except UnicodeEncodeError:
-        return [encode_line(event) for event in events]
-
-
 def metric_lines(
     reports: Iterable[tuple[Mapping[str, float | str], int, int]], *, run_id: str, seq: int
-) -> list[Metric]:
-    """A line for each metric of many reports, in their order.
+) -> list[bytes]:
+    """A line for each metric of many reports, in their order; as `encode_line`, at half of its cost.
 
     Args:
         reports: Values by name, as `finite_float` gives them, their step, and nanoseconds since the epoch.
         run_id: Whose metrics these are.
         seq: Of the first line.
     """
-    lines = []
-    for values, step, now_ns in reports:
-        now_ms = now_ns // 1_000_000
-        for name, value in values.items():
-            number, text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
-            lines.append(Metric("metric", name, run_id, SCHEMA_VERSION, seq, step, now_ms, number, text))
-            seq += 1
+    lines, encode = [], _encoder.encode
+    # One event for all of them: memory that is fresh costs more than what is written to it.
+    event = Metric("metric", "", run_id, SCHEMA_VERSION, seq, 0, 0, None)
+    for values, event.step, now_ns in reports:
+        event.timestamp_ms = now_ns // 1_000_000
+        for event.name, value in values.items():
+            event.value, event.value_text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
+            try:
+                lines.append(encode(event) + b"\n")
+            except UnicodeEncodeError:
+                lines.append(encode_line(event))
+            event.seq += 1
     return lines
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 import time
@@ -35,7 +34,6 @@ from .event_lines import (
     checked_step,
     checked_text,
     encode_line,
-    encode_lines,
     error_text,
     finite_float,
     metric_lines,
@@ -53,7 +51,6 @@ MOST_WAITING = 64
 """How many calls of `metrics` may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
 
 _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
-_INF = math.inf
 
 
 class _Tail(msgspec.Struct):
@@ -196,7 +193,7 @@ class EventLog:
         if type(step) is not int or step < 0 or step > MAX_STEP:
             step = checked_step(step)
         for name, value in values.items():
-            if type(name) is not str or not name or type(value) is not float or not -_INF < value < _INF:
+            if type(name) is not str or not name or type(value) is not float or value - value != 0.0:  # not finite
                 taken = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
                 break
         else:
@@ -365,7 +362,7 @@ class EventLog:
         """Write the lines that wait, under the lock; those of the next call wait again."""
         if self._waiting:
             self._is_due = False
-            self._file.append(*encode_lines(metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1)))
+            self._file.append(*metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1))
 
     def _take_waiting(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """What waits, less what may no longer be written.

@@ -42,6 +42,21 @@ def test_every_logger_is_told_at_the_cadence(fit, counting_trainer, every, steps
     assert [[step for step, _ in logger.told] for logger in loggers] == [reported, reported]
 
 
+def test_progress_bars_see_what_was_sent_last_at_any_step_and_afterwards(fit, counting_trainer):
+    seen = []
+
+    class Bar(Hook):
+        optional_reads = ("loss_stats",)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(trainer.progress_bar_metrics.get("train/loss"))
+
+    trainer, _ = fit(counting_trainer(), [LogMetrics(2), Bar()], steps=5)
+
+    assert seen == [None, 0.5, 0.5, 0.25, 0.25]
+    assert trainer.progress_bar_metrics["train/loss"] == 0.25
+
+
 def test_reported_are_names_of_the_contract_with_the_rate_and_plain_floats(fit, counting_trainer):
     class Mine(counting_trainer):
         def train_step(self, batch, state, ctx):
