@@ -40,7 +40,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -59,6 +58,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..callbacks.hook import after_failure, fire, listeners, run_state_of, skipping_hook
+from ..callbacks.protected_names import require_names
 from .exceptions import InputError, TrainingCanceled
 
 if TYPE_CHECKING:
@@ -69,18 +69,29 @@ __all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop"]
 STOP_POLL_S = 0.05
 """How often a pause looks for a stop request."""
 
-_USED_OF_LIGHTNING = (
-    (_FitLoop, ("setup_data", "on_run_start", "on_run_end", "advance", "on_advance_end", "reset", "done", "teardown")),
-    (_TrainingEpochLoop, ("on_run_start", "on_advance_end", "reset", "run", "global_step", "update_restart_stage")),
-    (_PrefetchDataFetcher, ("__next__", "setup")),
+require_names(
+    "lightning",
+    _FitLoop,
+    "setup_data",
+    "on_run_start",
+    "on_run_end",
+    "advance",
+    "on_advance_end",
+    "reset",
+    "done",
+    "teardown",
 )
-for _owner, _names in _USED_OF_LIGHTNING:
-    _missing = [name for name in _names if not hasattr(_owner, name)]
-    if _missing:
-        raise ImportError(
-            f"lightning {version('lightning')} has no {_owner.__name__}.{', '.join(_missing)}; "
-            "install a release that genlight supports: lightning>=2.6.4,<2.7"
-        )
+require_names(
+    "lightning",
+    _TrainingEpochLoop,
+    "on_run_start",
+    "on_advance_end",
+    "reset",
+    "run",
+    "global_step",
+    "update_restart_stage",
+)
+require_names("lightning", _PrefetchDataFetcher, "__next__", "setup")
 
 
 def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> ContractFitLoop:

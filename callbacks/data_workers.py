@@ -28,7 +28,7 @@ __all__ = ["protect_workers", "release_workers", "start_workers"]
 _ENTRY = "_get_iterator"
 """What every loader makes its workers by, whoever calls it; a kind of loader may have one of its own."""
 
-require_names("torch>=2.6", DataLoader, _ENTRY)
+require_names("torch", DataLoader, _ENTRY)
 
 PATIENCE_S = 10.0
 """How long a worker may take to end as its loader tells it, once the iterator is gone."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import re
 from importlib.metadata import version
+from typing import Literal
 
-__all__ = ["require_names"]
+__all__ = ["SUPPORTED", "require_names"]
+
+SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.6"}
+"""The releases that genlight's own requirements name."""
 
 
-def require_names(supported: str, owner: type, *names: str) -> None:
+def require_names(package: Literal["lightning", "torch"], owner: type, *names: str) -> None:
     """Make sure that `owner` has attributes.
 
     Args:
-        supported: The package and its releases that have them, such as ``torch>=2.6``.
-        owner: A class of that package.
+        package: Whose class it is.
+        owner: The class.
         names: The attributes: of the class, or those that its constructor sets.
 
     Raises:
@@ -24,8 +27,7 @@ def require_names(supported: str, owner: type, *names: str) -> None:
     set_by_constructor = getattr(code, "co_names", ())
     missing = [name for name in names if not hasattr(owner, name) and name not in set_by_constructor]
     if missing:
-        package = re.split("[<>=]", supported)[0]
         raise ImportError(
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which genlight uses; "
-            f"install a release that it supports: {supported}"
+            f"install a release that it supports: {SUPPORTED[package]}"
         )

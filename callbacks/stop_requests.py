@@ -27,9 +27,8 @@ from .ticker import Ticker
 
 __all__ = ["StopRequests"]
 
-_SUPPORTED = "lightning>=2.6.4,<2.7"
-require_names(_SUPPORTED, pl.Trainer, "_signal_connector")
-require_names(_SUPPORTED, _SignalConnector, "register_signal_handlers")
+require_names("lightning", pl.Trainer, "_signal_connector")
+require_names("lightning", _SignalConnector, "register_signal_handlers")
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
