@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 Phase = Literal["new", "started", "ended"]
 
-MOST_WAITING = 64
+MOST_WAITING = 256
 """How many calls of `metrics` may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
 
 _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
@@ -68,8 +68,8 @@ class EventLog:
     Started, checkpoint, completed and failed are durable when the call returns, with all lines before them, the others
     within about a second: a power cut takes none that a run which resumes from a durable checkpoint would not report
     again. Lines reach the file in the order of the calls. Where `metrics` is called more than once in `flush_every_s`,
-    its lines wait for the end of that time, for 64 such calls or for any other event: a process that is killed loses no
-    more than those.
+    its lines wait for the end of that time, for 256 such calls or for any other event: a process that is killed loses
+    no more than those.
     Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
 
     Args:

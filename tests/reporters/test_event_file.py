@@ -319,13 +319,13 @@ def test_what_waits_is_soon_written_and_durable_without_another_call(path, synce
         assert seqs(path)[-1] == 12, "after a pause a metric is written at once"
 
 
-def test_no_more_than_64_calls_wait(path):
+def test_no_more_than_256_calls_wait(path):
     with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
         log.started()
-        metrics_in_quick_succession(log, upto=64)
+        metrics_in_quick_succession(log, upto=256)
         assert seqs(path) == [1, 2]
-        log.metrics({"a": 1.0}, step=65)
-        assert seqs(path) == list(range(1, 64 + 3))
+        log.metrics({"a": 1.0}, step=257)
+        assert seqs(path) == list(range(1, 256 + 3))
 
 
 @pytest.mark.parametrize(
