@@ -388,16 +388,19 @@ class ContractEpochLoop(_TrainingEpochLoop):
         """Validate after the last step of the attempt before, if that is due and was not begun."""
         self.module.feed_callback_metrics()
         if self.owes_validation and self.validates:
-            self._batches_that_stepped -= 1  # and once more
-            self.on_advance_end(data_fetcher)
+            self._validate_where_due(data_fetcher)
         self.owes_validation = False
 
     def _validate_where_nobody_knew_the_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate at the end of an epoch whose loader has no length."""
         has_trained = self.batch_progress.current.ready > 0
         if self.validates and self.loader_ended and has_trained and self.trainer.val_check_batch == math.inf:
-            self._batches_that_stepped -= 1  # and once more
-            self.on_advance_end(data_fetcher)
+            self._validate_where_due(data_fetcher)
+
+    def _validate_where_due(self, data_fetcher: _DataFetcher) -> None:
+        """What follows a step, of one that was counted before."""
+        self._batches_that_stepped -= 1
+        self.on_advance_end(data_fetcher)
 
     def raise_if_stopped(self) -> None:
         """End the run once a stop was agreed on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["NEVER", "Boundaries", "StepCadence", "crossed", "next_multiple", "suppressed"]
+__all__ = ["NEVER", "Boundaries", "StepCadence", "crossed", "next_multiple", "suppressed", "wait_for_multiple"]
 
 NEVER = sys.maxsize
 """The `next_due_step` of a hook that waits for something else than a step."""
@@ -47,11 +47,7 @@ class Boundaries:
 
     def crosses(self, step: int) -> bool:
         """Whether a boundary lies behind the last step that was given here and not behind `step`."""
-        hook = self._hook
-        every: int = hook.every_n_steps
-        hook.next_due_step = next_multiple(step, every)
-        if hook.every_n_steps != every:
-            hook.next_due_step = 0  # another thread has changed it meanwhile
+        every = wait_for_multiple(self._hook, step)
         # Steps that were skipped before a change had no boundary; those of the new cadence begin with this one.
         previous = self._step if every == self._every else max(self._step, step - 1)
         self._step, self._every = step, every
@@ -70,6 +66,15 @@ def crossed(previous: int, current: int, every: int) -> bool:
 def next_multiple(step: int, every: int) -> int:
     """The first multiple of `every` after `step`; of an `every` of 0 it is a step that never comes."""
     return (step // every + 1) * every if every > 0 else NEVER
+
+
+def wait_for_multiple(hook: Any, step: int) -> int:
+    """Have `hook` called at the next multiple of its ``every_n_steps`` after `step`; returns that cadence."""
+    every: int = hook.every_n_steps
+    hook.next_due_step = next_multiple(step, every)
+    if hook.every_n_steps != every:
+        hook.next_due_step = 0  # another thread has changed it meanwhile
+    return every
 
 
 def suppressed(pl_module: object) -> bool:

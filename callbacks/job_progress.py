@@ -51,11 +51,12 @@ class JobProgress(Hook):
         self._start_step = trainer.global_step
         self._started_at = time.monotonic()
         self._next = self._started_at
-        self._every_s = BAR_EVERY_S if sys.stderr.isatty() else self.line_every_s
+        is_terminal = sys.stderr.isatty()
+        self._every_s = BAR_EVERY_S if is_terminal else self.line_every_s
         self._stop()
         self._ticker = Ticker(self, self._every_s, lambda: self._next)
         self._ticker.start()
-        if not sys.stderr.isatty():
+        if not is_terminal:
             return
         console = Console(stderr=True)
         self._bar = Progress(

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from ..adapter.run_state import RunState
-from .cadence import StepCadence, next_multiple, suppressed
+from .cadence import StepCadence, suppressed, wait_for_multiple
 from .hook import Hook, run_state_of, skippable
 
 __all__ = ["LogMetrics"]
@@ -72,9 +72,7 @@ class LogMetrics(Hook):
         run_state, every = self._run_state or run_state_of(trainer), self.every_n_steps
         step = trainer.fit_loop.epoch_loop.global_step  # what `trainer.global_step` returns, a call later
         if every != 1:
-            self.next_due_step = next_multiple(step, every)
-            if self.every_n_steps != every:
-                self.next_due_step = 0  # another thread has changed it meanwhile
+            every = wait_for_multiple(self, step)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
         if every > 0 and step % every == 0:
