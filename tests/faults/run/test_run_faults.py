@@ -6,6 +6,7 @@ The event log ends with the one terminal event of the attempt, and the terminal 
 import errno
 import json
 import os
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -319,7 +320,7 @@ def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, co
     assert (failed["category"], failed["resumable"]) == ("upload", True)
     assert os.strerror(code) in failed["error"]
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert "checkpoint of step 4, " in failed["error"]
+    assert re.search("checkpoint of step [24], ", failed["error"])  # 2 where its turn comes after the record of 4
     sent = [body["step"] for body in job.server.posted("/checkpoint")]  # from memory, and once
     assert sent in ([2, 4], [2, 4, 5])
     assert newest_valid(job.out / "checkpoints")[0].step >= 4
