@@ -159,13 +159,14 @@ class Ending:
     def _has_checkpoint(self, step: int) -> bool:
         return (self.config.checkpoints_dir / f"{step_name(step)}.json").exists()
 
-    def fail_and_exit(self, error: BaseException, failure: Failure | None = None) -> None:
+    def fail_and_exit(self, error: BaseException, failure: Failure | None = None) -> NoReturn:
         """Report what ended the run and end this process, whatever the training thread does.
 
-        Returns only where the training thread is reporting already.
+        Never returns: where another thread is reporting already, that one ends the process, and a caller that went on
+        to end it would take the report away.
         """
         if not self._claim.acquire(blocking=False):
-            return
+            _wait_for_the_end()
         code = EXIT_FAILED
         try:
             own = self._describe(error)

@@ -113,6 +113,7 @@ def test_what_is_gone_leaves_the_journal_and_what_is_added_meanwhile_does_not(op
     done = threading.Event()
 
     def add_until_done():
+        spool.add("sample", 1, {})
         while not done.is_set():
             spool.add("sample", 1, {})
 
