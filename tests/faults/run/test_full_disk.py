@@ -63,9 +63,12 @@ def empty(folder):
 
 @pytest.fixture
 def run_until_full(job):
-    """Runs a job whose trainer holds at a place until the folder is full; returns the exit code."""
+    """Runs a job whose trainer holds at a place until the folder is full; returns the exit code.
 
-    def run(folder, at="train_step:3", fill=fill, checkpoint_every=20):
+    It is not filled before `after` is there, which is still being written when the trainer comes to the place.
+    """
+
+    def run(folder, at="train_step:3", fill=fill, checkpoint_every=20, after=""):
         job.write(
             plan={"at": at, "holds": 60.0},
             max_steps=STEPS,
@@ -78,6 +81,7 @@ def run_until_full(job):
 
         def fill_it():
             job.wait_until(job.reached)
+            job.wait_until((folder / after).exists)
             fill(folder)
             job.go()
 
@@ -106,7 +110,7 @@ def assert_goes_on(job, folder):
 )
 def test_checkpoints_on_a_full_disk(job, small_disk, run_until_full, fill, words):
     checkpoints = small_disk(job.out / "checkpoints")
-    assert run_until_full(checkpoints, "state_dict:40", fill) == 1
+    assert run_until_full(checkpoints, "state_dict:40", fill, after="step-00000020.json") == 1
 
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", True)
