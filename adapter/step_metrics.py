@@ -84,7 +84,15 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
             number = value
         scalars[reported] = number if type(number) is float else scalar(reported, number)
     if _LR not in scalars:
-        rate = _learning_rate(result, state, ctx, optimizers)
+        rate = None
+        # Where most rates are: in an optimizer, and nowhere before it. Found here, a step is spared a call.
+        if type(state) is dict and not (
+            _LR in state or "learning_rate" in state or "lr" in state or getattr(result, "debug", None)
+        ):
+            groups = getattr(ctx.optimizer or state.get("optimizer"), "param_groups", None)
+            rate = groups[0].get("lr") if groups else None
+        if type(rate) is not float:
+            rate = _learning_rate(result, state, ctx, optimizers)
         if rate is not None:
             scalars[_LR] = rate if type(rate) is float else scalar(_LR, rate)
     return scalars
@@ -99,14 +107,11 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
     for name, value in debug.items() if debug else ():
         if isinstance(name, str) and metric_name(name) == _LR and _may_be_scalar(value):
             return value
-    # Most states are dictionaries without any of these, and that is all that most steps have to ask.
-    if not isinstance(state, dict) or _LR in state or "learning_rate" in state or "lr" in state:
-        for name in (_LR, "learning_rate", "lr"):
-            value = _entry(state, name)
-            if value is not None and _may_be_scalar(value):
-                return value
-    own = state.get("optimizer") if isinstance(state, dict) else _entry(state, "optimizer")
-    for optimizer in (ctx.optimizer, own, *optimizers):
+    for name in (_LR, "learning_rate", "lr"):
+        value = _entry(state, name)
+        if value is not None and _may_be_scalar(value):
+            return value
+    for optimizer in (ctx.optimizer, _entry(state, "optimizer"), *optimizers):
         groups = None if optimizer is None else getattr(optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
         if type(rate) is float or (rate is not None and _may_be_scalar(rate)):

@@ -176,7 +176,7 @@ def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) 
 
 def test_a_step_with_events_makes_few_calls(tmp_path: Path) -> None:
     """Two metrics of every step in the event log, a line for each."""
-    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 11
+    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 10
 
 
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
