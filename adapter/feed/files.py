@@ -50,11 +50,13 @@ class DataFile:
         """Size in bytes and modification time in ns, to see whether the file changed.
 
         Raises:
-            InputError: There is no such file.
+            InputError: There is no such file, or it is no regular one.
         """
         info = self.filesystem.get_file_info(self.path)
         if info.type == fs.FileType.Directory:
             raise InputError(f"{self.name} is a folder")
+        if info.type == fs.FileType.Unknown:
+            raise InputError(f"{self.name} is not a regular file")
         if info.type != fs.FileType.File:
             raise InputError(f"{self.name} does not exist{self._nearest() if self.local else ''}")
         return info.size or 0, info.mtime_ns or 0

@@ -258,6 +258,9 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
     except InputError as error:
         return str(error)
     except (pa.ArrowException, OSError) as error:
+        number = error.errno if isinstance(error, OSError) else None  # Arrow has some of its own, without a number
+        if number is not None:
+            return f"{file.name}: cannot be read: {os.strerror(number)}"
         return f"{file.name}: not a whole Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,6 +76,27 @@ def test_a_truncated_file_is_told_from_its_footer(rows_file):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=r"data\.parquet: not a whole Parquet file"):
         ArrowFeed(path).check()
+
+
+class Forbidding(MemoryFileSystem):
+    """Shows its files, and opens none."""
+
+    def _open(self, path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def test_a_file_that_may_not_be_opened_is_not_taken_for_a_broken_one():
+    MemoryFileSystem().pipe("/forbidden/data.parquet", b"PAR1")
+    with pytest.raises(InputError, match=rf"data\.parquet: cannot be read: {os.strerror(errno.EACCES)}"):
+        ArrowFeed("/forbidden/data.parquet", filesystem=Forbidding()).check()
+
+
+def test_what_is_no_regular_file_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as unreadable:
+        unreadable.bind("data.parquet")
+        with pytest.raises(InputError, match=r"data\.parquet is not a regular file"):
+            ArrowFeed("data.parquet").check()
 
 
 def test_files_without_any_row_are_refused(rows_file):
