@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format faults bench lock clean
+.PHONY: demo test check format faults shake lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -25,6 +25,9 @@ format: $(INSTALLED)
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults
+
+shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late
+	$(BIN)/python tests/shaken
 
 lock: $(INSTALLED)  ## write down the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.new
