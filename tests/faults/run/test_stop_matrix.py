@@ -286,5 +286,11 @@ def run_into_phase(stop, limit_s):
         stop.job.server.gates[stop.phase.gate] = threading.Event()
     started = stop.start()
     stop.began = time.monotonic()
-    stop.job.wait_until(lambda: stop.is_reached(started) or any(process.poll() is not None for process in started))
+    stop.job.wait_until(lambda: stop.is_reached(started) or has_ended(started))
     return started
+
+
+def has_ended(started):
+    """Whether a run is over; ranks but the first may leave before it, when all steps are done."""
+    first, *others = [process.poll() for process in started]
+    return first is not None or any(others)
