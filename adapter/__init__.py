@@ -7,11 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..reporters.lazy_exports import lazy_exports
+from .plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ..reporters.event_reader import read_events
-    from .contract import (
+    from ..reporters.events.reader import read_events
+    from .contract.exceptions import (
+        AuthError,
+        BrokenCheckpointError,
+        CheckpointError,
+        ContractError,
+        EventLogError,
+        GenlightError,
+        HookOrderError,
+        InputError,
+        RankFailed,
+        ReplicaDriftError,
+        StartupContractError,
+        TrainingCanceled,
+        TrainingHung,
+        UnstorableStateError,
+        UnwrittenCheckpointError,
+        UploadError,
+    )
+    from .contract.run_state import RunState
+    from .contract.types import (
         TRAINER_API_VERSION,
         ArrowFeedConfig,
         ArtifactUploader,
@@ -33,25 +52,8 @@ if TYPE_CHECKING:
         TrainingJobSpec,
         TrainingReporter,
     )
-    from .exceptions import (
-        AuthError,
-        BrokenCheckpointError,
-        CheckpointError,
-        ContractError,
-        EventLogError,
-        GenlightError,
-        HookOrderError,
-        InputError,
-        RankFailed,
-        ReplicaDriftError,
-        StartupContractError,
-        TrainingCanceled,
-        TrainingHung,
-        UnstorableStateError,
-        UnwrittenCheckpointError,
-        UploadError,
-    )
     from .feed import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
+    from .feed.mock_data_module import MockDataModule
     from .helpers import (
         OptimizerBundle,
         build_default_adamw_bundle,
@@ -61,19 +63,17 @@ if TYPE_CHECKING:
         to_float_scalar,
     )
     from .inputs import load_components
-    from .lifecycle import HttpLifecycleClient
-    from .loading import load_trainer_plugin
-    from .mock_data_module import MockDataModule
-    from .module import ContractModule
-    from .run import RunOptions, run_job, run_training_runtime_from_env
-    from .run_state import RunState
+    from .module.module import ContractModule
+    from .module.plugin_loading import load_trainer_plugin
+    from .run.control_plane import HttpLifecycleClient
+    from .run.run import RunOptions, run_job, run_training_runtime_from_env
     from .training_loop import run_training_loop
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "..reporters.event_reader": ("read_events",),
-            ".contract": (
+            "..reporters.events.reader": ("read_events",),
+            ".contract.types": (
                 "TRAINER_API_VERSION",
                 "ArrowFeedConfig",
                 "ArtifactUploader",
@@ -95,7 +95,7 @@ else:
                 "TrainingJobSpec",
                 "TrainingReporter",
             ),
-            ".exceptions": (
+            ".contract.exceptions": (
                 "AuthError",
                 "BrokenCheckpointError",
                 "CheckpointError",
@@ -123,12 +123,12 @@ else:
                 "to_float_scalar",
             ),
             ".inputs": ("load_components",),
-            ".lifecycle": ("HttpLifecycleClient",),
-            ".loading": ("load_trainer_plugin",),
-            ".mock_data_module": ("MockDataModule",),
-            ".module": ("ContractModule",),
-            ".run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
-            ".run_state": ("RunState",),
+            ".run.control_plane": ("HttpLifecycleClient",),
+            ".module.plugin_loading": ("load_trainer_plugin",),
+            ".feed.mock_data_module": ("MockDataModule",),
+            ".module.module": ("ContractModule",),
+            ".run.run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
+            ".contract.run_state": ("RunState",),
             ".training_loop": ("run_training_loop",),
         },
     )

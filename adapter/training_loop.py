@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from ..callbacks.cadence import crossed, suppressed
-from ..callbacks.hook import Hook, run_state_of
-from .contract import (
+from ..callbacks.hook.cadence import crossed, suppressed
+from ..callbacks.hook.hook import Hook, run_state_of
+from .contract.types import (
     ArtifactUploader,
     ArtifactWriter,
     BatchSource,
@@ -23,7 +23,7 @@ from .contract import (
     TrainingJobSpec,
     TrainingReporter,
 )
-from .module import ContractModule
+from .module.module import ContractModule
 
 __all__ = ["BatchStream", "run_training_loop"]
 

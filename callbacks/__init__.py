@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..reporters.lazy_exports import lazy_exports
+from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO
     from .evaluate import Evaluate
-    from .hook import Hook
+    from .hook.hook import Hook
     from .job_progress import JobProgress
     from .log_metrics import LogMetrics
     from .record_events import RecordEvents
     from .replica_guard import ReplicaGuard
-    from .stop_requests import StopRequests
+    from .stop.stop_requests import StopRequests
     from .upload_artifacts import UploadArtifacts
     from .watch_hangs import WatchHangs
     from .write_samples import WriteSamples
@@ -30,12 +30,12 @@ else:
             ".checkpoint.checkpoint": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
             ".evaluate": ("Evaluate",),
-            ".hook": ("Hook",),
+            ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
             ".replica_guard": ("ReplicaGuard",),
-            ".stop_requests": ("StopRequests",),
+            ".stop.stop_requests": ("StopRequests",),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
             ".write_samples": ("WriteSamples",),

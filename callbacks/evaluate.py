@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from ..adapter.exceptions import ContractError
-from .cadence import Boundaries, StepCadence
-from .hook import Hook, run_state_of, skippable
+from ..adapter.contract.exceptions import ContractError
+from .hook.cadence import Boundaries, StepCadence
+from .hook.hook import Hook, run_state_of, skippable
 
 __all__ = ["Evaluate", "scores_of"]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from .hook import Hook, run_state_of, skippable
-from .ticker import Ticker
+from .hook.hook import Hook, run_state_of, skippable
+from .hook.ticker import Ticker
 
 __all__ = ["JobProgress"]
 

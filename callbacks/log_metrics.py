@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
-from ..adapter.run_state import RunState
-from .cadence import StepCadence, suppressed, wait_for_multiple
-from .hook import Hook, run_state_of, skippable
+from ..adapter.contract.run_state import RunState
+from .hook.cadence import StepCadence, suppressed, wait_for_multiple
+from .hook.hook import Hook, run_state_of, skippable
 
 __all__ = ["LogMetrics"]
 

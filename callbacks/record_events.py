@@ -9,10 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..reporters.event_lines import RESUMED_METRIC
-from ..reporters.event_log import EventLog
-from .checkpoint.record import read_record
-from .hook import Hook
+from ..reporters.events.event_log import EventLog
+from ..reporters.events.lines import RESUMED_METRIC
+from .checkpoint.format.record import read_record
+from .hook.hook import Hook
 
 __all__ = ["RecordEvents"]
 

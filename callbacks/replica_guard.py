@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ..adapter.exceptions import ReplicaDriftError
-from .cadence import Boundaries, StepCadence
-from .hook import Hook, skippable
+from ..adapter.contract.exceptions import ReplicaDriftError
+from .hook.cadence import Boundaries, StepCadence
+from .hook.hook import Hook, skippable
 
 __all__ = ["ReplicaGuard"]
 

@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
+from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from .cadence import crossed
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.record import CheckpointRecord, read_record
+from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.selection import find_checkpoint
-from .hook import Hook, callbacks_of, run_state_of
+from .hook.cadence import crossed
+from .hook.hook import Hook, callbacks_of, run_state_of
 
 __all__ = ["UploadArtifacts"]
 

@@ -14,8 +14,8 @@ from typing import Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.exceptions import TrainingHung
-from .hook import Hook
+from ..adapter.contract.exceptions import TrainingHung
+from .hook.hook import Hook
 
 __all__ = ["WatchHangs"]
 

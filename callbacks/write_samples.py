@@ -14,10 +14,10 @@ import msgspec
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from ..adapter.exceptions import ContractError
-from ..reporters.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
-from .cadence import Boundaries, StepCadence, suppressed
-from .hook import Hook, fire, run_state_of, skippable
+from ..adapter.contract.exceptions import ContractError
+from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
+from .hook.cadence import Boundaries, StepCadence, suppressed
+from .hook.hook import Hook, fire, run_state_of, skippable
 
 __all__ = ["WriteSamples"]
 

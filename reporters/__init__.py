@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy_exports import lazy_exports
+from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .event_log import EventLog
-    from .event_logger import EventLogger
-    from .event_reader import follow, read_events
-    from .event_schema import event_schema
-    from .event_validation import Violation, validate_events
+    from .events.event_log import EventLog
+    from .events.event_logger import EventLogger
+    from .events.reader import follow, read_events
+    from .events.schema import event_schema
+    from .events.validation import Violation, validate_events
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            ".event_log": ("EventLog",),
-            ".event_logger": ("EventLogger",),
-            ".event_reader": ("follow", "read_events"),
-            ".event_schema": ("event_schema",),
-            ".event_validation": ("Violation", "validate_events"),
+            ".events.event_log": ("EventLog",),
+            ".events.event_logger": ("EventLogger",),
+            ".events.reader": ("follow", "read_events"),
+            ".events.schema": ("event_schema",),
+            ".events.validation": ("Violation", "validate_events"),
         },
     )
 

@@ -64,7 +64,7 @@ def test_the_wheel_carries_types_and_the_schema_of_events(built):
         names = set(wheel.namelist())
 
     assert {f"genlight/{package}/py.typed" for package in PACKAGES} <= names
-    assert "genlight/reporters/trainer_event.v1.schema.json" in names
+    assert "genlight/reporters/events/trainer_event.v1.schema.json" in names
     assert "genlight/__init__.py" not in names, "genlight is a namespace"
 
 
@@ -88,7 +88,7 @@ def test_the_installed_wheel_is_what_is_imported_and_its_command_runs(built, tmp
         "import sys\n"
         "import genlight.adapter, genlight.callbacks, genlight.reporters\n"
         "from genlight.adapter.cli.command_line import main\n"
-        "from genlight.reporters.event_validation import __file__ as place\n"
+        "from genlight.reporters.events.validation import __file__ as place\n"
         f"for module in (genlight.adapter, genlight.callbacks, genlight.reporters):\n"
         f"    assert module.__file__.startswith({str(site)!r}), module.__file__\n"
         "bare = {'adapter', 'callbacks', 'reporters'} & set(sys.modules)\n"

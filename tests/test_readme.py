@@ -53,7 +53,7 @@ def run(folder: Path, command: list[str]) -> None:
 
 def test_every_documented_variable_is_read_and_every_read_variable_documented() -> None:
     """The table of variables is the list that the code has."""
-    from genlight.adapter.environment import VARIABLES
+    from genlight.adapter.job.environment import VARIABLES
 
     text = (ROOT / "README.md").read_text()
     documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
@@ -65,10 +65,10 @@ def test_the_tables_of_events_and_exit_codes_are_what_the_code_has() -> None:
     """Every event with every field of its own, and every code that a run ends with."""
     import json
 
-    from genlight.adapter import failures
+    from genlight.adapter.contract import failures
 
     text = (ROOT / "README.md").read_text()
-    schema = json.loads((ROOT / "reporters" / "trainer_event.v1.schema.json").read_text())
+    schema = json.loads((ROOT / "reporters" / "events" / "trainer_event.v1.schema.json").read_text())
     of_every_line = {"schema_version", "event", "run_id", "seq", "timestamp_ms"}
     rows = re.findall(
         r"^\| (`[a-z`, ]+`) \| (.*) \|$", text.partition("### Events")[2].partition("###")[0], re.MULTILINE

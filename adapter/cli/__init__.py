@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     code = run_main(arguments)
     if arguments is None and sys.argv[1:2] in (["run"], ["fit"]):
-        from ..exit_code import keep_exit_code
+        from .exit_code import keep_exit_code
 
         keep_exit_code(code)
     return code

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..lightning_import import import_lightning
+from ..run.lightning_import import import_lightning
 
 if TYPE_CHECKING:
-    from ..conformance.finding import Finding
     from ..conformance.subject import Subject
+    from ..plumbing.finding import Finding
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
-    from ..exceptions import InputError, StartupContractError
+    from ..contract.exceptions import InputError, StartupContractError
 
     # Before torch is imported: a literal "cuda:0" must fail here, not on a machine without a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -78,7 +78,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 
 
 def _job(args: argparse.Namespace) -> Any:
-    from ..run_config import resolve_run_config
+    from ..job.config import resolve_run_config
 
     if args.job is None:
         return None
@@ -94,7 +94,7 @@ def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
     paths = args.data or (list(dataset.parquet_paths) if dataset is not None else [])
     if not paths:
         return []
-    from ..contract import ArrowFeedConfig
+    from ..contract.types import ArrowFeedConfig
     from ..feed import ParquetArrowBatchFeeder
 
     size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32

@@ -11,13 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.layout import name_of, record_path
-from ...callbacks.checkpoint.parts import PART_FILE, parse_part, rank_of
-from ...callbacks.checkpoint.record import CheckpointRecord, read_record
-from ...callbacks.checkpoint.safetensors_format import RAW, TORCH_TYPES, parse_header
+from ...callbacks.checkpoint.format.layout import name_of, record_path
+from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
+from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES, parse_header
+from ...callbacks.checkpoint.format.shard_index import PART_FILE, parse_part, rank_of
+from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
-from ...callbacks.checkpoint.verification import find_file, read_proven, verify_files
-from ..exceptions import BrokenCheckpointError, CheckpointError
+from ..contract.exceptions import BrokenCheckpointError, CheckpointError
 
 __all__ = ["add_arguments", "run"]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
-from ..environment import rank_faults
-from ..lightning_import import import_lightning
+from ..job.environment import rank_faults
+from ..run.lightning_import import import_lightning
 from . import INTERRUPTED
 from .config_files import config_file_fault
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
-from .parsing import CommandParser
+from .parser import CommandParser
 
 __all__ = ["main"]
 

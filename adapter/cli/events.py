@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ...reporters.event_reader import follow, read_events
-from ...reporters.event_validation import validate_events
-from ..exceptions import EventLogError
+from ...reporters.events.reader import follow, read_events
+from ...reporters.events.validation import validate_events
+from ..contract.exceptions import EventLogError
 
 __all__ = ["add_arguments", "run"]
 

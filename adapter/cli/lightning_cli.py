@@ -19,20 +19,20 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
-from ...callbacks.checkpoint.layout import record_paths
+from ...callbacks.checkpoint.format.layout import record_paths
 from ...callbacks.checkpoint.selection import find_checkpoint, newest_valid
-from ...callbacks.hook import callbacks_of
-from ...callbacks.stop_requests import StopRequests
-from ...callbacks.stop_signals import StopSignals
+from ...callbacks.hook.hook import callbacks_of
+from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
-from ..artifact_dirs import directory_fault
-from ..artifacts_lock import lock_directory
-from ..exceptions import EventLogError, GenlightError, TrainingCanceled
-from ..failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
-from ..meeting import watching_meeting
-from ..parser_errors import is_about_what_was_given, root_cause
-from ..rank_processes import RankProcesses
-from .parsing import CommandParser
+from ..contract.exceptions import EventLogError, GenlightError, TrainingCanceled
+from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
+from ..job.parser_errors import is_about_what_was_given, root_cause
+from ..run.artifact_dirs import directory_fault
+from ..run.artifacts_lock import lock_directory
+from ..run.ranks.child_processes import RankProcesses
+from ..run.ranks.rendezvous_watch import watching_meeting
+from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
 

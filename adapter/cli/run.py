@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
-    from ..run import RunOptions, run_job
+    from ..run.run import RunOptions, run_job
 
     options = RunOptions(
         spec_path=args.job,
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
 def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]) -> int:
     import yaml
 
-    from ..exceptions import StartupContractError
-    from ..failures import EXIT_COMPLETED, EXIT_STARTUP
-    from ..run_config import resolve_run_config
+    from ..contract.exceptions import StartupContractError
+    from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP
+    from ..job.config import resolve_run_config
 
     try:
         config = resolve_run_config(spec_path=spec_path, overrides=overrides)
@@ -66,7 +66,7 @@ def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]
         return EXIT_STARTUP
     for warning in config.warnings:
         sys.stderr.write(f"{warning}\n")
-    from ..assembly import lightning_config  # loads Lightning
+    from ..job.lightning_config import lightning_config  # loads Lightning
 
     described = lightning_config(config)
     sys.stdout.write(yaml.safe_dump(described, sort_keys=False))

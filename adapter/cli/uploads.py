@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...reporters.redaction import redact
 from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
 from ...reporters.uploads.journal import DESCRIPTION, JOURNAL, Entry, read_description, read_journal
 from ...reporters.uploads.parcel import Parcel, unpack
+from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
-from ...reporters.uploads.wire import encode, metrics_payload
-from ..exceptions import StartupContractError, UploadError
-from ..faults import FaultList, nearest
-from ..settings import Settings, read_settings
+from ..contract.exceptions import StartupContractError, UploadError
+from ..job.errors import FaultList, nearest
+from ..job.sources import Settings, read_settings
+from ..plumbing.redaction import redact
 
 __all__ = ["add_arguments", "run"]
 

@@ -18,11 +18,11 @@ import torch
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
-from ..contract import REQUIRED_HOOKS
-from ..discovery import Discovered, check_nothing_new
-from ..exceptions import ContractError, UnstorableStateError
-from ..module import ContractModule
-from .finding import Finding
+from ..contract.exceptions import ContractError, UnstorableStateError
+from ..contract.types import REQUIRED_HOOKS
+from ..discovery.discover import Discovered, check_nothing_new
+from ..module.module import ContractModule
+from ..plumbing.finding import Finding
 from .halves import halves
 from .ranks import RanksError, train_on_ranks
 from .snapshot import differences, flatten, snapshot

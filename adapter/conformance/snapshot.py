@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...callbacks.checkpoint.buffers import as_uint8
-from ..aliases import key_text
-from ..discovery import uncompiled, walk
+from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
+from ..discovery.discover import uncompiled, walk
+from ..discovery.parameter_aliases import key_text
 
 __all__ = ["differences", "flatten", "snapshot"]
 

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...callbacks.checkpoint import Checkpoint
-from ..contract import TrainerPlugin, TrainingJobSpec
-from ..loading import load_trainer_plugin
-from ..mock_data_module import MockDataModule
-from ..module import ContractModule
+from ..contract.types import TrainerPlugin, TrainingJobSpec
+from ..feed.mock_data_module import MockDataModule
+from ..module.module import ContractModule
+from ..module.plugin_loading import load_trainer_plugin
 
 __all__ = ["Subject", "Trained"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..discovery import discover
-from ..precision import StepPrecision
-from ..routing import StepRouter
-from ..step_hooks import StepHooks
+from ..discovery.discover import discover
+from ..gradients.lightning_hooks import StepHooks
+from ..gradients.precision import StepPrecision
+from ..gradients.router import StepRouter
 from .subject import Subject
 
 __all__ = ["step_times"]

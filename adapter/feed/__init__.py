@@ -7,28 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...reporters.lazy_exports import lazy_exports
+from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .arrow_feed import ArrowFeed
-    from .build import ParquetArrowBatchFeeder, build_feed
     from .collate import to_torch
     from .data_module import ArrowDataModule
-    from .iterables import IterableFeed, MockBatches
     from .ledger import Ledger, trained_rows
-    from .resolve import BatchFeed, as_feed
+    from .mock import IterableFeed, MockBatches
+    from .open_source import BatchFeed, as_feed
+    from .parquet_feeder import ParquetArrowBatchFeeder, build_feed
     from .sources import Source
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             ".arrow_feed": ("ArrowFeed",),
-            ".build": ("ParquetArrowBatchFeeder", "build_feed"),
+            ".parquet_feeder": ("ParquetArrowBatchFeeder", "build_feed"),
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
-            ".iterables": ("IterableFeed", "MockBatches"),
+            ".mock": ("IterableFeed", "MockBatches"),
             ".ledger": ("Ledger", "trained_rows"),
-            ".resolve": ("BatchFeed", "as_feed"),
+            ".open_source": ("BatchFeed", "as_feed"),
             ".sources": ("Source",),
         },
     )

@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
-from ..exceptions import InputError
+from ..contract.exceptions import InputError
+from .batching import Spec, Supply, ThreadSupply
+from .epoch_order import Order
 from .files import PathLike
-from .filtering import as_expression
+from .filters import as_expression
 from .ledger import Ledger
+from .open_source import open_source
 from .options import FeedOptions
-from .order import Order
-from .plan import Shard
 from .position import Layout, Position
-from .resolve import open_source
+from .row_plan import Shard
 from .schema import checked_columns
 from .sources import Source
-from .supply import Spec, Supply, ThreadSupply
 
 __all__ = ["ArrowFeed"]
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..exceptions import InputError
+from ..contract.exceptions import InputError
 
 __all__ = ["LazyImage", "to_torch"]
 

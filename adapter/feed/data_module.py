@@ -10,7 +10,7 @@ import pyarrow as pa
 from lightning.pytorch import LightningDataModule
 
 from .arrow_feed import ArrowFeed
-from .plan import Shard
+from .row_plan import Shard
 
 __all__ = ["ArrowDataModule"]
 

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 from pyarrow import fs
 
-from ..exceptions import InputError
+from ..contract.exceptions import InputError
 
 __all__ = ["DataFile", "PathLike", "expand"]
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .plan import cut
 from .position import Layout, Position
+from .row_plan import cut
 from .sources import Numbers, Part
 
 __all__ = ["Ledger", "trained_rows"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .plan import SHARD_MODES, Shard
+from .row_plan import SHARD_MODES, Shard
 
 __all__ = ["FeedOptions"]
 

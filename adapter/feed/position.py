@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..exceptions import InputError
-from .order import Order
-from .plan import SHARD_MODES, Shard, Share, Span, cut
+from ..contract.exceptions import InputError
+from .epoch_order import Order
+from .row_plan import SHARD_MODES, Shard, Share, Span, cut
 
 __all__ = ["Layout", "Position"]
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from ..exceptions import InputError
+from ..contract.exceptions import InputError
 from .files import DataFile
-from .filtering import as_expression, fault_of, mask
+from .filters import as_expression, fault_of, mask
 from .schema import conform, project
 
 __all__ = ["Decoded", "Numbers", "Part", "Source", "TableSource", "fingerprint", "input_error"]

@@ -19,12 +19,12 @@ import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ...callbacks.data_workers import start_workers
-from ..exceptions import InputError
-from .plan import Share
+from ...callbacks.stop.data_workers import start_workers
+from ..contract.exceptions import InputError
+from .batching import CLOSED, Block, Spec, batches_of, blocks
 from .position import Position
+from .row_plan import Share
 from .sources import Part
-from .supply import CLOSED, Block, Spec, batches_of, blocks
 
 __all__ = ["WorkerSupply"]
 

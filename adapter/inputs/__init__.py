@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...reporters.lazy_exports import lazy_exports
+from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .components import SafetensorsLoader, load_components
-    from .cozy import HttpResolveClient
+    from ..helpers.components import SafetensorsLoader, load_components
+    from ..job.refs import parse_ref
     from .materialize import MaterializedInputs, materialize_inputs
     from .progress import InputProgress
-    from .refs import parse_ref
+    from .tensorhub import HttpResolveClient
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            ".components": ("SafetensorsLoader", "load_components"),
-            ".cozy": ("HttpResolveClient",),
+            "..helpers.components": ("SafetensorsLoader", "load_components"),
+            ".tensorhub": ("HttpResolveClient",),
             ".materialize": ("MaterializedInputs", "materialize_inputs"),
             ".progress": ("InputProgress",),
-            ".refs": ("parse_ref",),
+            "..job.refs": ("parse_ref",),
         },
     )
 

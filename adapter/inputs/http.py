@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx2
 
-from ...reporters.http import failure_text
-from ...reporters.uploads.retry import backoff_s, is_transient, retry_after_s
-from ...reporters.urls import safe_url
-from ..exceptions import AuthError, InputError
-from .cache_entry import CHUNK_BYTES, CacheEntry, Content, Stored, Version
+from ..contract.exceptions import AuthError, InputError
+from ..plumbing.http import failure_text
+from ..plumbing.retry import backoff_s, is_transient, retry_after_s
+from ..plumbing.urls import safe_url
+from .cache import CHUNK_BYTES, CacheEntry, Content, Stored, Version
 from .progress import InputProgress, Tracker
 
 __all__ = ["Download", "RetryPolicy", "download", "probe"]

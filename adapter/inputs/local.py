@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.checkpoint.selection import find_checkpoint
-from ..exceptions import InputError
-from .refs import PATTERN_CHARACTERS, Kind, LocalRef, Ref, looks_like_path, parse_ref
+from ..contract.exceptions import InputError
+from ..job.refs import PATTERN_CHARACTERS, Kind, LocalRef, Ref, looks_like_path, parse_ref
 
 __all__ = ["Found", "checked_ref", "local_checkpoint", "local_input", "parquet_files", "readable_file"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...reporters.urls import has_scheme
-from ..exceptions import InputError
-from ..run_config import RunConfig
+from ..contract.exceptions import InputError
+from ..job.config import RunConfig
+from ..job.refs import Kind, LocalRef, Ref
+from ..plumbing.urls import has_scheme
 from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
 from .progress import ProgressReport, Tracker
-from .refs import Kind, LocalRef, Ref
 
 if TYPE_CHECKING:
     from .http import RetryPolicy

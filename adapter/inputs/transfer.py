@@ -12,18 +12,18 @@ from typing import Literal
 
 import httpx2
 
-from ...reporters.http import build_client
-from ..exceptions import AuthError, InputError
-from ..run_config import RunConfig
+from ..contract.exceptions import AuthError, InputError
+from ..job.config import RunConfig
+from ..job.refs import CozyRef, HttpRef, HubRef, Kind, Ref
+from ..plumbing.daemon_threads import DaemonThreads
+from ..plumbing.http import build_client
+from .checkpoint import fetch_checkpoint
 from .connections import Connections
-from .cozy import HttpResolveClient, fetch_from_cozy
-from .daemon_threads import DaemonThreads
 from .http import Download, RetryPolicy, download
-from .hub import fetch_from_hub, hub_client
+from .huggingface import fetch_from_hub, hub_client
 from .local import Found, local_checkpoint, local_input
 from .progress import Tracker, TransferAbandoned
-from .refs import CozyRef, HttpRef, HubRef, Kind, Ref
-from .resume import fetch_checkpoint
+from .tensorhub import HttpResolveClient, fetch_from_cozy
 
 __all__ = ["Fetcher", "fetch_all"]
 

@@ -8,33 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...reporters.lazy_exports import lazy_exports
+from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, WritesTrainerFiles
     from .checkpoint_io import DurableCheckpointIO, SaveRequest
-    from .commit import Staging, delete_checkpoint, require_space, stage, sweep
+    from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record
+    from .format.verification import verify
     from .loading import load, load_weights
-    from .record import CheckpointRecord, FileEntry, RecordMeta, read_record
     from .retention import Retention
     from .rng import capture_rng, restore_rng
     from .saving import save
     from .selection import Listed, find_checkpoint, find_final, list_checkpoints, newest_valid
-    from .verification import verify
+    from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             ".checkpoint": ("Checkpoint", "WritesTrainerFiles"),
             ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
-            ".commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
+            ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
             ".loading": ("load", "load_weights"),
-            ".record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
+            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
             ".retention": ("Retention",),
             ".rng": ("capture_rng", "restore_rng"),
             ".saving": ("save",),
             ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
-            ".verification": ("verify",),
+            ".format.verification": ("verify",),
         },
     )
 

@@ -19,15 +19,15 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.exceptions import GenlightError
-from ...adapter.run_state import RunState
-from ..cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook import Hook, after_failure, fire, run_state_of, skippable
+from ...adapter.contract.exceptions import GenlightError
+from ...adapter.contract.run_state import RunState
+from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
+from ..hook.hook import Hook, after_failure, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
-from .commit import Staging, delete_checkpoint, require_space, stage, sweep
-from .layout import FINAL_NAME, TRAINER_FOLDER, step_name
+from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
+from .format.record import CheckpointRecord, RecordMeta
 from .loader_positions import warn_of_loaders_without_position
-from .rank_parts import (
+from .rank_state import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
     gather_gradients,
@@ -37,15 +37,15 @@ from .rank_parts import (
     restore_rng_of_rank,
     sharded_gradients_of,
 )
-from .record import CheckpointRecord, RecordMeta
 from .retention import Retention, best, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded_saving import require_shared_directory
-from .sharded_strategy import rank_groups_of, save_through_plugin
-from .slicing import is_sharded
-from .snapshot import ALIGNMENT
-from .write_errors import naming_the_checkpoint
+from .sharded.boxes import is_sharded
+from .sharded.save import require_shared_directory
+from .sharded.strategy import rank_groups_of, save_through_plugin
+from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
+from .storage.host_buffer import ALIGNMENT
+from .storage.write_errors import naming_the_checkpoint
 
 __all__ = ["Checkpoint", "WritesTrainerFiles"]
 

@@ -15,17 +15,17 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
-from .commit import Staging, delete_checkpoint
-from .layout import record_path
+from .format.layout import record_path
+from .format.record import TORCH_MAGICS, CheckpointRecord, RecordMeta
 from .loading import MapLocation, load, load_for_slices
-from .rank_groups import Channel, EndOfSave, RankGroups
-from .record import TORCH_MAGICS, CheckpointRecord, RecordMeta
 from .saving import Prepared, prepare, write
 from .selection import find_checkpoint
-from .sharded_saving import only_slices, plan_save, write_together
-from .snapshot import HostBuffer
-from .write_errors import naming_the_checkpoint
-from .writer import BackgroundWriter
+from .sharded.rank_channel import Channel, EndOfSave, RankGroups
+from .sharded.save import only_slices, plan_save, write_together
+from .storage.background_writer import BackgroundWriter
+from .storage.commit import Staging, delete_checkpoint
+from .storage.host_buffer import HostBuffer
+from .storage.write_errors import naming_the_checkpoint
 
 __all__ = ["DurableCheckpointIO", "SaveRequest"]
 

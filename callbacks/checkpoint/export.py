@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from ...adapter.exceptions import CheckpointError
-from ...reporters.durable import fsync_directory, temporary_name
-from .buffers import bytes_of
-from .file_writing import write_file
-from .layout import MODEL_FILE
+from ...adapter.contract.exceptions import CheckpointError
+from ...adapter.plumbing.durable import fsync_directory, temporary_name
+from .codec.tensor_bytes import bytes_of
+from .format.layout import MODEL_FILE
+from .format.record import CheckpointRecord
+from .format.safetensors_header import TORCH_TYPES, build_header
+from .format.verification import verify
 from .loading import load, load_weights
-from .record import CheckpointRecord
-from .safetensors_format import TORCH_TYPES, build_header
 from .saving import CONTRACT_KEY
-from .verification import verify
+from .storage.write_file import write_file
 
 __all__ = ["export_huggingface", "export_lightning", "export_safetensors"]
 

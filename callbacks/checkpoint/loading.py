@@ -16,17 +16,17 @@ import numpy as np
 import torch
 import xxhash
 
-from ...adapter.exceptions import BrokenCheckpointError
-from .buffers import as_uint8, element_type, empty_tensor
-from .layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .parts import rank_of
-from .record import CheckpointRecord, FileEntry, read_record
-from .safetensors_format import TORCH_TYPES, TypedShape, parse_header
+from ...adapter.contract.exceptions import BrokenCheckpointError
+from .codec.state_tree import decode
+from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
+from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
+from .format.record import CheckpointRecord, FileEntry, read_record
+from .format.safetensors_header import TORCH_TYPES, TypedShape, parse_header
+from .format.shard_index import rank_of
+from .format.verification import check_file, find_file, read_proven, verify_files
 from .saving import CONTRACT_KEY
-from .slice_reading import Piece, pieces_of, stored_slices
-from .state_tree import decode
-from .verification import check_file, find_file, read_proven, verify_files
-from .whole_tensor import WholeTensor
+from .sharded.lazy_tensor import WholeTensor
+from .sharded.read import Piece, pieces_of, stored_slices
 
 __all__ = ["MapLocation", "load", "load_for_slices", "load_weights"]
 

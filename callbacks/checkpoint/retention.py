@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .record import CheckpointRecord
+from .format.record import CheckpointRecord
 
 __all__ = ["Retention", "to_delete"]
 

@@ -15,24 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...adapter.exceptions import CheckpointError, UnstorableStateError
-from .buffers import bytes_of
-from .commit import (
-    STATE_MARKER,
-    Staging,
-    commit,
-    folder_for,
-    require_space,
-    stage,
-    try_to_move_aside,
-)
-from .file_writing import hash_file, write_file
-from .layout import STATE_FILE, TRAINER_FOLDER, record_path
-from .record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
-from .safetensors_format import build_header
-from .state_tree import encode
-from .tensor_table import Entry, Slice, TensorTable
-from .write_errors import naming_the_checkpoint
+from ...adapter.contract.exceptions import CheckpointError, UnstorableStateError
+from .codec.state_tree import encode
+from .codec.tensor_bytes import bytes_of
+from .codec.tensor_table import Entry, Slice, TensorTable
+from .format.layout import STATE_FILE, TRAINER_FOLDER, record_path
+from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
+from .format.safetensors_header import build_header
+from .storage.commit import STATE_MARKER, Staging, commit, folder_for, require_space, stage, try_to_move_aside
+from .storage.write_errors import naming_the_checkpoint
+from .storage.write_file import hash_file, write_file
 
 __all__ = [
     "CONTRACT_KEY",

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...adapter.exceptions import BrokenCheckpointError
-from .layout import FINAL_NAME, name_of, record_path, record_paths, step_of_name
-from .record import CheckpointRecord, read_record
-from .verification import verify_files
+from ...adapter.contract.exceptions import BrokenCheckpointError
+from .format.layout import FINAL_NAME, name_of, record_path, record_paths, step_of_name
+from .format.record import CheckpointRecord, read_record
+from .format.verification import verify_files
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy_exports import lazy_exports
+from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from .config import SPOOL_DIRECTORY, UploadConfig
     from .outcome import SettleResult, Undelivered
+    from .payloads import TerminalPayload, UploadedFile
     from .uploader import Uploader
-    from .wire import TerminalPayload, UploadedFile
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -18,7 +18,7 @@ else:
             ".config": ("SPOOL_DIRECTORY", "UploadConfig"),
             ".outcome": ("SettleResult", "Undelivered"),
             ".uploader": ("Uploader",),
-            ".wire": ("TerminalPayload", "UploadedFile"),
+            ".payloads": ("TerminalPayload", "UploadedFile"),
         },
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..urls import parse_origins, trusted_origins
+from ...adapter.plumbing.urls import parse_origins, trusted_origins
 
 __all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
 

@@ -11,15 +11,12 @@ from typing import Any
 
 import msgspec
 
-from .client import Wire, facts_of
+from ...adapter.plumbing.retry import Contradicted, Refused
 from .config import UploadConfig
-from .holding import release
+from .hard_links import release
 from .journal import Entry
 from .parcel import Parcel, unpack
-from .retry import Contradicted, Refused
-from .spool import Spool
-from .targets import Shipment, Target
-from .wire import (
+from .payloads import (
     FileFacts,
     UploadedFile,
     artifact_payload,
@@ -29,6 +26,9 @@ from .wire import (
     metrics_payload,
     remote_name,
 )
+from .spool import Spool
+from .targets import Shipment, Target
+from .transfers import Wire, facts_of
 
 __all__ = ["Delivery", "receipt_key"]
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from ...adapter.exceptions import UploadError
-from .wire import Kind
+from ...adapter.contract.exceptions import UploadError
+from .payloads import Kind
 
 __all__ = ["DESCRIPTION", "JOURNAL", "Content", "Entry", "Line", "read_content", "read_description", "read_journal"]
 

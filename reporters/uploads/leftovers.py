@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ...adapter.exceptions import UploadError
+from ...adapter.contract.exceptions import UploadError
 from .config import UploadConfig
-from .holding import release_others
+from .hard_links import release_others
 from .journal import read_description
 from .outcome import REQUIRED_KINDS
 from .parcel import unpack

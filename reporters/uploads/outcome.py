@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...adapter.exceptions import UploadError
+from ...adapter.contract.exceptions import UploadError
 from .journal import Entry
-from .wire import Kind
+from .payloads import Kind
 
 __all__ = ["REQUIRED_KINDS", "SettleResult", "Undelivered", "undelivered"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...adapter.exceptions import UploadError
-from .wire import Kind
+from ...adapter.contract.exceptions import UploadError
+from .payloads import Kind
 
 __all__ = ["Parcel", "ParcelFile", "files_in", "pack", "stored_path", "unpack"]
 

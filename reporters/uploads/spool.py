@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from ...adapter.exceptions import UploadError
-from ..durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
+from ...adapter.contract.exceptions import UploadError
+from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
 from .journal import DESCRIPTION, JOURNAL, Content, Entry, Line, read_content
-from .wire import Kind
+from .payloads import Kind
 
 __all__ = ["Spool"]
 

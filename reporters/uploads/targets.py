@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...adapter.exceptions import UploadError
-from ..durable import temporary_name
-from ..urls import safe_url
-from .retry import Interrupted, Refused, TryAgain, outcome_of_status
+from ...adapter.contract.exceptions import UploadError
+from ...adapter.plumbing.durable import temporary_name
+from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, outcome_of_status
+from ...adapter.plumbing.urls import safe_url
 
 __all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target"]
 

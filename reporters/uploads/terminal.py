@@ -7,11 +7,11 @@ import threading
 import time
 from dataclasses import replace
 
+from ...adapter.plumbing.retry import Refused, TryAgain, backoff_s
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
-from .retry import Refused, TryAgain, backoff_s
-from .wire import TerminalPayload, UploadedFile, idempotency_key
+from .payloads import TerminalPayload, UploadedFile, idempotency_key
 
 __all__ = ["SETTLING_BACKOFF_CAP_S", "send_terminal", "terminal_key", "with_reference"]
 

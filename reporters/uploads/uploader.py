@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...adapter.exceptions import UploadError
-from ..http import build_client
-from .client import Wire
+from ...adapter.contract.exceptions import UploadError
+from ...adapter.plumbing.http import build_client
+from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, backoff_s
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
-from .holding import Held, hold
+from .hard_links import Held, hold
 from .journal import Entry
 from .leftovers import claim, look_through
 from .outcome import REQUIRED_KINDS, SettleResult, undelivered
 from .parcel import Parcel, files_in, pack, stored_path, unpack
-from .retry import Interrupted, Refused, TryAgain, backoff_s
+from .payloads import Kind, TerminalPayload, UploadedFile, terminal_payload
 from .spool import Spool
 from .targets import open_target
 from .terminal import SETTLING_BACKOFF_CAP_S, send_terminal, terminal_key, with_reference
-from .wire import Kind, TerminalPayload, UploadedFile, terminal_payload
+from .transfers import Wire
 
 __all__ = ["Uploader"]
 

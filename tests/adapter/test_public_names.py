@@ -57,29 +57,29 @@ LIGHT = (
     "genlight.adapter.cli.run",
     "genlight.adapter.cli.uploads",
     "genlight.adapter.compat",
-    "genlight.adapter.contract",
-    "genlight.adapter.exceptions",
-    "genlight.adapter.failures",
-    "genlight.adapter.job_spec",
-    "genlight.adapter.loading",
-    "genlight.adapter.resume",
-    "genlight.adapter.run",
-    "genlight.adapter.run_config",
-    "genlight.adapter.run_state",
+    "genlight.adapter.contract.types",
+    "genlight.adapter.contract.exceptions",
+    "genlight.adapter.contract.failures",
+    "genlight.adapter.job.spec",
+    "genlight.adapter.module.plugin_loading",
+    "genlight.adapter.run.resume",
+    "genlight.adapter.run.run",
+    "genlight.adapter.job.config",
+    "genlight.adapter.contract.run_state",
     "genlight.callbacks",
     "genlight.callbacks.checkpoint",
-    "genlight.callbacks.checkpoint.record",
+    "genlight.callbacks.checkpoint.format.record",
     "genlight.callbacks.checkpoint.selection",
-    "genlight.callbacks.checkpoint.verification",
-    "genlight.callbacks.stop_signals",
+    "genlight.callbacks.checkpoint.format.verification",
+    "genlight.callbacks.stop.signals",
     "genlight.reporters",
-    "genlight.reporters.durable",
-    "genlight.reporters.event_log",
-    "genlight.reporters.event_reader",
-    "genlight.reporters.event_validation",
-    "genlight.reporters.lazy_exports",
-    "genlight.reporters.redaction",
-    "genlight.reporters.urls",
+    "genlight.adapter.plumbing.durable",
+    "genlight.reporters.events.event_log",
+    "genlight.reporters.events.reader",
+    "genlight.reporters.events.validation",
+    "genlight.adapter.plumbing.lazy_exports",
+    "genlight.adapter.plumbing.redaction",
+    "genlight.adapter.plumbing.urls",
 )
 """What answers without torch: help, spec checks, listings, a job that has finished."""
 
@@ -135,7 +135,7 @@ def test_what_answers_without_training_loads_neither_torch_nor_lightning():
 
 def test_what_decides_about_urls_and_secrets_loads_no_http_client():
     done = run_python(
-        "import sys, genlight.reporters.urls, genlight.reporters.redaction, genlight.adapter.run_config\n"
+        "import sys, genlight.adapter.plumbing.urls, genlight.adapter.plumbing.redaction, genlight.adapter.job.config\n"
         "assert not {'httpx2', 'idna', 'ssl'} & set(sys.modules), set(sys.modules)"
     )
 

@@ -126,7 +126,7 @@ def test_scipy_is_whole_for_whoever_uses_it_after_lightning(tmp_path: Path) -> N
     pytest.importorskip("scipy")
     code = """
 import sys
-from genlight.adapter.lightning_import import import_lightning
+from genlight.adapter.run.lightning_import import import_lightning
 import_lightning()
 assert "lightning.pytorch" in sys.modules and "torchmetrics" in sys.modules
 assert "scipy.signal" not in sys.modules
@@ -147,7 +147,7 @@ def __getattr__(name):
 """
 MEANWHILE = """
 import inspect, sys
-from genlight.adapter.lightning_import import postponed_scipy_signal
+from genlight.adapter.run.lightning_import import postponed_scipy_signal
 with postponed_scipy_signal():
     import scipy.signal
     assert hasattr(scipy.signal, "hamming")

@@ -6,7 +6,7 @@ import pytest
 
 from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, LogMetrics, RecordEvents, WriteSamples
-from genlight.callbacks.hook import Hook
+from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, read_events
 
 

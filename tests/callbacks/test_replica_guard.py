@@ -6,19 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from genlight.callbacks.replica_guard import ReplicaGuard, digest
+from support import SUPPORT
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What each rank of several short DDP trainings ended with."""
     folder = tmp_path_factory.mktemp("guard")
-    script = Path(__file__).with_name("replica_guard_ranks.py")
+    script = SUPPORT / "replica_guard_ranks.py"
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), "2", str(folder)],

@@ -1,10 +1,8 @@
 """UploadArtifacts with a plain LightningModule, Lightning's ModelCheckpoint and a server in a process of its own."""
 
 import contextlib
-import importlib.util
 import io
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -15,31 +13,20 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.adapter.exceptions import UploadError
+from genlight.adapter.contract.exceptions import UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
-from genlight.callbacks.hook import Hook, fire, run_state_of
+from genlight.callbacks.hook.hook import Hook, fire, run_state_of
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.holding import HELD_DIRECTORY
-
-TOKEN = "t0ken-that-must-not-leak"
-
-
-def _server_tools():
-    """The chaos server's client side lives with the uploader's own tests."""
-    path = Path(__file__).parents[1] / "reporters" / "uploads" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("upload_conftest", path)
-    module = sys.modules.setdefault("upload_conftest", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
+from genlight.reporters.uploads.hard_links import HELD_DIRECTORY
+from support.upload_server import TOKEN, start_server, stop_server
 
 
 @pytest.fixture
 def chaos(tmp_path):
-    tools = _server_tools()
-    process, server = tools.start_server(tmp_path / "server")
+    process, server = start_server(tmp_path / "server")
     yield server
-    tools.stop_server(process)
+    stop_server(process)
 
 
 class Line(pl.LightningModule):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from genlight.adapter.exceptions import TrainingHung
+from genlight.adapter.contract.exceptions import TrainingHung
 from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
 
 WAIT_S = 120.0

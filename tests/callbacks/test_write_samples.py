@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from genlight.adapter.contract import StepControlHints, StepResult, TrainingJobSpec
-from genlight.adapter.exceptions import ContractError
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, WriteSamples
-from genlight.callbacks.hook import run_state_of
+from genlight.callbacks.hook.hook import run_state_of
 
 JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
 

@@ -19,10 +19,10 @@ import torch
 from lightning.pytorch import Trainer
 from PIL import Image
 
-from genlight.adapter.contract import StepContext, TrainingJobSpec
+from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed
-from genlight.adapter.module import ContractModule
-from genlight.adapter.run_config import resolve_run_config
+from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.module.module import ContractModule
 
 GENLIGHT = "from genlight.adapter.cli import main; raise SystemExit(main())"
 SMALL = {"width": 16, "depth": 1, "warmup_steps": 5, "sampling_steps": 3}

@@ -17,7 +17,7 @@ IS_THE_JOB = "FORKED_JOB"
 
 def run():
     """In the server's process, which has all of this loaded."""
-    from genlight.adapter.run import RunOptions, run_job
+    from genlight.adapter.run.run import RunOptions, run_job
 
     (Path(sys.argv[4]) / f"{os.environ.get('LOCAL_RANK', '0')}-{os.getpid()}").touch()
     code = 1

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 
 STEPS = (1, 2)

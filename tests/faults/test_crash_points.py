@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import (
     DurableCheckpointIO,
     RecordMeta,
     SaveRequest,
     delete_checkpoint,
-    file_writing,
     load,
     newest_valid,
     save,
     stage,
     sweep,
 )
-from genlight.callbacks.checkpoint import commit as commit_module
-from genlight.callbacks.checkpoint.rank_groups import RankGroups
+from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
+from genlight.callbacks.checkpoint.storage import commit as commit_module
+from genlight.callbacks.checkpoint.storage import write_file as file_writing
 
 
 def state(step):

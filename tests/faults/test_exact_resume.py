@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from genlight.adapter import ArrowDataModule, ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.exceptions import TrainingCanceled
+from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import StopRequests
 from genlight.callbacks.checkpoint import Checkpoint
 

@@ -21,7 +21,7 @@ import pytest
 
 from genlight.callbacks.checkpoint import list_checkpoints, verify
 from genlight.reporters import read_events
-from genlight.reporters.event_validation import validate_events
+from genlight.reporters.events.validation import validate_events
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits"

@@ -5,9 +5,6 @@ Not run in CI, which has no such device: ``pytest tests/gpu -m gpu``.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,22 +13,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from support import trainer_zoo as zoo
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-
-def load_zoo() -> Any:
-    file = Path(__file__).parents[1] / "adapter" / "trainer_zoo.py"
-    spec = importlib.util.spec_from_file_location("trainer_zoo", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["trainer_zoo"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-zoo = load_zoo()
 
 GPU = {"accelerator": "gpu", "devices": 1}
 UNSHARDED = (
@@ -175,8 +163,8 @@ def test_a_step_does_not_wait_for_the_device_to_report_its_metrics(precision):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 def test_a_state_on_the_device_of_another_rank_is_named_by_its_path():
-    from genlight.adapter.discovery import check_devices, discover
-    from genlight.adapter.exceptions import ContractError
+    from genlight.adapter.contract.exceptions import ContractError
+    from genlight.adapter.discovery.discover import check_devices, discover
 
     with pytest.raises(ContractError, match=r'state\["noise"\] is on cuda:1'):
         check_devices(discover({"noise": torch.ones(1, device="cuda:1")}), "cuda:0")

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from genlight.adapter.cli import events as command
-from genlight.reporters.event_log import EventLog
+from genlight.reporters.events.event_log import EventLog
 
 PROGRAM = """
 import sys

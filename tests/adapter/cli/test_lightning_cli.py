@@ -9,13 +9,13 @@ import sys
 import pytest
 import yaml
 
-from genlight.adapter.artifacts_lock import lock_directory
 from genlight.adapter.cli import main
 from genlight.adapter.cli.config_files import config_file_fault
+from genlight.adapter.run.artifacts_lock import lock_directory
 from genlight.callbacks.checkpoint import read_record
-from genlight.callbacks.stop_signals import REASON_OF_SIGNAL
+from genlight.callbacks.stop.signals import REASON_OF_SIGNAL
 from genlight.reporters import read_events
-from genlight.reporters.event_validation import validate_events
+from genlight.reporters.events.validation import validate_events
 
 TRAINER = """
 from pathlib import Path

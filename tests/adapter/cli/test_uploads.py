@@ -2,30 +2,22 @@
 
 import argparse
 import errno
-import importlib.util
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 from genlight.adapter.cli import uploads as command
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from genlight.reporters.uploads.journal import read_journal
-
-TOKEN = "t0ken-that-must-not-leak"
+from support.upload_server import TOKEN, start_server, stop_server
 
 
 @pytest.fixture
 def chaos(tmp_path):
-    path = Path(__file__).parents[2] / "reporters" / "uploads" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("upload_conftest", path)
-    tools = sys.modules.setdefault("upload_conftest", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(tools)
-    process, server = tools.start_server(tmp_path / "server")
+    process, server = start_server(tmp_path / "server")
     yield server
-    tools.stop_server(process)
+    stop_server(process)
 
 
 @pytest.fixture

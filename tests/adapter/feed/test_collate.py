@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genlight.adapter.exceptions import InputError
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import to_torch
 from genlight.adapter.feed.collate import LazyImage
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.exceptions import InputError
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from genlight.adapter.exceptions import InputError
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed
 
 

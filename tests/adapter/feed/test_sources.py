@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlight.adapter.exceptions import InputError
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed, trained_rows
 from genlight.adapter.feed.files import expand
 

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.inputs.progress import Tracker
-from genlight.reporters.http import build_client
-from genlight.reporters.urls import origin_of
+from genlight.adapter.plumbing.http import build_client
+from genlight.adapter.plumbing.urls import origin_of
 
 CONTENT = bytes(range(256)) * 40_000
 
@@ -323,7 +323,7 @@ import os, sys
 from pathlib import Path
 from genlight.adapter.inputs.http import Download, download
 from genlight.adapter.inputs.progress import Tracker
-from genlight.reporters.http import build_client
+from genlight.adapter.plumbing.http import build_client
 def die(progress):
     if progress.done_bytes >= 3_000_000:
         os.kill(os.getpid(), 9)

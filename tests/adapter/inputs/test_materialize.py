@@ -15,12 +15,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from genlight.adapter.exceptions import AuthError, InputError
+from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
 from genlight.adapter.inputs.progress import TransferAbandoned
 from genlight.adapter.inputs.transfer import _raise_first
-from genlight.reporters.http import build_client
+from genlight.adapter.plumbing.http import build_client
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ RANK = """
 import sys
 from pathlib import Path
 from genlight.adapter.inputs import materialize_inputs
-from genlight.adapter.run_config import resolve_run_config
+from genlight.adapter.job.config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
 print(len(materialize_inputs(config, cache_dir=sys.argv[2]).parquet_paths))
 """
@@ -319,7 +319,7 @@ def _links(folder):
 FULL = """
 import resource, sys
 from genlight.adapter.inputs import materialize_inputs
-from genlight.adapter.run_config import resolve_run_config
+from genlight.adapter.job.config import resolve_run_config
 config = resolve_run_config(spec_path=sys.argv[1], environ={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 materialize_inputs(config, cache_dir=sys.argv[2])

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from genlight.adapter import ContractModule
-from genlight.adapter.contract import StepControlHints, StepResult
-from genlight.adapter.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
+from genlight.adapter.contract.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
+from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
-from genlight.callbacks.hook import Hook, run_state_of
+from genlight.callbacks.hook.hook import Hook, run_state_of
 
 
 class Killed(Exception):

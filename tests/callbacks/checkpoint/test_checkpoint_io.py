@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from genlight.adapter.exceptions import BrokenCheckpointError, UnwrittenCheckpointError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, UnwrittenCheckpointError
 from genlight.callbacks.checkpoint import DurableCheckpointIO, verify
 from genlight.callbacks.checkpoint.checkpoint_io import SaveRequest
 

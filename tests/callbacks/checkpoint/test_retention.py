@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlight.callbacks.checkpoint.record import CheckpointRecord
+from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.retention import Retention, to_delete
 
 

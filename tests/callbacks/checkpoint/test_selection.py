@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from genlight.adapter.exceptions import BrokenCheckpointError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, find_final, list_checkpoints, newest_valid, save
 
 
@@ -156,7 +156,7 @@ def test_records_listings_and_proofs_load_neither_torch_nor_lightning_nor_numpy(
     program = (
         "import sys; from genlight.callbacks.checkpoint import newest_valid, verify, read_record, sweep, Retention\n"
         f"assert newest_valid({str(tmp_path)!r})[0].step == 1; sweep({str(tmp_path)!r})\n"
-        "import genlight.callbacks.checkpoint.state_tree\n"
+        "import genlight.callbacks.checkpoint.codec.state_tree\n"
         "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

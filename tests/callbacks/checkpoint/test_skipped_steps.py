@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from genlight.adapter.exceptions import CheckpointError
+from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.hook import Hook
+from genlight.callbacks.hook.hook import Hook
 
 
 def finish_writing():

@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from genlight.callbacks.checkpoint import load, newest_valid
+from support import SUPPORT
 
-PROGRAM = Path(__file__).with_name("two_ranks.py")
+PROGRAM = SUPPORT / "two_ranks.py"
 
 
 def run(folder, directory, what, world_size=2):

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.run import RunOptions, run_job
+from genlight.adapter.run.run import RunOptions, run_job
 from genlight.reporters import read_events
-from genlight.reporters.event_validation import validate_events
+from genlight.reporters.events.validation import validate_events
 
 HERE = Path(__file__).parent
 

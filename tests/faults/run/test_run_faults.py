@@ -361,7 +361,7 @@ def test_a_spec_that_is_no_json(job):
 
 
 def test_no_spec_at_all(job, monkeypatch):
-    from genlight.adapter.run import RunOptions, run_job
+    from genlight.adapter.run.run import RunOptions, run_job
 
     environ = {"TRAINER_ARTIFACTS_DIR": str(job.out), "TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
 
@@ -410,7 +410,7 @@ def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_
 
     noted("settle")
     noted("deliver_terminal")
-    monkeypatch.setattr("genlight.adapter.run_ending.LAST_TRY_S", 0.2)
+    monkeypatch.setattr("genlight.adapter.run.outcome.LAST_TRY_S", 0.2)
     job.server.status["/checkpoint"] = 503
     job.environ = {"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.5"}
     urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}

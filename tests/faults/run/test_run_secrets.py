@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.run import RunOptions
-from genlight.adapter.run_config import resolve_run_config
+from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.run.run import RunOptions
 
 CANARIES = {
     "environment": "canary-token-of-the-environment",

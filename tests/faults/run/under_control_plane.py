@@ -4,7 +4,7 @@ import os
 import sys
 
 from genlight.adapter import HttpLifecycleClient
-from genlight.adapter.run import RunOptions, run_job
+from genlight.adapter.run.run import RunOptions, run_job
 
 if __name__ == "__main__":
     client = HttpLifecycleClient(os.environ["CONTROL_PLANE"], timeout_s=60.0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from genlight.adapter.exceptions import StartupContractError, UploadError
+from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import SettleResult, TerminalPayload, UploadConfig
 from genlight.reporters.uploads.journal import read_journal
 

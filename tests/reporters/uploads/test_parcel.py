@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.exceptions import UploadError
-from genlight.reporters.uploads.holding import HELD_DIRECTORY, hold, release, release_others
+from genlight.adapter.contract.exceptions import UploadError
+from genlight.reporters.uploads.hard_links import HELD_DIRECTORY, hold, release, release_others
 from genlight.reporters.uploads.parcel import pack, unpack
 
 

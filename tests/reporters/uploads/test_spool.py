@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlight.adapter.exceptions import UploadError
+from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads.journal import JOURNAL, Line, read_description, read_journal
 from genlight.reporters.uploads.spool import Spool
 

@@ -12,8 +12,8 @@ import threading
 import fsspec
 import pytest
 
-from genlight.adapter.exceptions import UploadError
-from genlight.reporters.uploads.retry import Interrupted, Refused, TryAgain
+from genlight.adapter.contract.exceptions import UploadError
+from genlight.adapter.plumbing.retry import Interrupted, Refused, TryAgain
 from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target
 
 
@@ -144,7 +144,7 @@ DELIVER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from genlight.reporters.uploads.retry import Refused, TryAgain
+    from genlight.adapter.plumbing.retry import Refused, TryAgain
     from genlight.reporters.uploads.targets import Shipment, open_target
 
     folder = Path(sys.argv[1])

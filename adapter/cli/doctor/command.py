@@ -1,0 +1,215 @@
+"""``genlight doctor``: what a job would run with, where each setting comes from, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ...contract.exceptions import StartupContractError
+from ...contract.types import TrainingJobSpec
+from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
+from ...job.errors import FaultList
+from ...job.overrides import COMMAND_LINE_SETTINGS
+from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
+from ...job.spec import UPLOAD_URLS, DatasetSpec
+from ...job.spec_fields import NESTED_FIELDS, SPEC_FIELDS
+from ...plumbing.redaction import HIDDEN, redact
+from ...plumbing.urls import hide_urls
+from ...run.startup_failure import UNKNOWN_RUN_ID
+from .local_checks import Finding, asks_for_devices, check_artifacts, check_dataset, check_devices, check_trainer
+
+__all__ = ["add_arguments", "diagnose", "run"]
+
+SOUND, FAULTY = 0, 2
+NETWORK_PATIENCE_S = 4.0
+LONGEST_VALUE = 100
+SECRET_KEY = re.compile(r"token|secret|passw|credential|api_?key|authorization", re.IGNORECASE)
+PATHS = frozenset(
+    {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path"}
+    | {"resume_checkpoint_path", "cancel_file_path"}
+)
+LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
+STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("job", nargs="?", metavar="JOB.json", help="job spec; else `TRAINER_JOB_SPEC_PATH`")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, as for `genlight run`"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
+    began = time.monotonic()
+    faults = FaultList()
+    settings = read_settings(args.job, args.set or (), os.environ, faults)
+    require_settings(settings, faults)
+    template = artifacts_template(args.job, None)
+    findings = list(diagnose(settings, faults, template, began + NETWORK_PATIENCE_S))
+    # Without a spec the table would hold defaults, and push what is wrong out of sight.
+    table = [*_table(settings, template), ""] if settings.readable else []
+    shown = redact("\n".join([*table, *_report(findings)]), settings.secrets)
+    sys.stdout.write(shown + "\n")
+    return FAULTY if any(finding.level == "fault" for finding in findings) else SOUND
+
+
+def diagnose(settings: Settings, faults: FaultList, template: str, deadline: float) -> Iterator[Finding]:
+    """Every finding about a job, whatever else is wrong with it.
+
+    Args:
+        settings: What the sources say.
+        faults: What is known to be wrong with them.
+        template: Where artifacts go by default.
+        deadline: When to stop waiting for the network, as ``time.monotonic`` counts.
+    """
+    network, unusable = None, None
+    try:
+        network = _ask_network(settings)
+    except StartupContractError as problem:
+        unusable = Finding("fault", "network", str(problem))
+    error = faults.error(secrets=settings.secrets)
+    if error is None:
+        yield Finding("ok", "settings", f"{settings.spec_path} and environment are sound")
+    for fault in faults.faults:
+        yield Finding("fault", "settings", f"{fault.code}: {fault.text}")
+    yield from (Finding("warning", "settings", warning) for warning in faults.warnings)
+    yield from _check_token(settings)
+    if settings.spec.run_id is not None or settings.pick("artifacts_dir") is not None:
+        resumes = bool(settings.pick("resume_from_latest") or settings.pick("resume_checkpoint_path"))
+        resumes = resumes or settings.spec.inputs.resume_checkpoint_ref is not None
+        yield from check_artifacts(_paths(settings, template), resumes=resumes)
+    dataset = dataset_of(settings)
+    if dataset is not None:
+        yield from check_dataset(dataset)
+    trainer = settings.pick("trainer")
+    if trainer is not None:
+        yield from check_trainer(trainer, [settings.spec_dir, Path.cwd()])
+    if error is None or asks_for_devices(settings.spec.lightning):
+        yield from check_devices(settings.spec.lightning)
+    if unusable is not None:
+        yield unusable
+    elif network is not None:
+        yield from network.findings(deadline)
+
+
+def _ask_network(settings: Settings) -> Any:
+    from .network_checks import NetworkChecks
+
+    names = [f"uploads.{name}" for name in UPLOAD_URLS] + ["file_store_url"]
+    return NetworkChecks(
+        urls={name: url for name in names if (url := settings.pick(name)) is not None},
+        inputs=inputs_of(settings),
+        token=settings.pick("capability_token"),
+        token_origins=token_origins_of(settings),
+        file_store_url=settings.pick("file_store_url"),
+    )
+
+
+def _check_token(settings: Settings) -> Iterator[Finding]:
+    origins = sorted(token_origins_of(settings))
+    if settings.pick("capability_token") is None:
+        if origins:
+            yield Finding("warning", "token", f"none is set; {', '.join(origins)} will be asked without one")
+        return
+    if not origins:
+        yield Finding("warning", "token", "is set, and there is no origin that it would be sent to")
+        return
+    yield Finding("ok", "token", f"is sent to {', '.join(origins)} and nowhere else")
+    for origin in origins:
+        if origin.startswith("http://") and not origin.startswith(LOOPBACK):
+            yield Finding("warning", "token", f"travels to {origin} without encryption; use https://")
+
+
+def _paths(settings: Settings, template: str) -> dict[str, Path]:
+    return artifact_paths(settings, template, settings.spec.run_id or UNKNOWN_RUN_ID)
+
+
+def _table(settings: Settings, template: str) -> list[str]:
+    """One line for each setting: name, source, value."""
+    defaults = _defaults(settings, template)
+    rows = []
+    for name in [*_names(), *COMMAND_LINE_SETTINGS]:
+        value = settings.pick(name)
+        if value is None or name in PATHS:
+            value = defaults.get(name)
+        shown = _shown(name, value)
+        rows.append((name, settings.sources[name], shown))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = []
+    for name, source, shown in rows:
+        line = f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}"
+        lines.append(_styled("dim", line) if source == "default" else line)
+    return [f"job spec: {settings.spec_path or 'none'}", *lines]
+
+
+def _names() -> Iterator[str]:
+    """Settings of the job spec, dotted, as they are resolved."""
+    for name in SPEC_FIELDS:
+        if name == "inputs":
+            yield from (f"inputs.{inner}" for inner in NESTED_FIELDS[name] if "_ref" in inner)
+        elif name in NESTED_FIELDS:
+            yield from (f"{name}.{inner}" for inner in NESTED_FIELDS[name])
+        else:
+            yield name
+
+
+def _defaults(settings: Settings, template: str) -> dict[str, Any]:
+    """What holds where no source says anything; and paths, which are shown absolute whoever gave them."""
+    job = {f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default is not dataclasses.MISSING}
+    dataset = {f"dataset.{f.name}": f.default for f in dataclasses.fields(DatasetSpec)} if settings.spec.dataset else {}
+    flags = {"resume_from_latest": False, "orchestrated": False, "canceled": False}
+    others = {name: settings.path(name) for name in ("resume_checkpoint_path", "cancel_file_path")}
+    paths = {name: path and str(path) for name, path in {**_paths(settings, template), **others}.items()}
+    return {**job, **dataset, **flags, **paths, "upload_deadline_seconds": DEFAULT_UPLOAD_DEADLINE_S}
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or value == "" or value == ():
+        return "-"
+    if SECRET_KEY.search(name) and name != "token_origins":
+        return HIDDEN
+    text = value if isinstance(value, str) else json.dumps(_masked(value), default=_plain)
+    text = hide_urls(text)
+    is_short = name in PATHS or len(text) <= LONGEST_VALUE  # a path is of use whole, or not at all
+    return text if is_short else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: v for f in dataclasses.fields(value) if (v := getattr(value, f.name)) not in (None, "")}
+    return str(value)
+
+
+def _masked(value: Any) -> Any:
+    """`value` without what its key says is a secret."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if SECRET_KEY.search(str(key)) else _masked(inner) for key, inner in value.items()}
+    return [_masked(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _report(findings: list[Finding]) -> list[str]:
+    """One line for each finding, then the verdict."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = [
+        f"{_styled(finding.level, f'{finding.level:<7}')}  {finding.subject:<{width}}  {finding.text}"
+        for finding in findings
+    ]
+    count = sum(finding.level == "fault" for finding in findings)
+    verdict = f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start"
+    return [*lines, "", verdict]
+
+
+def _styled(style: str | Literal["dim"], text: str) -> str:
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"{STYLES[style]}{text}\x1b[0m"

@@ -1,0 +1,159 @@
+"""What ``genlight doctor`` looks at on this machine; nothing is created, trained or sent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ....callbacks.checkpoint.format.layout import record_paths
+from ...contract.exceptions import ContractError, InputError
+from ...inputs.local import parquet_files
+from ...job.spec import DatasetSpec
+from ...module.plugin_loading import find_trainer, on_sys_path
+from ...plumbing.urls import has_scheme, safe_url
+from ...run.artifact_dirs import artifact_dir_faults
+from ...run.artifacts_lock import lock_holder
+
+__all__ = ["Finding", "asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
+
+LITTLE_SPACE_BYTES = 1 << 30
+FILES_OPENED = 16
+"""Parquet files whose schema is read; more would take longer than anybody waits for a doctor."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    level: Literal["ok", "warning", "fault"]
+    subject: str
+    text: str
+
+
+def check_artifacts(paths: Mapping[str, Path], *, resumes: bool) -> Iterator[Finding]:
+    """Directories, space, other runs, and checkpoints that the run would refuse to overwrite."""
+    faults = artifact_dir_faults(paths, create=False)
+    yield from (Finding("fault", "artifacts", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
+    if faults:
+        return
+    root = paths["artifacts_dir"]
+    free = shutil.disk_usage(_nearest_existing(root)).free
+    level: Literal["ok", "warning"] = "warning" if free < LITTLE_SPACE_BYTES else "ok"
+    yield Finding(level, "artifacts", f"{root} can be written, {_size(free)} free")
+    holder = lock_holder(root)
+    if holder:
+        yield Finding("fault", "artifacts", f"startup.artifacts_in_use: {root} is held by a live run ({holder})")
+    records = record_paths(paths["checkpoints_dir"])
+    if records and not resumes:
+        yield Finding(
+            "fault",
+            "checkpoints",
+            f"startup.artifacts_in_use: {paths['checkpoints_dir']} holds checkpoints already ({records[-1].name}). "
+            "Set `resume_from_latest`, choose another directory, or run with --fresh.",
+        )
+    elif records:
+        yield Finding("ok", "checkpoints", f"{len(records)} to resume from, the last of them {records[-1].name}")
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
+    """The Parquet files on this machine, and whether they have the columns that the job asks for."""
+    files: list[Path] = []
+    for text in dataset.parquet_paths:
+        if has_scheme(text):
+            yield Finding("warning", "dataset", f"{safe_url(text)} is not looked into: the run reads it where it lies")
+            continue
+        try:
+            files += parquet_files(text)
+        except InputError as fault:
+            yield Finding("fault", "dataset", str(fault))
+    rows = 0
+    for file in files[:FILES_OPENED]:
+        problem, count = _look_into(file, dataset.columns)
+        rows += count
+        if problem:
+            yield Finding("fault", "dataset", problem)
+    if files:
+        size = sum(file.stat().st_size for file in files)
+        counted = f", {rows:,} rows" if len(files) <= FILES_OPENED else ""
+        yield Finding("ok", "dataset", f"{len(files)} Parquet file{'s' * (len(files) > 1)}, {_size(size)}{counted}")
+
+
+def _look_into(file: Path, columns: Sequence[str] | None) -> tuple[str | None, int]:
+    """What is wrong with a Parquet file, and how many rows it has."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_metadata(file)
+    except (pa.ArrowException, OSError) as error:
+        return f"The file {str(file)!r} is no readable Parquet: {error}", 0
+    names = metadata.schema.to_arrow_schema().names
+    missing = [name for name in columns or () if name not in names]
+    if missing:
+        return f"{str(file)!r} has no column {', '.join(missing)}. It has {', '.join(names)}.", metadata.num_rows
+    return None, metadata.num_rows
+
+
+def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]]) -> Iterator[Finding]:
+    """Whether the trainer can be imported and has all hooks; its constructor is not called."""
+    try:
+        with on_sys_path(search_path):
+            target = find_trainer(import_path)
+    except ContractError as fault:
+        yield Finding("fault", "trainer", f"startup.invalid_trainer: {fault}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- a module may raise anything while it is imported
+        kind = type(error).__name__
+        yield Finding("fault", "trainer", f"startup.invalid_trainer: importing {import_path!r} raised {kind}: {error}")
+    else:
+        name = getattr(target, "__qualname__", type(target).__qualname__)
+        yield Finding("ok", "trainer", f"{import_path} is {name}, with all hooks")
+
+
+def asks_for_devices(lightning: Mapping[str, Any]) -> bool:
+    """Whether a machine could lack what the ``lightning`` block asks for; where not, torch need not be loaded."""
+    accelerator = lightning.get("accelerator", "auto")
+    return accelerator != "cpu" and (accelerator != "auto" or _wanted_devices(lightning.get("devices", "auto")) > 0)
+
+
+def check_devices(lightning: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether this machine has the devices that the job's ``lightning`` block asks for."""
+    import torch
+
+    cuda, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
+    names = [torch.cuda.get_device_name(index) for index in range(cuda)]
+    found = ", ".join(names) if names else "one Apple GPU" if mps else "no GPU"
+    accelerator = lightning.get("accelerator", "auto")
+    wanted = _wanted_devices(lightning.get("devices", "auto"))
+    on_gpu = accelerator in ("gpu", "cuda", "mps") or (accelerator == "auto" and (cuda or mps))
+    have = {"cuda": cuda, "mps": int(mps)}.get(str(accelerator), cuda or int(mps))
+    if on_gpu and have == 0:
+        yield Finding("fault", "devices", f"the job asks for accelerator {accelerator!r}, and torch finds {found} here")
+    elif on_gpu and wanted > have:
+        yield Finding("fault", "devices", f"the job asks for {wanted} devices, and torch finds {found} here")
+    else:
+        yield Finding("ok", "devices", f"torch {torch.__version__}: {found}, {os.cpu_count()} CPU cores")
+
+
+def _wanted_devices(devices: Any) -> int:
+    """How many devices an argument asks for at least; 0 when any number will do."""
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return max(devices, 0)
+    if isinstance(devices, list):
+        return 1 + max((index for index in devices if isinstance(index, int)), default=-1)
+    return int(devices) if isinstance(devices, str) and devices.isdecimal() else 0

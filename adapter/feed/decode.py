@@ -1,0 +1,130 @@
+"""Decoding: from row groups to chunks, large batches of rows in the order in which they are handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from ..contract.exceptions import InputError
+from .epoch_order import Order, Piece
+from .sources import Decoded, Numbers, Source
+
+__all__ = ["Chunk", "decode", "join", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Decoded rows; the first is handed out as row `at` of block number `block`."""
+
+    block: int
+    at: int
+    end: int
+    batch: pa.RecordBatch
+    numbers: Numbers
+    file: str
+
+
+class HasBytes(Protocol):
+    """A size in bytes that may change from one look to the next."""
+
+    bytes: int
+
+
+def merged(pieces: Iterable[Piece], source: Source, order: Order, size: HasBytes) -> Iterator[Piece]:
+    """The same rows in fewer pieces: row groups that follow each other in a file are decoded together.
+
+    Small row groups cost far more by themselves. Shuffled row groups do not follow each other.
+    """
+    held: Piece | None = None
+    for piece in pieces:
+        if held is not None and _continues(held, piece, order) and source.together(held.group, piece.group, size.bytes):
+            held = replace(held, end=held.end + len(piece), last_group=piece.group)
+            continue
+        if held is not None:
+            yield held
+        held = piece
+    if held is not None:
+        yield held
+
+
+def _continues(held: Piece, piece: Piece, order: Order) -> bool:
+    ends_with_its_group = held.end == sum(order.group_rows[held.group : held.last_group + 1])
+    return (
+        not order.shuffle
+        and ends_with_its_group
+        and piece.first == 0
+        and piece.group == held.last_group + 1
+        and piece.at == held.at + len(held)
+    )
+
+
+def decode(source: Source, order: Order, piece: Piece, max_bytes: int, block: int) -> Iterator[Chunk]:
+    """The rows of `piece`, in the order of its epoch.
+
+    Raises:
+        InputError: A group cannot be decoded, or has another number of rows than its metadata told.
+    """
+    rows = source.read(piece.group, piece.last_group, max_bytes, piece.first)
+    if order.shuffle:
+        rows = _shuffled(rows, order, piece)
+    offset, file = 0, source.file(piece.group)
+    for batch, numbers in rows:
+        low, high = max(piece.first - offset, 0), min(piece.end - offset, batch.num_rows)
+        if low < high:
+            at = piece.at + offset + low - piece.first
+            whole = low == 0 and high == batch.num_rows
+            rows_now = batch if whole else batch.slice(low, high - low)
+            yield Chunk(block, at, at + high - low, rows_now, numbers[low:high], file)
+        offset += batch.num_rows
+        if offset >= piece.end:
+            return
+    raise InputError(f"{source.label(piece.last_group)}: the file changed while it was read; it lost rows")
+
+
+def _shuffled(rows: Iterator[Decoded], order: Order, piece: Piece) -> Iterator[Decoded]:
+    for index, (batch, numbers) in enumerate(_windows(rows, order.window)):
+        if (index + 1) * order.window <= piece.first:
+            yield batch, numbers  # before the first row that is wanted; only its length counts
+            continue
+        places = order.window_permutation(piece.epoch, piece.group, index, batch.num_rows)
+        yield batch.take(pa.array(places)), np.asarray(numbers)[places]
+
+
+def _windows(rows: Iterator[Decoded], window: int) -> Iterator[Decoded]:
+    """The same rows in batches of exactly `window`, the last one excepted."""
+    held: list[Decoded] = []
+    count = 0
+    for batch, numbers in rows:
+        while batch.num_rows:
+            size = min(window - count, batch.num_rows)
+            held.append((batch.slice(0, size), numbers[:size]))
+            batch, numbers, count = batch.slice(size), numbers[size:], count + size
+            if count == window:
+                yield _joined(held)
+                held, count = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: list[Decoded]) -> Decoded:
+    if len(parts) == 1:
+        return parts[0]
+    return join([batch for batch, _ in parts]), np.concatenate([np.asarray(numbers) for _, numbers in parts])
+
+
+def join(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of all rows, copied; also where dictionaries differ."""
+    table = pa.Table.from_batches(batches)
+    columns = [_one_array(column) for column in table.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    joined = column.combine_chunks()
+    if isinstance(joined, pa.ChunkedArray):
+        return joined.chunk(0) if joined.num_chunks == 1 else pa.concat_arrays(joined.chunks)
+    return joined

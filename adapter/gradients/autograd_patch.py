@@ -1,0 +1,150 @@
+"""Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
+
+The entry is replaced while somebody holds it, for a whole training, and put back when nobody does. Calls between steps
+and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
+loss is scaled, so are the methods that register backward hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from . import hook_patch as hook_interception
+from .hook_patch import HookTranslator
+
+__all__ = ["Interceptor", "begin", "end", "hold", "is_active", "release", "run_backward", "wrap"]
+
+# The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
+# It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
+_ENGINE = "_engine_run_backward"
+
+run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+"""Torch's own entry: outputs, their gradients, then what the engine takes."""
+
+
+class Interceptor(Protocol):
+    """What is called instead, in the thread that began it."""
+
+    in_backward: bool
+    """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""
+
+    @property
+    def hooks_translator(self) -> HookTranslator | None:
+        """For the hooks of the trainer inside of the graph; None where the loss is not scaled."""
+
+    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        """A backward call of the trainer."""
+
+    def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of ``torch.autograd.grad``."""
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Any optimizer is about to step."""
+
+
+_active: dict[int, Interceptor] = {}
+"""By thread, of those in which a step runs."""
+_lock = threading.Lock()
+_holders: list[Interceptor] = []
+_step_hook: RemovableHandle | None = None
+_hooks_are_led = False
+
+
+def hold(interceptor: Interceptor) -> None:
+    """Replace torch's entries until `release`, which may come many steps later: replacing them costs some 10 µs."""
+    with _lock:
+        _holders.append(interceptor)
+        _replace_or_put_back()
+
+
+def release(interceptor: Interceptor) -> None:
+    """Undo one `hold`; once nobody holds them, torch's entries are its own."""
+    with _lock:
+        _holders.remove(interceptor)
+        _replace_or_put_back()
+
+
+def _replace_or_put_back() -> None:
+    global _step_hook, _hooks_are_led
+    if _holders and _step_hook is None:
+        setattr(torch.autograd, _ENGINE, _intercepted)
+        _step_hook = register_optimizer_step_pre_hook(_before_any_step)
+    elif not _holders and _step_hook is not None:
+        setattr(torch.autograd, _ENGINE, run_backward)
+        _step_hook.remove()
+        _step_hook = None
+    translates = any(holder.hooks_translator is not None for holder in _holders)
+    if translates and not _hooks_are_led:
+        hook_interception.lead(_translator)
+    elif not translates and _hooks_are_led:
+        hook_interception.restore()
+    _hooks_are_led = translates
+
+
+def begin(interceptor: Interceptor) -> None:
+    """Lead the calls of this thread to `interceptor`, which holds torch's entries."""
+    _active[threading.get_ident()] = interceptor
+
+
+def end() -> None:
+    """Leave the calls of this thread alone again."""
+    _active.pop(threading.get_ident(), None)
+
+
+def is_active(interceptor: Interceptor) -> bool:
+    """Whether the calls of this thread, that of a step or one of torch's engine, lead to `interceptor`."""
+    return (_active.get(threading.get_ident()) or _of_engine()) is interceptor
+
+
+def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
+    """Lead ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
+
+    As a bound method that keeps its attributes: LR schedulers take it apart to count calls.
+    """
+    inner = getattr(optimizer, name)
+
+    @functools.wraps(inner)
+    def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return through(self, inner, *args, **kwargs)
+
+    setattr(optimizer, name, types.MethodType(routed, optimizer))
+
+
+def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    if interceptor is None or interceptor.in_backward:
+        return run_backward(outputs, grads, *args, **kwargs)
+    # What torch.autograd.grad computes is not accumulated anywhere.
+    if not kwargs.get("accumulate_grad"):
+        return interceptor.grad(outputs, grads, *args, **kwargs)
+    return interceptor.backward(outputs, grads, *args, **kwargs)
+
+
+def _of_engine() -> Interceptor | None:
+    """In a thread of torch's engine: the one whose backward call it works for."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    python_threads = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+    if threading.get_ident() in {thread.ident for thread in python_threads}:
+        return None  # a backward call of somebody else
+    return next((each for each in tuple(_active.values()) if each.in_backward), None)
+
+
+def _translator() -> HookTranslator | None:
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    return None if interceptor is None else interceptor.hooks_translator
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
+    interceptor = _active.get(threading.get_ident()) or _of_engine()
+    if interceptor is not None:
+        interceptor.check_managed(optimizer)

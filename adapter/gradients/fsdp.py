@@ -1,0 +1,277 @@
+"""Shards the modules of a trainer over the ranks by FSDP 2, after ``configure`` built them as for one device.
+
+The trainer notices nothing: its modules stay the same objects, its optimizers hold the sharded parameters, and
+``state_dict`` of either gives (and ``load_state_dict`` takes) whole tensors. Both talk to the other ranks then, so all
+ranks must call them. For a checkpoint the tensors are whole in looks only, and nothing is gathered unless the trainer
+uses their values, which all ranks must do then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from ...callbacks.checkpoint.sharded.boxes import sharded_like
+from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
+from ...callbacks.checkpoint.sharded.strategy import save_through_plugin
+from ..contract.exceptions import ContractError
+from ..discovery.discover import Discovered, Found
+from .gradient_sync import broadcast_from_zero
+
+__all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
+
+ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
+blocks, or a function of a submodule's name and the submodule. A block with a tied parameter stays with its parent."""
+
+SHOWN_FAULTS = 5
+"""How many of the reasons are named why a trainer cannot be sharded."""
+
+_NEVER_CALLED = (nn.ParameterDict, nn.ParameterList)
+"""Modules without a forward in which FSDP could work; they stay whole, and their gradients are averaged."""
+
+
+def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = "whole") -> bool:
+    """Shard what was discovered where `strategy` asks for it, and say whether it did.
+
+    To be called in ``configure_model``, right after ``configure``, on every rank.
+
+    Raises:
+        ContractError: As `shard` does.
+    """
+    if not isinstance(strategy, ModelParallelStrategy):
+        return False
+    shard(discovered, strategy.device_mesh["data_parallel"], policy)
+    save_through_plugin(strategy)
+    return True
+
+
+def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole") -> None:
+    """Shard the trained modules and their EMA copies over `mesh`, beginning with the weights of its first rank.
+
+    An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
+    modules stay whole on every rank. State that an optimizer already holds is sharded with its parameter.
+
+    Every rank must call the same modules in the same order. A submodule that is called by itself, not through its
+    module, has to be a unit.
+
+    Raises:
+        ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter with a
+            gradient hook, one in two modules, in a tuple or as a key, copies of parameters that are no module, or a
+            policy that matches no submodule.
+    """
+    modules = [m for m in (*discovered.trained, *_copies(discovered)) if not isinstance(m.value, _NEVER_CALLED)]
+    _check_shardable(discovered, modules)
+    # Each rank keeps its slice of its own weights, so they must be equal before they are sliced.
+    group = mesh.get_group()
+    broadcast_from_zero([t for m in discovered.modules for t in (*m.value.parameters(), *m.value.buffers())], group)
+    is_unit = _unit_test(policy)
+    matched = 0
+    for found in modules:
+        before = dict(found.value.named_parameters(remove_duplicate=False))
+        units = [(name, sub) for name, sub in found.value.named_modules() if name and is_unit(name, sub)]
+        matched += len(units)
+        # Inner units first: fully_shard gives a unit what no unit inside of it has taken.
+        own = [unit for name, unit in units if not _is_tied(name, before)]
+        for unit in (*reversed(own), *_callable_parts(found.value)):
+            fully_shard(unit, mesh=mesh)
+        after = dict(found.value.named_parameters(remove_duplicate=False))
+        sharded = {id(before[name]): cast("Tensor", after[name]) for name in before}
+        _repoint(discovered.optimizers, sharded)
+        for alias in discovered.aliases:
+            if alias.put is not None and id(alias.value) in sharded:
+                alias.put(sharded[id(alias.value)])
+        _give_whole_state_dicts(found.value)
+    if policy != "whole" and not matched:
+        raise ContractError(
+            f"Invalid `policy`. Expected class names of submodules, but {policy!r} matches none in "
+            f"{', '.join(found.path for found in modules)}."
+        )
+    for optimizer in discovered.optimizers:
+        optimizer.value.register_state_dict_post_hook(_whole_optimizer_state)
+        optimizer.value.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`metrics` without sharded values, such as the norm that clipping returns; to be called by all ranks.
+
+    A rank that read such a value alone, for a log, would wait for the others for ever.
+    """
+    if not any(isinstance(value, DTensor) for value in metrics.values()):
+        return metrics
+    return {name: whole(value) for name, value in metrics.items()}
+
+
+def _is_tied(name: str, parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether a parameter of the submodule `name` is also one outside of it; FSDP wants both in one unit."""
+    inside = {id(p) for path, p in parameters.items() if path.startswith(f"{name}.")}
+    return any(id(p) in inside for path, p in parameters.items() if not path.startswith(f"{name}."))
+
+
+def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself, or, of a container that nobody calls, its parts; FSDP works in a module's call."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for child in module.children():
+            yield from _callable_parts(child)
+    elif next(module.parameters(), None) is not None:
+        yield module
+
+
+def _copies(discovered: Discovered) -> list[Found[nn.Module]]:
+    trained = [_shapes(found.value) for found in discovered.trained]
+    return [found for found in discovered.untrained if _is_copy(_shapes(found.value), trained)]
+
+
+def _is_copy(shapes: dict[str, Any], trained: list[dict[str, Any]]) -> bool:
+    # torch's AveragedModel keeps its copy under `module.`.
+    inner = {name.removeprefix("module."): shape for name, shape in shapes.items()}
+    return bool(shapes) and any(candidate in (shapes, inner) for candidate in trained)
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters()}
+
+
+def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) -> None:
+    owners: dict[int, str] = {}
+    faults = []
+    for found in modules:
+        for name, parameter in found.value.named_parameters():
+            path = f"{found.path}.{name}"
+            if id(parameter) in owners:
+                faults.append(f"{path} is also {owners[id(parameter)]}; put both modules into one")
+            owners[id(parameter)] = path
+    faults += [
+        f"{alias.path} is a parameter of {owners[id(alias.value)]}, which sharding replaces; "
+        "ask the module for its parameters when you need them, or keep them in a list"
+        for alias in discovered.aliases
+        if alias.put is None and id(alias.value) in owners
+    ]
+    faults += [
+        f"{found.path}.{name} has a gradient hook, which sharding would lose; change `grad` after backward"
+        for found in modules
+        for name, p in found.value.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    faults += [
+        f"{found.path} is a DistributedDataParallel of its own; leave it out, since genlight keeps the ranks equal"
+        for found in modules
+        if isinstance(found.value, DistributedDataParallel)
+    ]
+    faults += [
+        f"{container} holds a tensor for each parameter of {path}, which sharding would have to follow; keep such "
+        "copies in a module, as copy.deepcopy or torch.optim.swa_utils.AveragedModel make it"
+        for container, path in _copies_in_containers(discovered)
+    ]
+    faults += [
+        f"{found.path}{name and f'.{name}'} is an embedding with sparse gradients; leave out `sparse=True`"
+        for found in modules
+        for name, sub in found.value.named_modules()
+        if getattr(sub, "sparse", False) is True
+    ]
+    faults += [
+        f"{found.path} is LBFGS, which needs all parameters in one vector"
+        for found in discovered.optimizers
+        if isinstance(found.value, LBFGS)
+    ]
+    if faults:
+        more = f"; and {len(faults) - SHOWN_FAULTS} more like these" if len(faults) > SHOWN_FAULTS else ""
+        raise ContractError("The trainer cannot be sharded: " + "; ".join(faults[:SHOWN_FAULTS]) + more + ".")
+
+
+def _copies_in_containers(discovered: Discovered) -> Iterator[tuple[str, str]]:
+    """Lists and dicts that hold tensors with the shapes of a trained module's parameters, and the module's path."""
+    containers: dict[str, list[tuple[int, ...]]] = {}
+    for found in discovered.tensors:
+        if found.path.endswith("]") and found.value.is_floating_point():
+            containers.setdefault(found.path.rpartition("[")[0], []).append(tuple(found.value.shape))
+    for module in discovered.trained:
+        parameters = list(module.value.parameters())
+        for of_module in (parameters, [p for p in parameters if p.requires_grad]):
+            shapes = [tuple(p.shape) for p in of_module]
+            matching = [path for path, held in containers.items() if len(shapes) > 1 and held == shapes]
+            for path in matching:
+                yield path, module.path
+                del containers[path]
+
+
+def _unit_test(policy: ShardPolicy) -> Callable[[str, nn.Module], bool]:
+    if callable(policy):
+        return policy
+    names = {policy} if isinstance(policy, str) else set(policy)
+    return lambda _, module: type(module).__name__ in names
+
+
+@torch.no_grad()
+def _repoint(optimizers: tuple[Found[Optimizer], ...], sharded: dict[int, Tensor]) -> None:
+    """Let the optimizers hold the sharded parameters, with the state that they had for the whole ones."""
+    for found in optimizers:
+        optimizer = found.value
+        for group in optimizer.param_groups:
+            for i, old in enumerate(group["params"]):
+                new = sharded.get(id(old))
+                if new is None or new is old:
+                    continue
+                group["params"][i] = new
+                if old in optimizer.state:
+                    state = optimizer.state.pop(old)
+                    optimizer.state[new] = {key: _like(value, new) for key, value in state.items()}
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """`value` sharded as `parameter` is, where it is a tensor of the same shape (a moment, say)."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    if isinstance(value, WholeTensor):
+        return sharded_like(value, parameter)
+    value = value.detach().to(device=parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def _give_whole_state_dicts(module: nn.Module) -> None:
+    for submodule in module.modules():
+        submodule.register_state_dict_post_hook(_whole_module_state)  # type: ignore[no-untyped-call]
+        submodule.register_load_state_dict_pre_hook(_sharded_module_state)  # type: ignore[no-untyped-call]
+
+
+def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters:
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = whole(state_dict[prefix + name])
+
+
+def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if prefix + name in state_dict and parameter is not None:
+            state_dict[prefix + name] = _like(state_dict[prefix + name], parameter)
+
+
+def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    # The inner dicts are the optimizer's own and must not be changed.
+    state = {i: {k: whole(v) for k, v in entry.items()} for i, entry in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    parameters = dict(_numbered(optimizer))
+    state = {
+        i: {k: _like(v, parameters[i]) for k, v in entry.items()} if i in parameters else entry
+        for i, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
+    """The parameters under the numbers that ``state_dict`` gives them."""
+    return enumerate(p for group in optimizer.param_groups for p in group["params"])

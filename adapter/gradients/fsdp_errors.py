@@ -1,0 +1,61 @@
+"""What torch says when something cannot be done with sharded parameters, in words that help."""
+
+from __future__ import annotations
+
+import re
+
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..contract.exceptions import ContractError
+
+__all__ = ["about_sharding", "about_sharded_update"]
+
+_ADVICE = {
+    r"mixed torch\.Tensor and DTensor": (
+        "a submodule is called by itself while its parameters are sharded with its parent (name its class in the shard "
+        "policy), or a tensor made from the parameters in `configure` meets the sharded ones (make it in `train_step`)"
+    ),
+    r"_local_tensor": (
+        "a gradient was written that is no sharded one: change the gradients that backward left, or use ddp"
+    ),
+    r"appears to not have been used in the graph": (
+        "torch.autograd.grad knows no sharded parameters: use backward, or ddp"
+    ),
+    r"uniform original parameter dtype": (
+        "parameters of several types are sharded together: give each type a unit of its own by the shard policy"
+    ),
+    r"not support deepcopy": "copy modules in `configure`, before they are sharded, or use their `state_dict`",
+    r"Inference tensors": "use torch.no_grad() in place of torch.inference_mode() where modules are sharded",
+    r"DTensor|[Ss]harding|sharded|placement": (
+        "torch has no sharded form of an operation on parameters or gradients. Leave the operation out, or use ddp"
+    ),
+}
+"""By what torch's text has, the first that matches."""
+
+
+def about_sharding(error: BaseException) -> ContractError | None:
+    """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
+    if isinstance(error, ContractError):
+        return None
+    for pattern, advice in _ADVICE.items():
+        if re.search(pattern, str(error)):
+            return ContractError(
+                f"`train_step` does what sharded modules cannot: {advice}. torch says: {_first(error)}"
+            )
+    return None
+
+
+def about_sharded_update(error: BaseException, optimizer: Optimizer) -> ContractError | None:
+    """The same for an error of ``optimizer.step``; None where its parameters are not sharded."""
+    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    if not sharded or about_sharding(error) is None:
+        return None
+    return ContractError(
+        f"{type(optimizer).__name__} cannot update sharded parameters with this torch. Use one that works element by "
+        f"element, such as AdamW or SGD without `fused`, or use ddp. torch says: {_first(error)}"
+    )
+
+
+def _first(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

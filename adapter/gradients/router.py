@@ -1,0 +1,409 @@
+"""Leads a trainer's own ``loss.backward()`` and ``optimizer.step()`` through strategy, precision and hooks.
+
+While a ``train_step`` runs, and in its thread alone::
+
+    backward            on_before_backward
+                        scale the loss, unseen by hooks    16-mixed
+                        autograd, outside of autocast      16-mixed, bf16-mixed
+                        average gradients over the ranks   several ranks; put off until somebody looks
+                        look for overflows                 16-mixed
+                        on_after_backward
+    optimizer.step      the closure, its loss averaged over the ranks
+                        on_before_optimizer_step
+                        skip on overflow, adapt the scale  16-mixed
+                        the optimizer's own step
+    end of the step     buffers of rank 0 to all ranks     several ranks
+
+Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
+is bit-equal to plain torch, and free.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..contract.exceptions import ContractError
+from ..discovery.discover import Discovered, check_devices
+from . import autograd_patch as interception
+from .fsdp_errors import about_sharded_update, about_sharding
+from .gradient_sync import (
+    BufferSync,
+    GradientSync,
+    average,
+    average_scalar,
+    broadcast_from_zero,
+    check_same_on_all_ranks,
+)
+from .lazy_sync import Accumulation
+from .lightning_hooks import StepHooks, step_hooks
+from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .unscaling import Unscaling
+
+__all__ = ["StepRouter", "step_router"]
+
+
+def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Discovered) -> StepRouter | None:
+    """The router that this run needs, or None where plain torch does the same.
+
+    To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
+    gives every rank the weights of rank 0.
+
+    Raises:
+        ContractError: The ranks built different things, something is on another device than this rank's, or the
+            precision cannot host the trainer.
+    """
+    check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
+    precision = step_precision(trainer.precision_plugin, discovered)
+    hooks = step_hooks(trainer, module)
+    gradients, buffers = None, None
+    if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
+        group = _data_parallel_group(trainer)
+        check_same_on_all_ranks(discovered, group)
+        _start_equal(discovered, group)
+        gradients = GradientSync(discovered, group)
+        buffers = BufferSync(discovered, group)
+    if precision.cast_inputs_to is not None:
+        cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
+    sharded = any(isinstance(m, FSDPModule) for found in discovered.modules for m in found.value.modules())
+    if precision.context is None and gradients is None and not hooks and not sharded:
+        return None
+    return StepRouter(
+        discovered, trainer.strategy.root_device, precision=precision, hooks=hooks, gradients=gradients, buffers=buffers
+    )
+
+
+class StepRouter:
+    """A context manager around each ``train_step``; see the module's text for what happens inside.
+
+    Args:
+        discovered: What the trainer built; the optimizers in it are the managed ones.
+        device: Root device of this rank.
+        precision: What the precision plugin asks for.
+        hooks: Hooks to call where Lightning would.
+        gradients: Averages gradients over the ranks; None on a single rank.
+        buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        device: torch.device,
+        *,
+        precision: StepPrecision,
+        hooks: StepHooks | None = None,
+        gradients: GradientSync | None = None,
+        buffers: BufferSync | None = None,
+    ) -> None:
+        self._discovered = discovered
+        self._device = device
+        self._precision = precision
+        self._scaler = precision.scaler
+        self._hooks = hooks or StepHooks()
+        self._gradients = gradients
+        self._buffers = buffers or None
+        self._managed = {id(found.value) for found in discovered.optimizers}
+        self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
+        self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
+        self._with_shards = [
+            found.value
+            for found in discovered.optimizers
+            if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
+        ]
+        self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
+        self.hooks_translator = self._unscaling
+        self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
+        """Parameters that the trainer updates itself, without an optimizer."""
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers that nobody found, and the step in which each was first used."""
+        self._steps = 0
+        self._refusal: ContractError | None = None
+        self._is_open = self._is_closed = False
+        self._may_be_written = False
+        """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
+        self._averaged: set[int] = set()
+        """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
+        self.in_backward = False
+        self._in_step = False
+        self._context: AbstractContextManager[Any] | None = None
+        # Making either anew in each step would cost more than entering it.
+        device_type = precision.autocast_device
+        self._autocast = precision.context() if precision.context is not None and device_type is not None else None
+        self._outside_autocast = nullcontext() if device_type is None else AutocastOff(device_type)
+        self._accumulation: Accumulation | None = None
+        if gradients is not None and self._hooks.after_backward is None:
+            self._accumulation = Accumulation(gradients.parameters, self._settle)
+        for found in discovered.optimizers:
+            interception.wrap(found.value, "step", self._step)
+            if self._hooks.before_zero_grad is not None:
+                interception.wrap(found.value, "zero_grad", self._zero_grad)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, as in fp16."""
+        return self._scaler is not None
+
+    @property
+    def overflow_steps(self) -> int:
+        """Updates skipped because gradients overflowed in fp16; reads from the device."""
+        return self._scaler.overflow_steps if self._scaler is not None else 0
+
+    def open(self) -> None:
+        """Have torch's entries replaced until `close`, rather than for each step anew."""
+        interception.hold(self)
+        self._is_open = True
+
+    def close(self) -> None:
+        """Training is over: from now on torch and the optimizers are used as they are."""
+        self._is_closed = True
+        if self._is_open:
+            self._is_open = False
+            interception.release(self)
+
+    def __enter__(self) -> StepRouter:
+        self._steps += 1
+        if self._precision.context is not None:
+            self._context = self._autocast or self._precision.context()
+            self._context.__enter__()
+        if not self._is_open:
+            interception.hold(self)
+        interception.begin(self)
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        interception.end()
+        if not self._is_open:
+            interception.release(self)
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(exc_type, exc, traceback)
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
+            raise refusal
+        # After an exception the other ranks may not come this far: a collective would hang.
+        if exc_type is None:
+            if self._accumulation is not None:
+                self._accumulation.before_update()
+            if self._buffers is not None:
+                self._buffers()
+        elif self._accumulation is not None:
+            self._accumulation.abandon()
+        if exc is None:
+            return
+        explained = (about_sharding(exc) if self._sharded else None) or about_types(exc, self._precision)
+        if explained is not None:
+            raise explained from exc
+
+    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        """Run one backward call of the trainer; `args` are those of torch's engine."""
+        hooks = self._hooks
+        if self._scaler is not None and self._by_hand:
+            raise ContractError(
+                "16-mixed needs an optimizer, in the state or on the trainer, whose update it can skip when gradients "
+                "overflow; this trainer updates by hand. Use bf16-mixed or 32-true."
+            )
+        if self._accumulation is not None:
+            self._accumulation.before_backward()
+        self.in_backward = True
+        try:
+            if hooks.before_backward is not None:
+                hooks.before_backward(outputs[0])
+            if self._unscaling is not None:
+                grads = self._unscaling.begin(outputs, grads, args[2])
+            with self._outside_autocast:
+                interception.run_backward(outputs, grads, *args, **kwargs)
+        finally:
+            self.in_backward = False
+            if self._unscaling is not None:
+                self._unscaling.end()
+        if self._scaler is not None:
+            # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
+            for optimizer in self._with_shards:
+                self._scaler.check(optimizer)
+            self._scaler.adapt()
+        if self._accumulation is not None:
+            self._accumulation.after_backward()
+        elif self._gradients is not None or self._scaler is not None:
+            self._settle()
+        if hooks.after_backward is not None:
+            hooks.after_backward()
+
+    def _settle(self, ordinal: int = 0) -> None:
+        """Make the gradients those of all ranks, and look at them."""
+        if self._gradients is not None:
+            self._gradients(ordinal)
+            self._averaged = set(self._managed)
+        if self._scaler is not None:
+            for found in self._discovered.optimizers:
+                if found.value not in self._with_shards:
+                    self._scaler.check(found.value)
+
+    def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of ``torch.autograd.grad``, which accumulates nothing.
+
+        Where its result is differentiated again (a gradient penalty), sharded weights must stay whole until then:
+        the second backward reads them through no hook that could gather them.
+        """
+        if self._gradients is not None and args and any(id(tensor) in self._parameters for tensor in args[0]):
+            self._may_be_written = True
+        for module in self._sharded if create_graph else ():
+            module.set_reshard_after_backward(False)
+        try:
+            result = interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+        finally:
+            for module in self._sharded if create_graph else ():
+                module.set_reshard_after_backward(True)
+        if self._gradients is not None and self._by_hand and args and not create_graph:
+            # Nothing else tells when the trainer uses them.
+            pairs = zip(args[0], result, strict=True)
+            average([g for p, g in pairs if id(p) in self._by_hand and g is not None], self._gradients.group)
+        return result
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that was not found after ``configure``, where it trains a known module or goes on and on.
+
+        One that lives for a single step (to invert a latent, say) is the trainer's own affair.
+        """
+        if id(optimizer) in self._managed:
+            return
+        if self._gradients is not None or self._scaler is not None:
+            first_used = self._strangers.setdefault(optimizer, self._steps)
+            if first_used != self._steps:
+                raise ContractError(
+                    f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
+                    "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
+                    "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
+                )
+        for group in optimizer.param_groups:
+            if any(id(p) in self._parameters for p in group["params"]):
+                raise ContractError(
+                    f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
+                    "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
+                    "in the state or on the trainer."
+                )
+
+    def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if interception.is_active(self) and self._hooks.before_zero_grad is not None:
+            self._hooks.before_zero_grad(optimizer)
+        return inner(*args, **kwargs)
+
+    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._in_step or self._is_closed:
+            return inner(*args, **kwargs)
+        if not interception.is_active(self):
+            self._check_outside(optimizer)
+            return inner(*args, **kwargs)
+        if self.in_backward and self._gradients is not None:
+            raise ContractError(
+                f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
+                "averaged. Call it after backward, or use one device."
+            )
+        if args:
+            kwargs["closure"] = args[0]
+        closure = kwargs.pop("closure", None)
+        if closure is None and self._gradients is not None:
+            self._before_update(optimizer)
+        if self._scaler is not None:
+            return self._scaled_step(optimizer, inner, closure, kwargs)
+        if closure is not None:
+            return self._inside(
+                optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
+            )
+        if self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        return self._inside(optimizer, inner, **kwargs)
+
+    def _check_outside(self, optimizer: Optimizer) -> None:
+        """Refuse an update that no other rank would hear of."""
+        if self._gradients is None:
+            return
+        self._refusal = ContractError(
+            f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where the "
+            "gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own thread, or "
+            "use one device."
+        )
+        raise self._refusal
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        if self._gradients is None:
+            return
+        if self._accumulation is not None:
+            self._accumulation.before_update()
+        if self._may_be_written or id(optimizer) not in self._averaged:
+            self._settle()
+        self._may_be_written = False
+        self._averaged.discard(id(optimizer))
+
+    def _scaled_step(
+        self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._scaler is not None
+        if self.in_backward:  # called by a hook of a parameter whose gradient is there
+            self._scaler.check(optimizer)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = self._closure(optimizer, closure)
+        elif self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        # The scaler calls optimizer.step, which leads back to `_step` and from there to `inner`.
+        inner = functools.partial(inner, **kwargs)
+        result = self._inside(optimizer, self._scaler.step_checked, optimizer, inner, adapt=not self.in_backward)
+        return loss if closure is not None else result
+
+    def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """One evaluation of a closure: in the step's precision, and with one loss for all ranks.
+
+        A line search decides by the loss; ranks that decided differently would part ways.
+        """
+        was, self._in_step = self._in_step, False
+        try:
+            with self._precision.context() if self._precision.context is not None else nullcontext():
+                loss = closure()
+        finally:
+            self._in_step = was
+        self._before_update(optimizer)
+        if self._gradients is not None:
+            loss = average_scalar(loss, self._device, self._gradients.group)
+        if self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
+        return loss
+
+    def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_step = True
+        try:
+            with self._outside_autocast:
+                return step(*args, **kwargs)
+        except Exception as error:
+            explained = about_sharded_update(error, optimizer)
+            if explained is None:
+                raise
+            raise explained from error
+        finally:
+            self._in_step = False
+
+
+def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        return trainer.strategy.device_mesh["data_parallel"].get_group()
+    return None
+
+
+def _start_equal(discovered: Discovered, group: dist.ProcessGroup | None) -> None:
+    modules = [found.value for found in discovered.modules]
+    broadcast_from_zero([t for m in modules for t in (*m.parameters(), *m.buffers())], group)
+    broadcast_from_zero([found.value for found in discovered.parameters], group)
+    if not discovered.optimizers:
+        broadcast_from_zero([found.value for found in discovered.tensors if found.value.requires_grad], group)

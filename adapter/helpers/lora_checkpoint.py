@@ -1,0 +1,243 @@
+"""The trainable part of a module, and what trains it, in three kinds of file without pickle.
+
+A checkpoint of adapter weights (LoRA and the like) leaves the frozen base out. The names of the files are those that
+existing tools look for; ``checkpoint_meta.json`` is written last, so that where it lies the others are whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
+from ..plumbing.durable import fsync_directory, write_bytes_durably
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load_trainable_module_checkpoint", "save_trainable_module_checkpoint"]
+
+WEIGHTS_FILE = "lora.safetensors"
+OPTIMIZER_TENSORS_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.json"
+META_FILE = "checkpoint_meta.json"
+
+
+def save_trainable_module_checkpoint(
+    module: torch.nn.Module,
+    output_dir: str | os.PathLike[str],
+    *,
+    step: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    final: bool = False,
+    meta: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write the trainable parameters of `module`, and what trains them, into `output_dir`.
+
+    The files: ``lora.safetensors``; ``optimizer.safetensors`` and ``optimizer.json`` where there is an optimizer or
+    a scheduler; ``checkpoint_meta.json``, last.
+
+    Args:
+        module: Parameters that do not require a gradient are left out.
+        output_dir: Made if it is not there.
+        step: Completed steps.
+        optimizer: Its whole state is saved.
+        scheduler: Anything whose ``state_dict()`` holds JSON values and tensors.
+        final: Whether training is over.
+        meta: Facts of your own, as JSON values; `load_trainable_module_checkpoint` gives them back.
+
+    Returns:
+        What a ``save_checkpoint`` hook may return as it is: ``primary_path`` (of the weights, relative to
+        `output_dir`), ``step``, ``final``, ``files``.
+
+    Raises:
+        CheckpointError: The module has no trainable parameter.
+        UnstorableStateError: A value is neither a JSON value nor a tensor.
+    """
+    from safetensors.torch import save
+
+    directory = Path(output_dir)
+    weights = {name: _storable(value) for name, value in module.named_parameters() if value.requires_grad}
+    if not weights:
+        raise CheckpointError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to save")
+    tensors: dict[str, torch.Tensor] = {}
+    holders = {"optimizer": optimizer, "scheduler": scheduler}
+    tree = {name: _split(holder.state_dict(), name, tensors) for name, holder in holders.items() if holder is not None}
+
+    contents = {WEIGHTS_FILE: save(weights)}
+    if tree:
+        contents |= {OPTIMIZER_TENSORS_FILE: save(tensors), OPTIMIZER_FILE: _json_bytes(tree)}
+    told = {"step": int(step), "final": bool(final), "files": [*contents, META_FILE]}
+    facts = {**told, "trainable": sorted(weights), "meta": _checked_facts(meta or {})}
+    _write_all({**contents, META_FILE: _json_bytes(facts)}, directory)
+    return {"primary_path": WEIGHTS_FILE, **told}
+
+
+def load_trainable_module_checkpoint(
+    module: torch.nn.Module,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+) -> dict[str, Any]:
+    """Take over what `save_trainable_module_checkpoint` wrote; returns its facts: step, final, trainable, files, meta.
+
+    Nothing is changed before everything that is asked for was found and fits.
+
+    Raises:
+        CheckpointError: A file is missing, or the parameters of `module` and of the checkpoint differ in name or shape.
+        BrokenCheckpointError: A file cannot be read, or lacks an entry that another one refers to.
+    """
+    import torch
+
+    directory = Path(checkpoint_dir)
+    facts = _read_json(directory / META_FILE)
+    parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    weights = _read_tensors(directory / WEIGHTS_FILE)
+    _check_same_parameters(parameters, weights, directory / WEIGHTS_FILE)
+    wanted = {
+        name: holder for name, holder in (("optimizer", optimizer), ("scheduler", scheduler)) if holder is not None
+    }
+    states = _read_states(directory, list(wanted))
+    if optimizer is not None:
+        _check_same_groups(optimizer, states["optimizer"], directory / OPTIMIZER_FILE)
+
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    for name, holder in wanted.items():
+        holder.load_state_dict(states[name])
+    return facts
+
+
+def _checked_facts(meta: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise UnstorableStateError("meta", type(meta).__qualname__, f"it must be JSON: {error}") from error
+    return dict(meta)
+
+
+def _write_all(contents: Mapping[str, bytes], directory: Path) -> None:
+    """Write the files in order, after taking back the word that what the directory held before is whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / META_FILE).exists():
+        (directory / META_FILE).unlink()
+        fsync_directory(directory)
+    for name, data in contents.items():
+        write_bytes_durably(directory / name, data)
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON, its tensors moved to `tensors` under their path.
+
+    What JSON cannot tell apart (tuples, keys that are no text, tensors) becomes an object with one key that starts
+    with a dollar sign.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        name = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 1 and "1" make the same path
+        tensors[name] = _storable(value)
+        return {"$tensor": name}
+    if isinstance(value, Mapping):
+        entries = {key: _split(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in entries)
+        return entries if plain else {"$items": [[_split(key, path, tensors), entries[key]] for key in entries]}
+    if isinstance(value, list | tuple):
+        elements = [_split(element, f"{path}.{index}", tensors) for index, element in enumerate(value)]
+        return elements if isinstance(value, list) else {"$tuple": elements}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnstorableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `_split` took apart."""
+    match value:
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$tuple": elements}:
+            return tuple(_join(element, tensors) for element in elements)
+        case {"$items": pairs}:
+            return {_join(key, tensors): _join(entry, tensors) for key, entry in pairs}
+        case dict():
+            return {key: _join(entry, tensors) for key, entry in value.items()}
+        case list():
+            return [_join(element, tensors) for element in value]
+    return value
+
+
+def _read_states(directory: Path, names: list[str]) -> dict[str, Any]:
+    if not names:
+        return {}
+    tree, tensors = _read_json(directory / OPTIMIZER_FILE), _read_tensors(directory / OPTIMIZER_TENSORS_FILE)
+    for name in names:
+        if name not in tree:
+            raise CheckpointError(f"{directory / OPTIMIZER_FILE} holds no {name}: it was saved without one")
+    try:
+        return {name: _join(tree[name], tensors) for name in names}
+    except KeyError as error:
+        raise BrokenCheckpointError(directory.name, f"{OPTIMIZER_TENSORS_FILE} lacks {error.args[0]!r}") from None
+
+
+def _check_same_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], file: Path) -> None:
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    if saved != own:
+        raise CheckpointError(f"{file} is of an optimizer with {saved} parameters in its groups; this one has {own}")
+
+
+def _check_same_parameters(
+    parameters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], file: Path
+) -> None:
+    """Every difference in one error."""
+    faults = [f"{name} is missing there" for name in parameters if name not in saved]
+    faults += [f"{name} is not trainable in this module" for name in saved if name not in parameters]
+    for name, parameter in parameters.items():
+        if name in saved and saved[name].shape != parameter.shape:
+            faults.append(f"{name} has shape {tuple(saved[name].shape)} there and {tuple(parameter.shape)} here")
+    if faults:
+        raise CheckpointError(f"{file} does not fit this module: {'; '.join(faults)}")
+
+
+def _json_bytes(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read(file))
+    except ValueError as error:
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} holds no JSON object")
+    return value
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(_read(file))
+    except SafetensorError as error:
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} is no safetensors file: {error}") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} is missing; expected the directory that save_trainable_module_checkpoint wrote"
+        ) from None

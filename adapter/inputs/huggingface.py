@@ -1,0 +1,175 @@
+"""Inputs from the Hugging Face hub, in huggingface_hub's own cache and with its own credentials.
+
+The run's capability token is never shown to the hub: ``HF_TOKEN`` is what it knows. ``HF_ENDPOINT`` and ``HF_HOME``
+count as huggingface_hub has them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..contract.exceptions import AuthError, InputError
+from ..job.refs import HubRef
+from ..plumbing.http import failure_text
+from ..plumbing.retry import is_transient
+from .http import RetryPolicy
+from .progress import InputProgress, Tracker
+
+if TYPE_CHECKING:
+    import httpx2
+
+__all__ = ["fetch_from_hub", "hub_client", "probe_hub"]
+
+
+def hub_client() -> httpx2.Client:
+    """The client that huggingface_hub uses for everything, in all threads."""
+    from huggingface_hub import get_session
+
+    return get_session()
+
+
+def fetch_from_hub(
+    ref: HubRef,
+    *,
+    kind: Literal["model", "dataset"],
+    patterns: list[str] | None = None,
+    retry: RetryPolicy | None = None,
+    tracker: Tracker,
+) -> Path:
+    """Bring a repository, or the part that ``ref.path`` names, to this machine; the folder of its snapshot.
+
+    Args:
+        ref: What to fetch.
+        kind: Which kind of repository it is.
+        patterns: What to fetch of it; None takes the path of the reference, or all files.
+        retry: How often and how patiently to ask a hub that cannot be reached.
+        tracker: Told of the progress.
+
+    Raises:
+        AuthError: The hub refused the credentials, or the repository is gated.
+        InputError: There is no such repository or revision, or the hub cannot be reached.
+    """
+    if patterns is None and ref.path is not None:
+        patterns = [ref.path, f"{ref.path.rstrip('/')}/*"]
+    retry = retry or RetryPolicy()
+    failures = 0
+    while True:
+        try:
+            folder = _snapshot(ref, kind, patterns, tracker)
+        except Unreachable as error:
+            failures += 1
+            if failures >= retry.attempts:
+                raise InputError(f"{ref.label} cannot be fetched: {error}, after {failures} attempts.") from None
+            tracker.wait(retry.delay_s(failures, None))
+        else:
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            tracker.tell(InputProgress(ref.label, size, size, finished=True))
+            return folder
+
+
+def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) -> None:
+    """Ask the hub for a repository and revision without fetching anything.
+
+    Raises:
+        AuthError: The hub refused the credentials, or the repository is gated.
+        InputError: There is no such repository or revision, or the hub does not answer in time.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    try:
+        api.repo_info(ref.repo_id, repo_type=kind, revision=ref.revision, timeout=timeout_s)
+    except HfHubHTTPError as error:
+        problem = _http_error(ref, kind, error)
+        raise problem if isinstance(problem, InputError) else InputError(f"{ref.label}: {problem}.") from None
+    except HFValidationError as error:
+        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
+    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+        raise InputError(f"{ref.label}: the hub cannot be asked: {failure_text(error)}.") from None
+
+
+class Unreachable(Exception):
+    """The hub could not answer for now."""
+
+
+def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Tracker) -> Path:
+    """One attempt; the files that are there already are not fetched again."""
+    import httpx2
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            ref.repo_id,
+            repo_type=kind,
+            revision=ref.revision,
+            allow_patterns=patterns,
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+            tqdm_class=_progress_bar(ref.label, tracker),
+        )
+    except HFValidationError as error:
+        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
+    except HfHubHTTPError as error:
+        raise _http_error(ref, kind, error) from None
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(ref, kind, error) from None
+    except httpx2.HTTPError as error:
+        raise Unreachable(failure_text(error)) from None
+    return Path(folder)
+
+
+def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
+    """What an answer of the hub means."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    status = getattr(error.response, "status_code", 0)
+    if isinstance(error, GatedRepoError):
+        return AuthError(f"{ref.label} is gated. Ask for access on the hub and set `HF_TOKEN`.")
+    if isinstance(error, RevisionNotFoundError):
+        return InputError(f"{ref.label}: the repository has no revision {ref.revision or 'main'!r}.")
+    if status in (401, 403):
+        return AuthError(
+            f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or is private. "
+            "Check its name, or set `HF_TOKEN` to a token that may read it."
+        )
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        return InputError(f"{ref.label}: there is neither such a path on this machine nor such a {kind} on the hub.")
+    if is_transient(status):
+        return Unreachable(f"the hub answered with status {status}")
+    return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
+
+
+def _unreachable(ref: HubRef, kind: str, error: BaseException) -> Exception:
+    """The hub's own wrapper for "no answer and nothing in the cache"; its causes know what the answer was."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError):
+            return _http_error(ref, kind, cause)
+        if isinstance(cause, OfflineModeIsEnabled):
+            return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids to ask the hub.")
+        cause = cause.__cause__
+    return Unreachable("the hub cannot be reached and its cache has no whole copy")
+
+
+def _progress_bar(name: str, tracker: Tracker) -> Any:
+    """A tqdm class that draws nothing and hands bytes to the tracker."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class TrackedBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.bytes_done = 0
+            self.counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self.counts_bytes:
+                self.bytes_done += int(n or 0)
+                tracker.tell(InputProgress(name, self.bytes_done, int(self.total) if self.total else None))
+
+    return TrackedBar

@@ -1,0 +1,100 @@
+"""Which job a checkpoint belongs to.
+
+A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
+reports. The identity is kept as one short digest for each field, so that a later start can name what changed without
+any value having been stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..plumbing.urls import safe_url
+from .spec import DatasetSpec, InputsSpec
+
+__all__ = ["differing_fields", "digest_of_fields", "spec_fields", "without_credentials"]
+
+FIELD_DIGEST_LENGTH = 16
+
+
+def spec_fields(
+    *,
+    trainer: str,
+    hyperparams: Mapping[str, Any],
+    dataset: DatasetSpec | None,
+    mock_batches: Sequence[Any] | None,
+    inputs: InputsSpec,
+    spec_dir: Path,
+) -> dict[str, str]:
+    """Digest of each field that makes up the identity of a job, by dotted name.
+
+    A path under `spec_dir` counts relative to it, so that a folder that was moved is still the same job. Of a URL
+    neither user info nor query counts; a ``#sha256=`` does.
+    """
+    identity: dict[str, Any] = {"trainer": trainer, "hyperparams": dict(hyperparams)}
+    if dataset is not None:
+        identity["dataset"] = {
+            "parquet_paths": [_reference(path, spec_dir) for path in dataset.parquet_paths],
+            "columns": dataset.columns,
+            "shuffle": dataset.shuffle,
+            "seed": dataset.seed,
+        }
+    if mock_batches is not None:
+        identity["mock_batches"] = list(mock_batches)
+    identity["inputs"] = {
+        "base_model_ref": _reference(inputs.base_model_ref, spec_dir),
+        "dataset_parquet_refs": [_reference(ref, spec_dir) for ref in inputs.dataset_parquet_refs],
+        "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, spec_dir),
+    }
+    return {name: _digest(value)[:FIELD_DIGEST_LENGTH] for name, value in _leaves("", identity)}
+
+
+def digest_of_fields(fields: Mapping[str, str]) -> str:
+    """One digest over all fields: ``sha256:`` and 64 hexadecimal digits."""
+    return f"sha256:{_digest(dict(fields))}"
+
+
+def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def without_credentials(reference: str) -> str:
+    """A reference without user info and query, with its fragment."""
+    if "://" not in reference:
+        return reference
+    try:
+        fragment = urlsplit(reference).fragment
+    except ValueError:
+        fragment = ""
+    plain = safe_url(reference)
+    return f"{plain}#{fragment}" if fragment else plain
+
+
+def _reference(reference: str | None, spec_dir: Path) -> str | None:
+    return None if reference is None else without_credentials(_portable(reference, spec_dir))
+
+
+def _portable(path: str, spec_dir: Path) -> str:
+    prefix = f"{spec_dir}/"
+    return path.removeprefix(prefix)
+
+
+def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values; an absent value is no leaf, an empty one is none either."""
+    for name, inner in value.items():
+        dotted = f"{prefix}.{name}" if prefix else name
+        if isinstance(inner, Mapping):
+            yield from _leaves(dotted, inner)
+        elif inner not in (None, [], ()):
+            yield dotted, inner
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,220 @@
+"""The one place where a job becomes Lightning objects.
+
+`lightning_config` says in LightningCLI's own terms what a job stands for; ``genlight run`` makes the objects from it,
+and ``genlight run --print_config`` prints it for ``genlight fit --config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from ..contract.exceptions import StartupContractError
+from .config import RunConfig
+from .parser_errors import root_cause, shortened
+from .trainer_arguments import trainer_arguments
+
+__all__ = ["instantiate", "lightning_config"]
+
+_LISTS = ("callbacks", "logger", "plugins")
+"""Trainer arguments of which a job's own entries come after ours."""
+
+
+def lightning_config(
+    config: RunConfig, *, parquet_paths: Sequence[str] = (), model_handles: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The LightningCLI configuration that a job stands for: ``trainer``, ``model`` and ``data``.
+
+    Args:
+        config: The job.
+        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+        model_handles: What its inputs brought here for the trainer.
+    """
+    data = _data(config, parquet_paths)
+    return {
+        "trainer": _trainer(config),
+        "model": {
+            "class_path": "genlight.adapter.ContractModule",
+            "init_args": {
+                "plugin": config.trainer,
+                "job": dataclasses.asdict(config.job),
+                "model_handles": dict(model_handles or {}),
+            },
+        },
+        **({} if data is None else {"data": data}),
+    }
+
+
+def _trainer(config: RunConfig) -> dict[str, Any]:
+    ours, theirs = _our_arguments(config), _their_arguments(config)
+    lists = {name: ours.get(name, []) + _listed(theirs.get(name)) for name in _LISTS}
+    return {**ours, **theirs, **{name: entries for name, entries in lists.items() if entries}}
+
+
+def _their_arguments(config: RunConfig) -> Mapping[str, Any]:
+    """The job's own ``lightning`` block, in words that Lightning takes.
+
+    For a sharded model it refuses ``"16-mixed"``, since it cannot unscale shards itself, but takes the plugin that this
+    stands for. `ContractModule` does unscale them.
+    """
+    theirs = config.lightning
+    strategy = theirs.get("strategy")
+    name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).rpartition(".")[2]
+    if name != "ModelParallelStrategy" or str(theirs.get("precision")) not in ("16", "16-mixed"):
+        return theirs
+    device = "cpu" if theirs.get("accelerator") == "cpu" else "cuda"
+    plugin = _class("lightning.pytorch.plugins.MixedPrecision", precision="16-mixed", device=device)
+    rest = {name: value for name, value in theirs.items() if name != "precision"}
+    return {**rest, "plugins": [*_listed(theirs.get("plugins")), plugin]}
+
+
+def _our_arguments(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the Lightning trainer that follow from the job; its ``lightning`` block may say otherwise."""
+    return {
+        "max_steps": config.job.max_steps,
+        "max_epochs": _epochs(config),
+        "default_root_dir": str(config.artifacts_dir),
+        "log_every_n_steps": config.job.metric_every or 50,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "callbacks": _callbacks(config),
+        "logger": [
+            _class(
+                "genlight.reporters.EventLogger",
+                path=config.events_path.name,
+                run_id=config.run_id,
+                save_dir=str(config.events_path.parent),
+            )
+        ],
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None or isinstance(value, bool):
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _epochs(config: RunConfig) -> int:
+    """Passes over the data; -1 is Lightning's word for no limit."""
+    if config.mock_batches is not None:
+        return 1
+    return -1 if config.dataset is None or config.dataset.epochs is None else config.dataset.epochs
+
+
+def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
+    job = config.job
+    requests = [
+        {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
+        for request in config.sample_prompts
+    ]
+    evaluation = [] if not config.validate else [_class("genlight.callbacks.Evaluate", **config.validate)]
+    return [
+        _class(
+            "genlight.callbacks.StopRequests",
+            cancel_file=None if config.cancel_file is None else str(config.cancel_file),
+            max_runtime_s=config.max_runtime_s,
+            canceled=config.canceled,
+        ),
+        *evaluation,
+        _class("genlight.callbacks.LogMetrics", every_n_steps=job.metric_every),
+        _class(
+            "genlight.callbacks.WriteSamples",
+            directory=str(config.samples_dir),
+            every_n_steps=job.sample_every,
+            requests=requests,
+            seed=config.sample_seed,
+        ),
+        _class("genlight.callbacks.JobProgress"),
+        _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
+        _class(
+            "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
+        ),
+    ]
+
+
+def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any] | None:
+    """The data module of a job; None where it names no data, as with a trainer that collects its own."""
+    if config.mock_batches is not None:
+        return _class("genlight.adapter.MockDataModule", batches=list(config.mock_batches))
+    dataset = config.dataset
+    paths = list(parquet_paths) or (list(dataset.parquet_paths) if dataset is not None else [])
+    if dataset is None or not paths:
+        return None
+    given = dataclasses.asdict(dataset)
+    options = {name: value for name, value in given.items() if name not in ("parquet_paths", "epochs")}
+    return _class(
+        "genlight.adapter.ArrowDataModule",
+        parquet_paths=paths,
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in options.items()
+            if value is not None
+        },
+    )
+
+
+def _class(class_path: str, /, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+def instantiate(
+    config: RunConfig, *, parquet_paths: Sequence[str] = ()
+) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
+    """The Lightning trainer and the data module of a job; its module is made by the caller, who has loaded its class.
+
+    Returns:
+        The trainer, and None for the data where the job names none.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
+            used.
+    """
+    described = _data(config, parquet_paths)
+    data = None if described is None else _make(described)
+    try:
+        theirs = _instantiated_by_jsonargparse(_their_arguments(config))
+        ours = _our_arguments(config)
+        lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
+        return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
+    except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
+        raise StartupContractError(
+            "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {root_cause(error)}"
+        ) from error
+
+
+def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
+    if not arguments:
+        return {}
+    parser = ArgumentParser(exit_on_error=False)
+    # Reading the types of the other forty takes longer than making the trainer.
+    others = set(trainer_arguments()).difference(arguments)
+    parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=others)
+    faults = [fault for name, value in arguments.items() if (fault := _argument_fault(parser, name, value))]
+    if faults:
+        raise ValueError("\n  - ".join(["", *faults]) if len(faults) > 1 else faults[0])
+    made = parser.instantiate(parser.parse_object({"lightning": dict(arguments)})).lightning
+    return {name: getattr(made, name) for name in arguments}
+
+
+def _argument_fault(parser: ArgumentParser, name: str, value: Any) -> str | None:
+    """What is wrong with one argument; jsonargparse stops at the first that is."""
+    try:
+        parser.parse_object({"lightning": {name: value}})
+    except ArgumentError as error:
+        return shortened(str(error))
+    return None
+
+
+def _make(described: Mapping[str, Any]) -> Any:
+    """An instance of one of our own classes; jsonargparse would read the texts in its arguments as YAML once more."""
+    module, _, name = described["class_path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**described["init_args"])

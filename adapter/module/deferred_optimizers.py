@@ -1,0 +1,53 @@
+"""Optimizers whose groups of parameters changed after ``configure``, as gradual unfreezing does, on resume.
+
+Lightning restores optimizers before the trainer's ``load_state_dict``, which alone knows how to add the groups again.
+So the state of an optimizer that does not fit yet waits until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..contract.exceptions import ContractError
+from ..discovery.discover import Found
+
+__all__ = ["restore_set_aside", "set_aside"]
+
+
+def set_aside(optimizers: Sequence[Found[Optimizer]], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Take the states out of `states` that do not fit their optimizers, leaving what changes nothing in their place.
+
+    Returns:
+        What was taken out, by the index of its optimizer.
+    """
+    waiting = {}
+    for index, (found, state) in enumerate(zip(optimizers, states, strict=False)):
+        groups = state.get("param_groups")  # an optimizer may have a state_dict of its own
+        if groups is not None and _sizes(groups) != _sizes(found.value.param_groups):
+            waiting[index] = state
+            states[index] = found.value.state_dict()
+    return waiting
+
+
+def restore_set_aside(optimizers: Sequence[Found[Optimizer]], waiting: Mapping[int, dict[str, Any]]) -> None:
+    """Restore what `set_aside` took out.
+
+    Raises:
+        ContractError: An optimizer still has other groups than it had.
+    """
+    for index, state in waiting.items():
+        found = optimizers[index]
+        had, has = _sizes(state["param_groups"]), _sizes(found.value.param_groups)
+        if had != has:
+            raise ContractError(
+                f"{found.path} had groups of {had} parameters when the checkpoint was saved, and has groups of {has} "
+                "now. Build the same groups in `configure`, or add what was added while training in `load_state_dict`."
+            )
+        found.value.load_state_dict(state)
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]

@@ -1,0 +1,230 @@
+"""From an import path to a trainer that conforms to the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from types import ModuleType
+from typing import Any, cast
+
+from .. import compat
+from ..contract.exceptions import ContractError
+from ..contract.types import REQUIRED_HOOKS, TrainerPlugin
+
+__all__ = [
+    "async_hooks",
+    "check_instance",
+    "find_trainer",
+    "load_trainer_plugin",
+    "make_trainer",
+    "missing_hooks",
+    "on_sys_path",
+]
+
+_OPTIONAL_HOOKS = ("save_checkpoint", "load_checkpoint", "rollout", "evaluate")
+_DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
+
+
+def load_trainer_plugin(
+    import_path: str, *, search_path: Sequence[str | os.PathLike[str]] | None = None
+) -> TrainerPlugin:
+    """The trainer that `import_path` names.
+
+    Args:
+        import_path: ``module:Class`` (made with no arguments), ``module:instance``, or ``module`` alone, where
+            ``TRAINER``, ``Trainer`` and ``trainer`` are looked for in that order, else the only public object that
+            conforms.
+        search_path: Folders that come first on ``sys.path`` while the trainer is loaded. None leaves it as it is.
+
+    Raises:
+        ContractError: There is no such module or name, several would do, or the object does not conform; every
+            missing hook is named.
+        Exception: Whatever the module or the class's own constructor raises, as it is.
+    """
+    with on_sys_path(search_path or ()):
+        return make_trainer(find_trainer(import_path))
+
+
+def find_trainer(import_path: str) -> Any:
+    """The class or instance that `import_path` names, checked but not yet made.
+
+    Raises:
+        ContractError: As `load_trainer_plugin` does.
+        Exception: Whatever importing the module raises.
+    """
+    compat.install()
+    module_name, _, attribute = import_path.strip().partition(":")
+    module = _import(module_name, import_path)
+    target = _attribute(module, attribute) if attribute else _default_trainer(module)
+    _check_conforms(target, import_path)
+    return target
+
+
+def make_trainer(target: Any) -> TrainerPlugin:
+    """An instance of `target`, or `target` itself where it is one; an exception of the constructor passes as it is."""
+    trainer: Any = target() if inspect.isclass(target) else target
+    return cast("TrainerPlugin", trainer)
+
+
+@contextlib.contextmanager
+def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
+    """Put `folders` first on ``sys.path``, in that order, for the length of the block."""
+    added = [os.fspath(folder) for folder in folders]
+    sys.path[:0] = added
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        for folder in added:
+            with contextlib.suppress(ValueError):  # the module took it away itself
+                sys.path.remove(folder)
+
+
+def _import(module_name: str, import_path: str) -> ModuleType:
+    if not module_name or module_name.startswith("."):
+        raise ContractError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
+    if "/" in module_name or module_name.endswith(".py"):
+        raise ContractError(
+            f"trainer {import_path!r} names a file; write it as 'module:Class', such as "
+            f"'{PurePath(module_name).stem}:Class', with the file's folder as working directory or beside the job spec"
+        )
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the module itself being absent is the path's fault; an import that fails inside it is the module's.
+        missing = error.name or ""
+        if missing != module_name and not module_name.startswith(missing + "."):
+            raise
+        raise ContractError(
+            f"trainer {import_path!r}: there is no module {missing!r}; looked in {_shown_path()}"
+        ) from None
+
+
+def _shown_path() -> str:
+    return ", ".join(repr(folder or os.getcwd()) for folder in sys.path[:3]) + " and the installed packages"
+
+
+def _attribute(module: ModuleType, attribute: str) -> Any:
+    target: Any = module
+    for name in attribute.split("."):
+        try:
+            target = getattr(target, name)
+        except AttributeError:
+            candidates = ", ".join(sorted(_conforming(module))) or "none"
+            raise ContractError(
+                f"module {module.__name__!r} has no {attribute!r}; trainers found there: {candidates}"
+            ) from None
+    return target
+
+
+def _default_trainer(module: ModuleType) -> Any:
+    for name in _DEFAULT_NAMES:
+        if hasattr(module, name) and not _is_plain_module(getattr(module, name)):
+            return getattr(module, name)
+    candidates = _conforming(module)
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    if not candidates:
+        raise ContractError(
+            f"module {module.__name__!r} holds no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object with "
+            f"the hooks {', '.join(REQUIRED_HOOKS)}"
+        )
+    names = ", ".join(f"{module.__name__}:{name}" for name in sorted(candidates))
+    raise ContractError(f"module {module.__name__!r} holds several trainers; name one of {names}")
+
+
+def _is_plain_module(value: Any) -> bool:
+    """Whether `value` is a module and no trainer: ``from gen_worker import trainer`` binds a default name to one."""
+    return isinstance(value, ModuleType) and bool(missing_hooks(value))
+
+
+def _conforming(module: ModuleType) -> dict[str, Any]:
+    """Public objects of `module` that have every hook, one name for each.
+
+    Abstract classes, which cannot be made, do not count; what the module merely imported counts only if nothing of its
+    own conforms.
+    """
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    found = {
+        name: value
+        for name, value in public.items()
+        if not missing_hooks(value) and value is not TrainerPlugin and not inspect.isabstract(value)
+    }
+    own = {name: value for name, value in found.items() if _home(value) == module.__name__}
+    unique: dict[int, str] = {}
+    for name, value in (own or found).items():
+        unique.setdefault(id(value), name)
+    return {name: public[name] for name in unique.values()}
+
+
+def _home(value: Any) -> str | None:
+    owner = value if inspect.isclass(value) else type(value)
+    return getattr(owner, "__module__", None)
+
+
+def missing_hooks(target: Any) -> list[str]:
+    """The required hooks that `target`, a class or an instance, lacks."""
+    return [name for name in REQUIRED_HOOKS if not callable(getattr(target, name, None))]
+
+
+def async_hooks(target: Any) -> list[str]:
+    """The hooks of `target`, a class or an instance, that are coroutine functions, optional hooks included."""
+    hooks = {name: getattr(target, name, None) for name in (*REQUIRED_HOOKS, *_OPTIONAL_HOOKS)}
+    return [n for n, hook in hooks.items() if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook)]
+
+
+def check_instance(trainer: Any) -> TrainerPlugin:
+    """`trainer` itself, where it is an object that can train.
+
+    Raises:
+        ContractError: It is a class or a function, lacks hooks, or has some that are coroutines.
+    """
+    if inspect.isclass(trainer):
+        raise ContractError(f"a trainer is an instance; give {trainer.__name__}() instead of {trainer.__name__}")
+    _check_conforms(trainer, type(trainer).__qualname__)
+    return cast("TrainerPlugin", trainer)
+
+
+def _check_conforms(target: Any, import_path: str) -> None:
+    if inspect.isroutine(target):
+        raise ContractError(
+            f"trainer {import_path!r} is a function; the contract wants a class or an instance with the hooks "
+            f"{', '.join(REQUIRED_HOOKS)}"
+        )
+    kind = "class" if inspect.isclass(target) else "object"
+    named = f"trainer {import_path!r}: {kind} {getattr(target, '__name__', type(target).__name__)}"
+    missing = missing_hooks(target)
+    if missing:
+        raise ContractError(f"{named} lacks the hooks {', '.join(missing)}")
+    waiting = async_hooks(target)
+    if waiting:
+        raise ContractError(
+            f"{named} has hooks that are `async def`: {', '.join(waiting)}; nobody would await them. Make them plain "
+            "functions, with asyncio.run inside where they have to wait"
+        )
+    if inspect.isclass(target):
+        _check_constructor(target, import_path)
+
+
+def _check_constructor(cls: type, import_path: str) -> None:
+    """Refuse a class that wants arguments, before calling it, so that a TypeError from inside it stays its own."""
+    if inspect.isabstract(cls):
+        names = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+        raise ContractError(f"trainer {import_path!r}: class {cls.__name__} is abstract; it does not implement {names}")
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:  # a class written in C tells no signature
+        return
+    try:
+        signature.bind()
+    except TypeError:
+        raise ContractError(
+            f"trainer {import_path!r}: class {cls.__name__}{signature} wants arguments; it is made with none. "
+            "Give them defaults, or name a module-level instance"
+        ) from None

@@ -1,0 +1,151 @@
+"""From what a step returned to named scalars."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..contract.exceptions import ContractError
+from ..contract.types import StepContext, StepResult
+
+__all__ = ["metric_name", "named_scalars", "scalar", "validated_result"]
+
+_ALIASES = {
+    "loss": "train/loss",
+    "train_loss": "train/loss",
+    "lr": "train/lr",
+    "learning_rate": "train/lr",
+    "train_lr": "train/lr",
+}
+_LR = "train/lr"
+
+
+_reported_names: dict[str, str] = {}
+"""Of the names that were asked for; a look here costs a step less than a call, even of a cached function."""
+_MOST_NAMES = 1024
+
+
+def metric_name(name: object) -> str:
+    """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
+
+    Case and outer blanks count only where the name is no alias.
+
+    Raises:
+        ContractError: `name` is no text, or an empty one.
+    """
+    if not isinstance(name, str) or not name:
+        raise ContractError(f"train_step returned a metric named {name!r}; a name is a text that is not empty")
+    reported = _ALIASES.get(name.strip().lower(), name)
+    if len(_reported_names) >= _MOST_NAMES:
+        _reported_names.clear()
+    _reported_names[name] = reported
+    return reported
+
+
+def validated_result(result: Any) -> StepResult | Any:
+    """What ``train_step`` returned, if it has ``metrics``.
+
+    Raises:
+        ContractError: It has none, or they are no mapping.
+    """
+    metrics = getattr(result, "metrics", None)
+    if metrics is None and not hasattr(result, "metrics"):
+        hint = "return StepResult(metrics={...})" if isinstance(result, Mapping) else "return a StepResult"
+        raise ContractError(f"train_step returned a {_type_name(result)} without `metrics`; {hint}")
+    if not isinstance(metrics, Mapping):
+        raise ContractError(f"train_step returned metrics that are a {_type_name(metrics)}; they must be a mapping")
+    return result
+
+
+def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, float]:
+    """The metrics of a step under their reported names, with the learning rate where it can be found.
+
+    This is where a device is waited for.
+
+    Args:
+        result: A validated step result.
+        state: The trainer's opaque state.
+        ctx: The context of the run.
+        optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
+
+    Raises:
+        ContractError: A name is no text or empty, or a value no number and no tensor of one element.
+    """
+    scalars: dict[str, float] = {}
+    for name, value in result.metrics.items():
+        reported = _reported_names.get(name) or metric_name(name)
+        try:
+            number = value.item() if type(value) is Tensor else value
+        except RuntimeError:  # of more elements than one, which `scalar` refuses by name
+            number = value
+        scalars[reported] = number if type(number) is float else scalar(reported, number)
+    if _LR not in scalars:
+        rate = None
+        # Where most rates are: in an optimizer, and nowhere before it. Found here, a step is spared a call.
+        if type(state) is dict and not (
+            _LR in state or "learning_rate" in state or "lr" in state or getattr(result, "debug", None)
+        ):
+            groups = getattr(ctx.optimizer or state.get("optimizer"), "param_groups", None)
+            rate = groups[0].get("lr") if groups else None
+        if type(rate) is not float:
+            rate = _learning_rate(result, state, ctx, optimizers)
+        if rate is not None:
+            scalars[_LR] = rate if type(rate) is float else scalar(_LR, rate)
+    return scalars
+
+
+def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
+    """The first learning rate among the places where one may stand; None where there is none.
+
+    It is looked for anew at each cadence: a trainer may put one where there was none before.
+    """
+    debug = getattr(result, "debug", None)
+    for name, value in debug.items() if debug else ():
+        if isinstance(name, str) and metric_name(name) == _LR and _may_be_scalar(value):
+            return value
+    for name in (_LR, "learning_rate", "lr"):
+        value = _entry(state, name)
+        if value is not None and _may_be_scalar(value):
+            return value
+    for optimizer in (ctx.optimizer, _entry(state, "optimizer"), *optimizers):
+        groups = None if optimizer is None else getattr(optimizer, "param_groups", None)
+        rate = groups[0].get("lr") if groups else None
+        if type(rate) is float or (rate is not None and _may_be_scalar(rate)):
+            return rate
+    return None
+
+
+def _may_be_scalar(value: Any) -> bool:
+    """Whether a value that nobody declared a learning rate can be one: a schedule or a list of rates is passed over."""
+    if isinstance(value, numbers.Real):
+        return True
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and math.prod(shape) == 1
+
+
+def _entry(state: Any, name: str) -> Any:
+    return state.get(name) if isinstance(state, Mapping) else getattr(state, name, None)
+
+
+def scalar(name: str, value: Any) -> float:
+    """The value of a metric as a Python number; waits for the device that it is on.
+
+    Raises:
+        ContractError: It is no number and no tensor of one element; names it.
+    """
+    try:
+        # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
+        number = value.item() if hasattr(value, "item") else value
+        return number if type(number) is float else float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        shape = getattr(value, "shape", None)
+        what = f"a tensor of shape {tuple(shape)}" if shape is not None else f"{value!r} ({_type_name(value)})"
+        raise ContractError(f"metric {name!r} is {what}; a metric is one number or a 0-d tensor") from None
+
+
+def _type_name(value: Any) -> str:
+    return type(value).__qualname__

@@ -1,0 +1,75 @@
+"""Which of Lightning's strategies can host a trainer that calls its modules itself, and how."""
+
+from __future__ import annotations
+
+import types
+
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from ..contract.exceptions import StartupContractError
+
+__all__ = ["check_strategy", "leave_unwrapped"]
+
+_REFUSED: dict[type[Strategy], str] = {
+    DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
+    "Use ddp, or ModelParallelStrategy to shard",
+    FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
+    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip otherwise on every rank. Use FSDP 2: "
+    "lightning.pytorch.strategies.ModelParallelStrategy with data_parallel_size=N and tensor_parallel_size=1",
+    XLAStrategy: "XLA runs a step lazily and needs marks inside of it",
+    SingleDeviceXLAStrategy: "XLA runs a step lazily and needs marks inside of it",
+}
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy, or a setting of one, that cannot host an opaque trainer.
+
+    Raises:
+        StartupContractError: Names the strategy, the reason and the way out.
+    """
+    name = type(strategy).__name__
+    for refused, reason in _REFUSED.items():
+        if isinstance(strategy, refused):
+            raise _refusal(name, reason)
+    if isinstance(strategy, DDPStrategy):
+        # Lightning gives no public access to these three settings.
+        if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
+            raise _refusal(name, "its communication hook belongs to DDP's own reducer, which is not used here")
+        if strategy._model_averaging_period is not None:
+            raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
+    elif isinstance(strategy, ModelParallelStrategy):
+        if strategy._tensor_parallel_size != 1:
+            raise _refusal(
+                name,
+                "tensor parallelism needs a plan for the layers of a module. "
+                "Give `data_parallel_size=N, tensor_parallel_size=1`",
+            )
+    elif not isinstance(strategy, SingleDeviceStrategy):
+        raise _refusal(name, "genlight does not know how it synchronises. Use auto, ddp or ModelParallelStrategy")
+
+
+def leave_unwrapped(strategy: Strategy) -> None:
+    """Keep a `DDPStrategy` from wrapping the LightningModule, to be called before ``strategy.setup``.
+
+    The wrapper's forward would never run, its buckets would cost the memory of all gradients, and it refuses modules
+    without trainable parameters. `GradientSync` does its work. Other strategies are left as they are.
+    """
+    if isinstance(strategy, DDPStrategy):
+        strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]
+
+
+def _configure_nothing(strategy: DDPStrategy) -> None:
+    """In place of `DDPStrategy.configure_ddp`."""
+
+
+def _refusal(name: str, reason: str) -> StartupContractError:
+    return StartupContractError("startup.invalid_job_spec", f"{name} cannot host a trainer class: {reason}.")

@@ -1,0 +1,167 @@
+"""One HTTP client for uploads and downloads: who may see the token, what a redirect keeps, what a log may say.
+
+The bearer token is a capability of its own origin (scheme, host, port). It is attached to a request only when the
+request's origin is trusted, and it stays behind when a redirect leaves the origin that was asked, also when the new
+one would be trusted by itself: a redirect is the server's decision, not the operator's.
+
+Usage::
+
+    origins = trusted_origins([config.checkpoint_url, config.file_store_url], config.token_origins)
+    with build_client(token, origins) as client, client.stream("GET", url) as response:
+        ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Generator
+from typing import Any
+
+import httpx2
+
+from ..contract.exceptions import StartupContractError
+from .urls import origin_text, safe_url
+
+__all__ = ["build_client", "failure_text"]
+
+_TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
+MAX_REDIRECTS = 5
+
+
+def _connected_origin(url: httpx2.URL) -> str | None:
+    """The origin that a request for `url` goes to; None for a scheme that is not HTTP, which the client refuses.
+
+    From the parts that the client itself connects to, so that no other reading of the text decides over the token.
+    """
+    try:
+        return origin_text(url.scheme, url.raw_host.decode("ascii"), url.port)
+    except ValueError:
+        return None
+
+
+def failure_text(error: BaseException) -> str:
+    """What went wrong on the wire, in words that hold no URL, header or body: the types and the system's own text."""
+    root: BaseException | None = error
+    while root is not None and not (isinstance(root, OSError) and root.strerror):
+        root = root.__cause__ or root.__context__
+    name = type(error).__name__
+    return f"{name}: {root.strerror}" if isinstance(root, OSError) and root is not error else name
+
+
+class _OriginAuth(httpx2.Auth):
+    """Adds the token where the request's origin is trusted, and remembers that origin."""
+
+    def __init__(self, token: str, origins: Collection[str]) -> None:
+        self._token = token
+        self._origins = frozenset(origins)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(token=***, origins={sorted(self._origins)})"
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
+        origin = _connected_origin(request.url)
+        if origin in self._origins:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+            request.extensions = {**request.extensions, _TOKEN_ORIGIN: origin}
+            yield request
+        elif request.url.username or request.url.password:
+            yield from httpx2.BasicAuth(request.url.username, request.url.password).auth_flow(request)
+        else:
+            yield request
+
+
+def _before_each_hop(request: httpx2.Request) -> None:
+    """Drop the token when the hop is not to the origin that it was meant for, and watch the connection.
+
+    The client already drops it for another host, but keeps it from http to https and knows nothing of our origins.
+    """
+    meant_for = request.extensions.get(_TOKEN_ORIGIN)
+    if "Authorization" in request.headers and meant_for is not None and _connected_origin(request.url) != meant_for:
+        del request.headers["Authorization"]
+    request.extensions = {**request.extensions, "trace": _watch_new_connections}
+
+
+def _watch_new_connections(event: str, info: dict[str, Any]) -> None:
+    if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+        _count_reads_since_write(info["return_value"])
+
+
+def _count_reads_since_write(stream: Any) -> None:
+    read, write = stream.read, stream.write
+
+    def counted_read(*args: Any, **kwargs: Any) -> Any:
+        stream.reads_since_write += 1
+        return read(*args, **kwargs)
+
+    def marking_write(*args: Any, **kwargs: Any) -> Any:
+        stream.reads_since_write = 0
+        return write(*args, **kwargs)
+
+    stream.reads_since_write, stream.read, stream.write = 0, counted_read, marking_write
+
+
+def _refuse_stale_answer(response: httpx2.Response) -> None:
+    """An answer that lay in the buffer before its question was sent belongs to an earlier one.
+
+    A server (or a proxy) that answers twice would otherwise have its second answer taken for the acknowledgement of
+    the next request on the kept connection: an upload would count as delivered that never arrived.
+    """
+    if getattr(response.extensions.get("network_stream"), "reads_since_write", None) == 0:
+        raise httpx2.RemoteProtocolError("The server answered an earlier request twice.", request=response.request)
+
+
+def _hide_queries(record: logging.LogRecord) -> bool:
+    """The HTTP library logs every URL at level INFO, with whatever secret its query holds."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(safe_url(str(a)) if isinstance(a, httpx2.URL) else a for a in record.args)
+    return True
+
+
+def build_client(
+    token: str | None,
+    origins: Collection[str],
+    *,
+    connect_timeout_s: float = 10.0,
+    timeout_s: float = 30.0,
+    max_connections: int = 4,
+) -> httpx2.Client:
+    """A pooled client that follows redirects and shows `token` to `origins` alone.
+
+    Args:
+        token: The bearer token; None or empty sends none.
+        origins: What `trusted_origins` (`urls.py`) returned.
+        connect_timeout_s: Seconds until a connection must stand.
+        timeout_s: Seconds without a byte moving, in either direction, after which a transfer counts as stalled.
+        max_connections: Connections kept and opened at most.
+
+    Raises:
+        StartupContractError: Proxies or certificates that the environment names cannot be used.
+
+    The client is safe to share between threads. A redirect that turns another method into GET is followed as HTTP
+    has it: whoever uploads must look at ``response.request.method``.
+    """
+    logging.getLogger("httpx2").addFilter(_hide_queries)  # adding it again has no effect
+    try:
+        return httpx2.Client(
+            auth=_OriginAuth(token, origins) if token else None,
+            timeout=httpx2.Timeout(timeout_s, connect=connect_timeout_s),
+            limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+            follow_redirects=True,
+            max_redirects=MAX_REDIRECTS,
+            headers={"User-Agent": "genlight"},
+            event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
+        )
+    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
+        raise _unusable_environment(error) from error
+
+
+def _unusable_environment(error: Exception) -> StartupContractError:
+    """The client takes proxies and certificates from the environment; the values may hold a proxy's password."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+    if isinstance(error, ImportError):
+        reason = "a SOCKS proxy needs the package socksio"
+    return StartupContractError(
+        "startup.invalid_job_spec",
+        f"The proxy or certificate variables of the environment cannot be used ({reason}). Correct HTTP_PROXY, "
+        "HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE or SSL_CERT_DIR, or leave them out.",
+    )

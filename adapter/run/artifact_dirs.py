@@ -1,0 +1,85 @@
+"""The directories of a run's artifacts: made, and proved writable before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..contract.exceptions import StartupContractError
+from ..job.config import RunConfig
+from ..plumbing.durable import temporary_name
+
+__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs"]
+
+CODE = "startup.invalid_artifact_paths"
+WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
+
+
+def prepare_artifact_dirs(config: RunConfig) -> None:
+    """Make the directories of `config` and write a probe into each.
+
+    Raises:
+        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used.
+    """
+    names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
+    faults = artifact_dir_faults({name: getattr(config, name) for name in names}, create=True)
+    if faults:
+        raise StartupContractError(CODE, "\n  ".join(faults))
+
+
+def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]:
+    """What is wrong with the artifact directories, a sentence each.
+
+    Args:
+        paths: The directories by name, and ``events_path``, a file.
+        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+    """
+    directories = {**paths, "events_path": paths["events_path"].parent}
+    found: dict[Path, str] = {}
+    for name, path in directories.items():
+        # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
+        if not any(path.is_relative_to(faulty) for faulty in found) and (
+            fault := directory_fault(name, path, WAY_OUT, create=create)
+        ):
+            found[path] = fault
+    faults = list(found.values())
+    if os.path.isdir(paths["events_path"]):
+        faults.append(f"`events_path` is {str(paths['events_path'])!r}, which is a directory. Name a file.")
+    return faults
+
+
+def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True) -> str | None:
+    """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
+    try:
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+        _probe(path if create else _nearest_existing(path))
+    except OSError as error:
+        elsewhere = error.filename and not Path(error.filename).is_relative_to(path)
+        blocked = f" by {error.filename!r}" if elsewhere else ""
+        reason = "it is no directory" if isinstance(error, FileExistsError) and not blocked else error.strerror or error
+        reason = f"{reason}{blocked}"
+        return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
+    return None
+
+
+def _nearest_existing(path: Path) -> Path:
+    while True:
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
+def _probe(directory: Path) -> None:
+    """Write and remove a file; permission bits alone say nothing about read-only mounts, quotas or a full disk."""
+    probe = directory / temporary_name("probe")
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, b"genlight")
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""What went wrong on which rank first.
+
+A rank that fails leaves a note in a folder of the run, and rank zero reports the oldest one: what broke on a rank is
+seen by the others as a connection that closed, or as a collective that never ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...contract.exceptions import RankFailed, TrainingCanceled
+from ...contract.failures import EXIT_FAILED, EXIT_STOPPED, Failure
+from ...plumbing.durable import write_bytes_durably
+
+__all__ = ["RankFailures", "watch_ranks"]
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".ranks"
+LAUNCH = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+"""Variables that tell one launch from the next."""
+POLL_S = 0.1
+PATIENCE_S = 2.0
+"""How long rank zero, when it fails, waits to hear of a failure that came before its own."""
+ACKNOWLEDGED_WITHIN_S = 15.0
+LAUNCHED_WITHIN_S = 10.0
+"""How much sooner than rank zero another rank of the same launch may have begun, and failed."""
+
+
+class ChildProcess(Protocol):
+    """A process of another rank."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+
+class RankFailures:
+    """Notes of failures, one file for each rank.
+
+    Args:
+        artifacts_dir: The run's folder, which all ranks share; where they don't, a failure is only seen by the
+            connection that it closes.
+        expects_ranks: Whether there are other ranks at all.
+    """
+
+    def __init__(self, artifacts_dir: Path, *, expects_ranks: bool) -> None:
+        self.folder = artifacts_dir / FOLDER
+        self.expects_ranks = expects_ranks
+        self.children: Sequence[ChildProcess] = ()
+        """Processes of other ranks that this one started."""
+        self._since_s = 0.0
+
+    def note(self, rank: int, failure: Failure) -> None:
+        """Leave word of a failure on this rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note = {**dataclasses.asdict(failure), "rank": rank, "at_s": time.time(), "launch": _launch()}
+        write_bytes_durably(self.folder / f"rank-{rank}.json", json.dumps(note).encode())
+
+    def wait_until_reported(self) -> None:
+        """Return when rank zero has reported what was noted, or does not seem to."""
+        end = time.monotonic() + ACKNOWLEDGED_WITHIN_S
+        while self.folder.exists() and time.monotonic() < end:
+            time.sleep(POLL_S)
+
+    def found(self) -> Failure | None:
+        """The oldest failure that a rank noted; one that died without a word where none did."""
+        notes = self._notes()
+        if notes:
+            oldest = min(notes, key=lambda note: float(note["at_s"]))
+            return _failure_of(oldest)
+        for number, child in enumerate(self.children, start=1):
+            code = child.poll()
+            if code:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                text = f"train-step:RankFailed: rank {number} {how}"
+                return Failure("train-step", text, resumable=False, exit_code=EXIT_FAILED)
+        return None
+
+    def first_cause(self, own: Failure, at_s: float) -> Failure:
+        """What to report where rank zero failed at `at_s` (seconds since 1970): an older failure of another rank."""
+        if not self.expects_ranks:
+            return own
+        end = time.monotonic() + PATIENCE_S
+        while (other := self._before(at_s)) is None and time.monotonic() < end:
+            time.sleep(POLL_S)
+        return own if other is None else dataclasses.replace(other, resumable=own.resumable)
+
+    def _before(self, at_s: float) -> Failure | None:
+        notes = self._notes()
+        older = [note for note in notes if note["at_s"] < at_s]
+        return None if notes and not older else self.found()
+
+    def stop_reason(self) -> str | None:
+        """Why another rank was told to stop before the ranks had met; None while none was."""
+        failure = self.found() if self.folder.exists() else None
+        return failure.category if failure is not None and failure.exit_code == EXIT_STOPPED else None
+
+    def forget_earlier(self, began_s: float) -> None:
+        """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
+        self._since_s = began_s - (LAUNCHED_WITHIN_S if _launch() else 0.0)
+
+    def _notes(self) -> list[dict[str, Any]]:
+        notes = [json.loads(path.read_bytes()) for path in self.folder.glob("rank-*.json")]
+        return [note for note in notes if note["at_s"] >= self._since_s and note["launch"] == _launch()]
+
+    def clear(self) -> None:
+        """Remove all notes, which also tells the ranks that theirs was read."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _launch() -> str:
+    """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
+    return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
+
+
+def _failure_of(note: dict[str, Any]) -> Failure:
+    names = {field.name for field in dataclasses.fields(Failure)}
+    failure = Failure(**{name: value for name, value in note.items() if name in names})
+    if failure.exit_code == EXIT_STOPPED:
+        return failure
+    return dataclasses.replace(failure, text=f"{failure.text} (rank {note['rank']})")
+
+
+def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], None]) -> Callable[[], None]:
+    """Call `end`, in a thread, once another rank has failed; returns what stops the watch."""
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(POLL_S):
+            failure = failures.found()
+            if failure is not None:
+                stopped_there = failure.exit_code == EXIT_STOPPED
+                end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)
+                return
+
+    threading.Thread(target=watch, name="genlight-ranks", daemon=True).start()
+    return stopped.set

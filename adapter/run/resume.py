@@ -1,0 +1,136 @@
+"""What a run starts from: nothing, a checkpoint, or its own end.
+
+The module imports neither torch nor Lightning, so that a finished run is recognised without them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...callbacks.checkpoint.format.layout import record_paths
+from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.format.verification import verify
+from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
+from ..job.config import RunConfig
+from ..job.identity import differing_fields
+
+__all__ = ["Start", "decide_start", "move_old_artifacts_aside"]
+
+IN_USE = "startup.artifacts_in_use"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    record: CheckpointRecord | None = None
+    """The checkpoint to go on from; None starts at step 0."""
+    is_finished: bool = False
+    """Whether `record` is the end of this very run, so that nothing is left to train."""
+    warnings: tuple[str, ...] = ()
+
+
+def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, allow_changed: bool = False) -> Start:
+    """Decide what the run of `config` starts from.
+
+    Args:
+        config: The run.
+        resume_checkpoint: A record that the inputs brought here; asks for a resume from just this one.
+        allow_changed: Resume although trainer, hyperparameters, data or inputs are not those of the checkpoint.
+
+    Raises:
+        StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints that this run must not
+            touch, or of another spec.
+        InputError: The named checkpoint is missing or broken, or one cannot be read.
+    """
+    named = resume_checkpoint or config.resume_checkpoint_path
+    try:
+        return _start(config, allow_changed) if named is None else Start(_named(named))
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
+
+
+def _start(config: RunConfig, allow_changed: bool) -> Start:
+    if not config.resume_from_latest:
+        _refuse_to_overwrite(config)
+        return Start()
+    final = _final(config)
+    if final is not None:
+        _check_is_ours(final, config, allow_changed)
+        target = final.max_steps if final.max_steps is not None else final.step
+        if config.job.max_steps <= max(target, final.step):
+            return Start(final, is_finished=True)
+    record, warnings = newest_valid(config.checkpoints_dir)
+    if record is not None:
+        _check_is_ours(record, config, allow_changed)
+    elif warnings:
+        warnings.append(f"no checkpoint in {config.checkpoints_dir} is whole: starting at step 0")
+    return Start(record, warnings=tuple(warnings))
+
+
+def _named(path: Path) -> CheckpointRecord:
+    try:
+        return verify(find_checkpoint(path))
+    except FileNotFoundError as error:
+        raise InputError(str(error)) from None
+    except BrokenCheckpointError as error:
+        raise InputError(f"{error}; name another checkpoint, or use resume_from_latest to fall back") from error
+
+
+def _final(config: RunConfig) -> CheckpointRecord | None:
+    try:
+        return find_final(config.checkpoints_dir)
+    except BrokenCheckpointError:
+        return None  # `newest_valid` looks at it too, and says why it is passed over.
+
+
+def _refuse_to_overwrite(config: RunConfig) -> None:
+    if record_paths(config.checkpoints_dir):
+        raise StartupContractError(
+            IN_USE,
+            f"{str(config.checkpoints_dir)!r} holds checkpoints already. Go on from them with "
+            "`resume_from_latest`, choose another directory with `TRAINER_ARTIFACTS_DIR`, or move them aside with "
+            "`genlight run --fresh`.",
+        )
+
+
+def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: bool) -> None:
+    if record.run_id and record.run_id != config.run_id:
+        raise StartupContractError(
+            IN_USE,
+            f"{record.name} in {str(config.checkpoints_dir)!r} belongs to run {record.run_id!r}, not to "
+            f"{config.run_id!r}. Choose another directory, or move its artifacts aside with `genlight run --fresh`.",
+        )
+    if record.spec_digest and record.spec_digest != config.spec_digest and not allow_changed:
+        changed = ", ".join(differing_fields(_texts(record.spec), config.spec_fields)) or "unknown fields"
+        raise StartupContractError(
+            IN_USE,
+            f"run {config.run_id!r} was started with another job: {changed} differ from {record.name}. Restore them, "
+            "choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
+        )
+
+
+def _texts(spec: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in spec.items()}
+
+
+def move_old_artifacts_aside(config: RunConfig) -> Path | None:
+    """Move checkpoints and samples of earlier runs into a folder beside them; the event log goes on.
+
+    Returns:
+        The folder, or None if there was nothing to move.
+    """
+    olds = [d for d in (config.checkpoints_dir, config.samples_dir) if d.is_dir() and any(d.iterdir())]
+    if not olds:
+        return None
+    aside = config.artifacts_dir / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
+    aside.mkdir(parents=True)
+    for directory in olds:
+        directory.rename(aside / directory.name)
+        directory.mkdir()
+    return aside

@@ -1,0 +1,123 @@
+"""The uploads of a run: opened before training, settled after it, told how it ended."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ...reporters.uploads.journal import read_journal
+from ..contract.exceptions import GenlightError, StartupContractError, UploadError
+from ..contract.failures import Failure
+from ..job.config import RunConfig
+from .startup_failure import FailureSinks
+
+__all__ = ["open_uploader", "queue_record", "report_startup_failure", "settle"]
+
+log = logging.getLogger(__name__)
+
+STARTUP_DEADLINE_S = 10.0
+"""How long a run that cannot start tries to say so."""
+
+
+def open_uploader(config: RunConfig) -> Uploader | None:
+    """The uploader of a run, delivering what an earlier attempt left behind; None where nothing is to be sent.
+
+    Raises:
+        UploadError: Another process has its spool open, or the spool is damaged.
+        StartupContractError: The spool cannot be written, a target is no place for uploads, or the environment's
+            proxies cannot be used.
+    """
+    wanted = UploadConfig(
+        run_id=config.run_id,
+        spool_dir=config.artifacts_dir / SPOOL_DIRECTORY,
+        owner=config.job.owner,
+        token=config.token,
+        metrics_url=config.uploads.metrics_url,
+        checkpoint_url=config.uploads.checkpoint_url,
+        sample_url=config.uploads.sample_url,
+        terminal_url=config.uploads.terminal_url,
+        file_store_url=config.file_store_url,
+        token_origins=sorted(config.token_origins),
+        targets=config.uploads.targets,
+        deadline_s=config.upload_deadline_s,
+    )
+    if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
+        _tell_of_what_waits(Path(wanted.spool_dir))
+        return None
+    try:
+        uploader = Uploader(wanted)
+    except ValueError as error:
+        raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
+    except OSError as error:
+        raise StartupContractError(
+            "startup.invalid_artifact_paths",
+            f"The upload spool {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
+        ) from error
+    uploader.start()
+    return uploader
+
+
+def _tell_of_what_waits(spool_dir: Path) -> None:
+    """A start without destinations delivers nothing, and would look as if all had arrived."""
+    try:
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_journal(spool_dir))
+    except (UploadError, OSError) as error:
+        log.warning("what may wait for upload cannot be told: %s", error)
+        return
+    if waiting:
+        run_dir = shlex.quote(str(spool_dir.parent))
+        text = "uploads of earlier starts wait (%d), and nothing says where to send them: set the URLs, or see %s"
+        log.warning(text, waiting, f"`genlight uploads {run_dir}`")
+
+
+def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Callable[[], None]) -> None:
+    """Wait for the required uploads, as long as no stop is asked for.
+
+    Raises:
+        UploadError: One was refused, or did not arrive by the deadline.
+        TrainingCanceled: What `raise_if_stopped` raised, which is called about once a second.
+    """
+    if uploader is None:
+        return
+
+    def show(line: str) -> None:
+        raise_if_stopped()
+        log.info("%s", line)
+
+    error = uploader.settle(deadline_s=deadline_s, progress=show).error()
+    if error is not None:
+        raise error
+
+
+def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
+    """Queue a checkpoint that a kill may have kept from its queue; one that has arrived is known by its content."""
+    files = [record.path.parent / file.path for file in record.files]
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
+
+
+def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:
+    """Send the terminal message of a run that could not start, where its URL is known; a failure is only logged."""
+    if sinks.terminal_url is None:
+        return
+    with tempfile.TemporaryDirectory() as spool:
+        config = UploadConfig(
+            run_id=sinks.run_id,
+            spool_dir=Path(spool),
+            token=sinks.token,
+            terminal_url=sinks.terminal_url,
+            deadline_s=STARTUP_DEADLINE_S,
+        )
+        error: GenlightError | OSError | None
+        try:
+            with Uploader(config) as uploader:
+                error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
+        except (GenlightError, OSError) as problem:
+            error = problem
+    if error is not None:
+        log.error("the failure could not be reported: %s", error)

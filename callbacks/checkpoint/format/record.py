@@ -1,0 +1,303 @@
+"""The commit record: a checkpoint exists when its record does.
+
+A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of the file shows.
+It names every file of the checkpoint by its path relative to the record's own folder, with size and digest: a folder
+that was moved still loads. Records that an older runtime of the contract wrote have no digest and no files.
+
+The module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from ....adapter.contract.exceptions import BrokenCheckpointError
+from .layout import name_of, step_of_name
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "SHARDED_FORMAT_VERSION",
+    "TORCH_MAGICS",
+    "CheckpointRecord",
+    "FileEntry",
+    "RecordMeta",
+    "digest_of",
+    "library_versions",
+    "read_record",
+    "serialise_record",
+]
+
+FORMAT = "genlight.checkpoint"
+FORMAT_VERSION = 1
+SHARDED_FORMAT_VERSION = 2
+"""Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+TORCH_MAGICS = (b"PK", b"\x80\x02")
+"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
+
+_OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
+"""Keys that a record of an older runtime may have."""
+_DIGEST_MEMBER = b',"digest":"xxh3_128:'
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the record's folder, with slashes."""
+    size: int
+    """Bytes."""
+    xxh3_128: str
+    """Hexadecimal, of the content as it was in memory."""
+    sha256: str | None = None
+    """Hexadecimal, where the file was uploaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordMeta:
+    """What a run knows about a checkpoint beside its content."""
+
+    step: int | None = None
+    """Completed steps; None takes ``global_step`` from the checkpoint itself."""
+    run_id: str = ""
+    attempt: int = 1
+    final: bool = False
+    max_steps: int | None = None
+    spec_digest: str | None = None
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The fields that `spec_digest` covers, so that a mismatch can name those that differ."""
+    trainer_checkpoint: Mapping[str, Any] | None = None
+    """What the trainer's ``save_checkpoint`` hook returned."""
+    elapsed_s: float = 0.0
+    """Training time so far, over all attempts."""
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Monitored values at this step, for `keep_best`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """A parsed record. `is_old` tells one of an older runtime, whose files nobody can check."""
+
+    path: Path
+    step: int
+    run_id: str
+    state: Any
+    """The trainer's state payload as stored: `load` turns it into values, except an old record's, which is plain."""
+    attempt: int = 1
+    final: bool = False
+    max_steps: int | None = None
+    spec_digest: str | None = None
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    trainer_checkpoint: Mapping[str, Any] | None = None
+    """What the hook returned; a relative ``primary_path`` is relative to `trainer_folder`."""
+    elapsed_s: float = 0.0
+    world_size: int = 1
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    created_at_ms: int = 0
+    """Milliseconds since 1970, of the commit."""
+    folder: str | None = None
+    """Name of the data folder beside the record."""
+    files: Sequence[FileEntry] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    digest: str = ""
+    is_old: bool = False
+
+    @property
+    def name(self) -> str:
+        """The checkpoint's name, such as ``step-00000200``."""
+        return name_of(self.path)
+
+    @property
+    def data_path(self) -> Path | None:
+        """The data folder."""
+        return None if self.folder is None else self.path.parent / self.folder
+
+    @property
+    def trainer_folder(self) -> Path | None:
+        """What the trainer's hook got as ``output_dir``, where it wrote anything."""
+        return None if self.data_path is None else self.data_path / "trainer"
+
+    @property
+    def primary_path(self) -> Path | None:
+        """The file or folder that the trainer's hook named for reporting and upload, as an absolute path."""
+        named = (self.trainer_checkpoint or {}).get("primary_path")
+        if not isinstance(named, (str, os.PathLike)):
+            return None
+        base = self.trainer_folder if self.trainer_folder is not None else self.path.parent
+        return (base / named).absolute()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files together, the record itself left out."""
+        return sum(file.size for file in self.files)
+
+    def file_name(self, file: FileEntry) -> str:
+        """The path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
+        return file.path.removeprefix(f"{self.folder}/")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh3-128 in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def serialise_record(
+    meta: RecordMeta,
+    *,
+    step: int,
+    state: Any,
+    folder: str | None,
+    files: Sequence[FileEntry],
+    created_at_ms: int,
+    is_sharded: bool = False,
+) -> bytes:
+    """The bytes of a record."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
+        "step": step,
+        "run_id": meta.run_id,
+        "attempt": meta.attempt,
+        "final": meta.final,
+        "max_steps": meta.max_steps,
+        "spec_digest": meta.spec_digest,
+        "spec": dict(meta.spec),
+        "created_at_ms": created_at_ms,
+        "elapsed_s": meta.elapsed_s,
+        "world_size": meta.world_size,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in meta.metrics.items()},
+        "versions": dict(library_versions()),
+        "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
+        "state": state,
+        "folder": folder,
+        "files": [
+            {"path": f.path, "size": f.size, "xxh3_128": f.xxh3_128} | ({"sha256": f.sha256} if f.sha256 else {})
+            for f in files
+        ],
+    }
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
+    return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
+
+
+def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
+    """Parse the record at `path` and prove its own digest; its files are not looked at.
+
+    Raises:
+        BrokenCheckpointError: The record is damaged, or is no record.
+        FileNotFoundError: There is no such file.
+    """
+    # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
+    path = Path(os.path.realpath(path))
+    with path.open("rb") as file:
+        data = file.read(2)
+        if data in TORCH_MAGICS:  # or gigabytes would be read to find that they are no JSON
+            raise BrokenCheckpointError(
+                name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
+            )
+        data += file.read()
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not a JSON object")
+    if content.keys() <= _OLD_KEYS and isinstance(content.get("state"), dict):
+        return _old_record(path, content)
+    _check_own_digest(path, data)
+    return _new_record(path, content)
+
+
+@functools.cache
+def library_versions() -> Mapping[str, str]:
+    """Versions of Python and of the libraries that a checkpoint depends on."""
+    versions = {"python": platform.python_version()}
+    for name in ("genlight", "torch", "lightning", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _check_own_digest(path: Path, data: bytes) -> None:
+    body, member, tail = data.rpartition(_DIGEST_MEMBER)
+    if not member:
+        raise BrokenCheckpointError(name_of(path), f"{path.name} has no digest and is not an older runtime's record")
+    if tail != digest_of(body).encode() + b'"}\n':
+        raise BrokenCheckpointError(name_of(path), f"the digest of its record {path.name} does not match")
+
+
+def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    step = content.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        step = step_of_name(name_of(path)) or 0
+    trainer_checkpoint = content.get("trainer_checkpoint")
+    return CheckpointRecord(
+        path=path,
+        step=step,
+        run_id=str(content.get("run_id") or content.get("request_id") or ""),
+        state=content["state"],
+        final=content.get("final") is True,
+        trainer_checkpoint=trainer_checkpoint if isinstance(trainer_checkpoint, dict) else None,
+        is_old=True,
+    )
+
+
+def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    name = name_of(path)
+    if content.get("format") != FORMAT:
+        raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
+    if content.get("format_version") not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
+        found = content.get("format_version")
+        raise BrokenCheckpointError(
+            name,
+            f"it has format version {found!r}, and this genlight reads versions up to {SHARDED_FORMAT_VERSION}; "
+            "upgrade it",
+        )
+    try:
+        values = {key: content[key] for key in _RECORD_KEYS}
+        files = tuple(FileEntry(**entry) for entry in content["files"])
+    except (KeyError, TypeError) as error:
+        raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
+    for named in [entry.path for entry in files] + ([] if values["folder"] is None else [values["folder"]]):
+        _refuse_outside(name, named)
+    return CheckpointRecord(path=path, files=files, digest=content["digest"], **values)
+
+
+_RECORD_KEYS = (
+    "step",
+    "run_id",
+    "attempt",
+    "final",
+    "max_steps",
+    "spec_digest",
+    "spec",
+    "created_at_ms",
+    "elapsed_s",
+    "world_size",
+    "metrics",
+    "versions",
+    "trainer_checkpoint",
+    "state",
+    "folder",
+)
+
+
+def _refuse_outside(checkpoint: str, path: str) -> None:
+    """A record that came from elsewhere must not make this process read, or delete, files beyond its folder."""
+    parts = PurePosixPath(path)
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+        raise BrokenCheckpointError(checkpoint, f"its record names a file outside of its folder: {path!r}")

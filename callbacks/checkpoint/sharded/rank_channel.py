@@ -1,0 +1,143 @@
+"""How the ranks of a run speak about a save, beside the collectives of training.
+
+Channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot meet
+a collective of training that another rank has issued in another order. One is for the training threads and one for the
+threads that write, so that the two never share one either. A rank that dies closes its connections, and whoever
+waits for it gets an error at once.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....adapter.contract.exceptions import CheckpointError
+
+__all__ = ["Channel", "RankGroups", "text_of"]
+
+LONGEST_WAIT = dt.timedelta(hours=1)
+"""How long a rank that has written its part waits for the slowest of the others."""
+
+MEETING_WAIT = dt.timedelta(minutes=2)
+"""How far apart ranks may come to one place in the code of a trainer."""
+
+
+class Channel:
+    """What ranks tell each other, each time all of them in the same order.
+
+    Args:
+        longest_wait: For a rank that does not answer; None takes torch's default.
+    """
+
+    def __init__(self, longest_wait: dt.timedelta | None = None) -> None:
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        self.rank, self.size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=longest_wait)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in order, on rank zero; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+    def share(self, value: Any) -> Any:
+        """What rank zero calls `value`."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def agree(self, problem: Exception | None, doing: str) -> None:
+        """Go on only where no rank has a problem.
+
+        Raises:
+            Exception: This rank's own problem, or a `CheckpointError` that tells the one of another.
+        """
+        told = self.share(first_problem(self.gather(text_of(problem)), doing))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise CheckpointError(told)
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come here for the same thing.
+
+        Raises:
+            CheckpointError: One has not, for two minutes, or for another thing.
+        """
+        if self._group is None:
+            return
+        wanted: list[str | None] = [None] * self.size
+        try:
+            dist.monitored_barrier(self._group, timeout=MEETING_WAIT)
+            dist.all_gather_object(wanted, what, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(self._alone(what)) from error
+        if set(wanted) != {what}:
+            raise CheckpointError(self._alone(what))
+
+    def _alone(self, what: str) -> str:
+        return (
+            f"rank {self.rank} uses the values of {what} while a checkpoint is made, and another rank does not: a "
+            "state_dict has to use those of sharded tensors on all ranks, or hand the tensors on as they are"
+        )
+
+    def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
+        """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
+        numbers = torch.tensor([number])
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return numbers, work
+
+
+class RankGroups:
+    """The channels of one process, which all ranks make at the same time.
+
+    All at once and before the first save: making one waits for every rank, however long that is dead.
+    """
+
+    def __init__(self) -> None:
+        self.training = Channel()
+        """For the training threads."""
+        self.meeting = Channel()
+        """For `Channel.meet` alone, where a rank may be missing: what it says elsewhere must not be taken for it."""
+        self.writing = Channel(LONGEST_WAIT)
+        """For the threads that write, or for the training threads while none does."""
+
+
+class EndOfSave:
+    """Lets the ranks learn, after the same step, that a save in the background has ended on all of them.
+
+    Without that, the rank that hears first of a failed save would leave the others behind in a collective.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._round: tuple[torch.Tensor, Any] | None = None
+
+    def has_come(self, *, is_busy: bool) -> bool:
+        """Whether it had come when all ranks asked the time before; asked once after each step."""
+        before, self._round = self._round, self._channel.start_largest(int(is_busy))
+        if before is None:
+            return False
+        largest, work = before
+        if work is not None:
+            work.wait()
+        return not int(largest)
+
+
+def text_of(problem: BaseException | None) -> str | None:
+    """What other ranks are told."""
+    return None if problem is None else f"{type(problem).__name__}: {problem}"
+
+
+def first_problem(texts: list[str | None], doing: str) -> str | None:
+    """What is wrong on the first rank that has a problem; None on all but rank zero, and where all is well."""
+    return next((f"rank {rank} could not {doing}: {text}" for rank, text in enumerate(texts) if text is not None), None)

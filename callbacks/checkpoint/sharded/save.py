@@ -1,0 +1,288 @@
+"""One checkpoint written by all ranks: each writes the slices it holds, and rank zero commits when all are durable.
+
+In the training threads the ranks agree that there is something to write, room for it, and a temporary folder. Then each
+rank, in its own thread where the save is asynchronous:
+
+1. writes its slices and their index into ``rank-00001/`` of that folder, synced and compared like any other file; rank
+   zero also writes everything that is not sharded;
+2. tells rank zero that it has, or why it has not;
+3. hears from rank zero that the record is committed, or why not.
+
+So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
+the save fail on all ranks; one that dies closes its connections, which does too. The checkpoint before stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ....adapter.contract.exceptions import CheckpointError
+from ....adapter.plumbing.durable import fsync_directory
+from ..codec.tensor_bytes import bytes_of
+from ..codec.tensor_table import Entry
+from ..format.layout import name_of
+from ..format.record import CheckpointRecord, FileEntry, digest_of
+from ..format.shard_index import (
+    PART_FILE,
+    SliceEntry,
+    block_digests,
+    parse_part,
+    part_folder,
+    rank_of,
+    serialise_part,
+)
+from ..saving import SPACE_FOR_THE_REST, Prepared, header_of, in_order, publish, write_files, write_tensors
+from ..storage.commit import Staging, require_space, stage
+from ..storage.write_errors import naming_the_checkpoint
+from ..storage.write_file import write_file
+from .boxes import Box, make_whole
+from .rank_channel import Channel, first_problem, text_of
+
+__all__ = ["Plan", "only_slices", "plan_save", "require_shared_directory", "write_together"]
+
+log = logging.getLogger(__name__)
+
+VISIBLE_WITHIN_S = 10.0
+"""How long a file that one rank made may take to be seen by another, over a network file system that caches."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank zero decided about a save."""
+
+    staging: Path
+    asynchronous: bool
+    is_sharded: bool
+    """False where no tensor is, so that rank zero alone has something to write."""
+
+
+def plan_save(
+    channel: Channel,
+    record: Path,
+    prepared: Prepared | Exception,
+    staging: Staging | None,
+    *,
+    asynchronous: bool,
+) -> Plan:
+    """Agree on the save of `record`. Collective, in the training threads.
+
+    Args:
+        channel: For the training threads.
+        record: Where the record will be; rank zero's counts.
+        prepared: This rank's share, or why it could not be prepared.
+        staging: Rank zero's temporary folder, where it has one already.
+        asynchronous: Whether it is written in the background; rank zero's word counts.
+
+    Raises:
+        Exception: Why it could not be prepared here, or a `CheckpointError` about another rank.
+        CheckpointError: The disk has no space for all parts.
+        UnwrittenCheckpointError: Rank zero could not make the folder.
+    """
+    problem = prepared if isinstance(prepared, Exception) else None
+    nbytes = 0 if isinstance(prepared, Exception) else _own_bytes(prepared, channel.rank)
+    said = channel.gather((text_of(problem), nbytes))
+    plan: Plan | str | None = first_problem([text for text, _ in said], f"prepare {name_of(record)}")
+    if channel.rank == 0 and plan is None:
+        assert isinstance(prepared, Prepared)
+        try:
+            whole = sum(nbytes for _, nbytes in said)
+            with naming_the_checkpoint(record, whole):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                require_space(record.parent, whole + SPACE_FOR_THE_REST)
+                plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
+        except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+            problem, plan = error, f"rank 0 could not begin {name_of(record)}: {text_of(error)}"
+    decided = channel.share(plan)
+    if problem is not None:
+        raise problem
+    if isinstance(decided, str):
+        raise CheckpointError(decided)
+    assert isinstance(decided, Plan)
+    return decided
+
+
+def write_together(channel: Channel, record: Path, prepared: Prepared, staging: Staging) -> CheckpointRecord | None:
+    """Write this rank's part and return when the whole checkpoint is durable, on rank zero with its record. Collective.
+
+    Raises:
+        CheckpointError: A rank could not write its part, died, or does not see the directory.
+        UnwrittenCheckpointError: This rank could not write its own.
+    """
+    files, problem = _try_to_write_part(channel, prepared, staging)
+    try:
+        said = channel.gather((text_of(problem), files))
+        if channel.rank == 0:
+            return _commit_and_tell(channel, record, prepared, staging, said, problem)
+        verdict = channel.share(None)
+    except RuntimeError as error:  # What gloo raises when a connection closes.
+        if problem is not None:
+            raise problem from None
+        raise CheckpointError(f"a rank ended while {name_of(record)} was being written") from error
+    if problem is not None:
+        raise problem
+    if verdict is not None:
+        raise CheckpointError(verdict)
+    return None
+
+
+def require_shared_directory(channel: Channel, directory: Path) -> None:
+    """Raise where a rank does not see what rank zero makes in `directory`. Collective.
+
+    Raises:
+        CheckpointError: Names the rank and its host.
+        OSError: Rank zero cannot write there.
+    """
+    staging, problem = None, None
+    if channel.rank == 0:
+        try:
+            staging = stage(directory / "shared")
+        except OSError as error:
+            problem = error
+    path = channel.share(None if staging is None else staging.path)
+    if path is not None and channel.rank != 0:
+        try:
+            _wait_until_seen(path, channel.rank)
+        except CheckpointError as error:
+            problem = error  # type: ignore[assignment]
+    try:
+        channel.agree(problem, f"use {directory}")
+    finally:
+        if staging is not None:
+            staging.discard()
+
+
+def _own_bytes(prepared: Prepared, rank: int) -> int:
+    return prepared.nbytes if rank == 0 else sum(entry.nbytes for entry in prepared.slices)
+
+
+def _try_to_write_part(
+    channel: Channel, prepared: Prepared, staging: Staging
+) -> tuple[list[FileEntry], Exception | None]:
+    """The files of this rank, or why they could not be written: the others wait to hear of it."""
+    try:
+        _wait_until_seen(staging.path, channel.rank)
+        with naming_the_checkpoint(staging.record, _own_bytes(prepared, channel.rank)):
+            files = write_files(staging, prepared) if channel.rank == 0 else []
+            return files + _write_slices(staging, channel, prepared.slices), None
+    except Exception as error:  # noqa: BLE001 - the caller raises it, once rank zero knows
+        return [], error
+
+
+def _write_slices(staging: Staging, channel: Channel, entries: list[Entry]) -> list[FileEntry]:
+    folder = staging.folder(part_folder(channel.rank))
+    written: list[tuple[str, int, str]] = []
+    index: list[SliceEntry] = []
+    by_file: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file, []).append(entry)
+    for file, held in by_file.items():
+        written.append((file, *write_tensors(folder / file, held, _indexed(file, held, index))))
+    part = serialise_part(channel.rank, channel.size, index)
+    written.append((PART_FILE, *write_file(folder / PART_FILE, [part])))
+    fsync_directory(folder)
+    return [FileEntry(f"{folder.name}/{name}", size, digest) for name, size, digest in written]
+
+
+def _indexed(file: str, entries: list[Entry], index: list[SliceEntry]) -> Iterator[memoryview]:
+    """The bytes of each entry, which is added to `index` on the way."""
+    begin = len(header_of(entries))
+    for entry in in_order(entries):
+        assert entry.slice is not None
+        data, part = bytes_of(entry.source), entry.slice
+        facts = (part.dtype, part.whole, part.box.offset, part.box.shape)
+        index.append(SliceEntry(file, entry.key, *facts, begin, len(data), block_digests(data)))
+        begin += len(data)
+        yield data
+
+
+def _commit_and_tell(
+    channel: Channel,
+    record: Path,
+    prepared: Prepared,
+    staging: Staging,
+    said: list[tuple[str | None, list[FileEntry]]],
+    problem: Exception | None,
+) -> CheckpointRecord:
+    """On rank zero: commit if all parts are there, and tell the others either way."""
+    written = None
+    verdict = first_problem([text for text, _ in said], f"write its part of {record.name}")
+    if verdict is None:
+        try:
+            files = [file for _, part in said for file in part]
+            _check_parts(staging, prepared, files)
+            with naming_the_checkpoint(record, sum(file.size for file in files)):
+                written = publish(record, prepared, staging, files)
+        except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
+            problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
+    try:
+        channel.share(verdict)
+    except RuntimeError as error:
+        if written is None:
+            raise
+        log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+    if written is None:
+        raise problem if problem is not None else CheckpointError(verdict)
+    return written
+
+
+def _check_parts(staging: Staging, prepared: Prepared, files: list[FileEntry]) -> None:
+    """Prove that rank zero sees all parts, and that they make the sharded tensors whole."""
+    found: dict[tuple[str, str], list[SliceEntry]] = {key: [] for key in prepared.wholes}
+    for file in files:
+        rank = rank_of(file.path)
+        if rank is None:
+            continue
+        path = staging.path / file.path
+        _wait_until_seen(path, 0, size=file.size, made_by=rank)
+        if path.name == PART_FILE:
+            data = path.read_bytes()
+            if digest_of(data) != file.xxh3_128:
+                raise CheckpointError(f"rank 0 reads {file.path} otherwise than rank {rank} wrote it")
+            for entry in parse_part(data):
+                found.setdefault((entry.file, entry.key), []).append(entry)
+    for (file_name, key), slices in found.items():
+        expected = prepared.wholes.get((file_name, key))
+        boxes = [Box(entry.offset, entry.shape) for entry in slices]
+        facts = {(entry.whole, entry.dtype) for entry in slices}
+        if expected is None or facts - {(expected.whole, expected.dtype)} or not make_whole(expected.whole, boxes):
+            raise CheckpointError(
+                f"the ranks do not hold the same sharded tensors: their slices of {key} do not make one whole; "
+                "every rank has to put the same sharded tensors into its state"
+            )
+
+
+def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by: int = 0) -> None:
+    """Return once `path` is there for this rank, with its size.
+
+    Raises:
+        CheckpointError: It is not; the directory is not the same one on all nodes.
+    """
+    end = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        try:
+            found = os.stat(path).st_size
+            if size is None or found == size:
+                return
+        except FileNotFoundError:
+            pass
+        if time.monotonic() > end:
+            break
+        time.sleep(_POLL_S)
+    directory = path.parent if size is None else path.parent.parent.parent
+    raise CheckpointError(
+        f"rank {rank} on {socket.gethostname()} does not see in {directory} what rank {made_by} wrote there: "
+        "each rank writes its own part of a sharded checkpoint, so the directory must be on a file system that all "
+        "nodes share; choose such a `dirpath`, or train without sharding"
+    )
+
+
+def only_slices(prepared: Prepared) -> Prepared:
+    """What a rank other than zero writes."""
+    return replace(prepared, entries=[], rest=b"", state=None)

@@ -1,0 +1,401 @@
+"""The base of genlight's callbacks: a Lightning callback with a failure, rank and order policy.
+
+A subclass states its policy as class (or instance) attributes and overrides the events it wants. The policy holds
+under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because it is bound to the methods
+themselves:
+
+- **failure**: an exception of a hook that is not `critical` is logged once per event with its traceback, counted, and
+  summed up at the end; training goes on. A critical hook's exception ends the run.
+- **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
+- **order**: a hook that `reads` a field of the run state runs after the hooks that `writes` it, whatever the order of
+  registration. Other callbacks keep their places.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ...adapter.contract.exceptions import HookOrderError, TrainingCanceled
+from ...adapter.contract.run_state import RunState
+
+__all__ = [
+    "HOOK_EVENTS",
+    "Hook",
+    "after_failure",
+    "callbacks_of",
+    "fire",
+    "listeners",
+    "order_callbacks",
+    "run_state_of",
+    "skippable",
+    "skipping_hook",
+]
+
+log = logging.getLogger(__name__)
+
+HOOK_EVENTS = (
+    "on_new_training_run",
+    "on_rollout_start",
+    "on_rollout_end",
+    "on_mb_end",
+    "on_train_phase_end",
+    "on_epoch_end",
+    "on_training_end",
+    "on_training_failed",
+    "on_checkpoint_durable",
+    "on_samples_written",
+)
+"""Events that Lightning's callbacks do not have."""
+
+RUN_STATE_KEY = "genlight_run_state"
+"""Where a checkpoint holds the run state."""
+
+FIELDS_OF_THE_LOOP = frozenset(
+    {
+        "run_id",
+        "attempt",
+        "agent_step",
+        "epoch",
+        "update_epoch",
+        "minibatch_index",
+        "rollout_stats",
+        "loss_stats",
+        "stop_reason",
+    }
+)
+"""Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
+
+FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason"})
+"""Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
+
+_ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
+_RUN_STATE_ATTRIBUTE = "_genlight_run_state"
+_ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
+_FIRST_RANK_ATTRIBUTE = "_genlight_is_first_rank"
+_POLICED_ATTRIBUTE = "_genlight_is_policed"
+_SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Hook(pl.Callback):
+    """A Lightning callback that keeps a failure, rank and order policy.
+
+    Beside Lightning's own hooks it receives `HOOK_EVENTS`, each as ``(trainer, pl_module, …)``.
+    """
+
+    critical: bool = False
+    """Whether an exception of this hook ends the run."""
+    ranks: Literal["zero", "all"] = "zero"
+    """Which ranks receive events."""
+    reads: Sequence[str] = ()
+    """Fields of the run state that must be written before this hook runs."""
+    optional_reads: Sequence[str] = ()
+    """Fields that must be written before this hook runs if any hook writes them."""
+    writes: Sequence[str] = ()
+    """Fields of the run state that this hook writes."""
+    next_due_step: int = 0
+    """The step whose end this hook waits for, where its ``on_train_batch_end`` is `skippable`."""
+
+    _inside_event: bool = False
+    _failures: Counter[str] | None = None
+    _reported: Counter[str] | None = None
+
+    _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
+    """Not policed: what they add belongs to every rank, and a failure must reach whoever saves or loads."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, method in list(vars(cls).items()):
+            is_event = name.startswith("on_") or name in ("setup", "teardown")
+            if is_event and name not in cls._not_events and inspect.isfunction(method):
+                setattr(cls, name, _policed(name, method))
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often each event of this hook failed; empty for a critical hook, whose first failure ends the run."""
+        return dict(self._failures or {})
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        order_callbacks(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        report_failures(self)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint.setdefault(RUN_STATE_KEY, run_state_of(trainer).state_dict())
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        state = run_state_of(trainer)
+        kept = FIELDS_OF_THE_ATTEMPT | ({"run_id"} if state.run_id else set())
+        saved = checkpoint.get(RUN_STATE_KEY, {})
+        state.load_state_dict({name: value for name, value in saved.items() if name not in kept})
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_training_failed(trainer, pl_module, exception)
+        report_failures(self)  # Lightning calls no `teardown` after an exception
+
+    def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training is about to take its first step, of a new run or of a resumed one."""
+
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The trainer is about to collect experience."""
+
+    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Experience was collected; ``rollout_stats`` is set."""
+
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A minibatch was trained."""
+
+    def on_train_phase_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All minibatches of the current experience were trained."""
+
+    def on_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A pass over the data, or a rollout with its training phase, has ended."""
+
+    def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training ended as planned."""
+
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Training ended by an exception or a stop."""
+
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        """The checkpoint whose record is `path` can no longer be lost; may come some steps after `step`."""
+
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        """Samples of `step` are on disk: for each its record, then the files that belong to it."""
+
+
+def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` under the failure and rank policy of its hook."""
+    is_setup, is_last = name == "setup", name in ("teardown", "on_exception")
+
+    @functools.wraps(method)
+    def event(self: Hook, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        if self._inside_event:  # a call of super(): the outer event keeps the policy
+            return method(self, trainer, *args, **kwargs)
+        if is_setup:
+            order_callbacks(trainer)
+        if self.ranks == "zero" and not _is_first_rank(trainer):
+            return None
+        self._inside_event = True
+        try:
+            return method(self, trainer, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # the policy raises it again
+            _judge(self, name, error)
+            return None
+        finally:
+            self._inside_event = False
+            if is_last:
+                report_failures(self)
+
+    setattr(event, _POLICED_ATTRIBUTE, True)
+    return event
+
+
+def _judge(hook: Hook, event: str, error: Exception) -> None:
+    """Raise `error` again if it ends the run, and note it otherwise."""
+    if isinstance(error, TrainingCanceled):
+        raise error
+    # Or it comes from a critical hook that this one fired an event for.
+    if hook.critical or hasattr(error, _ENDS_RUN_ATTRIBUTE):
+        setattr(error, _ENDS_RUN_ATTRIBUTE, True)
+        raise error
+    _note_failure(hook, event, error)
+
+
+def _is_first_rank(trainer: pl.Trainer) -> bool:
+    """``trainer.is_global_zero``, three properties deep, as it was noted in ``setup``, when ranks are known."""
+    noted: bool | None = getattr(trainer, _FIRST_RANK_ATTRIBUTE, None)
+    return trainer.is_global_zero if noted is None else noted
+
+
+def _note_failure(hook: Hook, event: str, error: Exception) -> None:
+    if hook._failures is None:
+        hook._failures = Counter()
+    hook._failures[event] += 1
+    if hook._failures[event] == 1:
+        log.error(
+            "%s failed in %s; training goes on, further failures of this event are only counted",
+            type(hook).__name__,
+            event,
+            exc_info=error,
+        )
+
+
+def report_failures(hook: Hook) -> None:
+    """Log what was only counted while training, unless that was done already."""
+    if hook._failures and hook._failures != hook._reported:
+        counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
+        log.warning("%s failed: %s", type(hook).__name__, counts)
+        hook._reported = hook._failures.copy()
+
+
+def run_state_of(trainer: pl.Trainer) -> RunState:
+    """The run state that all hooks of `trainer` share; made at the first call."""
+    state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
+    if state is None:
+        state = RunState()
+        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
+    return state
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of `trainer`; Lightning sets the attribute without declaring it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
+    """Deliver one of `HOOK_EVENTS` to every callback that has it."""
+    for callback in callbacks_of(trainer):
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(trainer, trainer.lightning_module, *args)
+
+
+def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
+    """The method `event` of every callback that has one of its own, to be called in each step.
+
+    A loop that calls them passes what they raise to `after_failure`: applying the policy there, and only then, is what
+    makes a hook cost one call. Hooks that do not listen on this rank are left out.
+    """
+    return [
+        _without_policy(callback, event)
+        for callback in callbacks_of(trainer)
+        if _is_own(callback, event)
+        and (not isinstance(callback, Hook) or callback.ranks == "all" or _is_first_rank(trainer))
+    ]
+
+
+def skippable(method: _Method) -> _Method:
+    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
+
+    genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
+    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, once a
+    stop was asked for, and after ``eval_scores`` changed. Lightning's own loop calls it after every step. A method that
+    a subclass puts in its place is not skipped unless it is marked as well.
+    """
+    setattr(method, _SKIPPABLE_ATTRIBUTE, True)
+    return method
+
+
+def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
+    """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
+    hook = getattr(listener, "__self__", None)
+    return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
+
+
+def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:
+    """What the policy says to an exception of one of the `listeners`: raise it again, or note it."""
+    hook = getattr(listener, "__self__", None)
+    if not isinstance(hook, Hook):
+        raise error
+    _judge(hook, event, error)
+
+
+def _is_own(callback: pl.Callback, event: str) -> bool:
+    plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
+    return event in vars(callback) or getattr(type(callback), event, None) not in plain
+
+
+def _without_policy(callback: pl.Callback, event: str) -> Callable[..., Any]:
+    """The bound method of `callback`, as it was written where that is safe."""
+    method: Callable[..., Any] = getattr(callback, event)
+    policed = [cls for cls in type(callback).__mro__ if hasattr(vars(cls).get(event), _POLICED_ATTRIBUTE)]
+    # Where a parent has the event too, a call of super() must find that it is inside of one.
+    if event in vars(callback) or len(policed) != 1 or not hasattr(method, _POLICED_ATTRIBUTE):
+        return method
+    return types.MethodType(method.__wrapped__, callback)  # type: ignore[attr-defined]
+
+
+def order_callbacks(trainer: pl.Trainer) -> None:
+    """Put the hooks of `trainer` into the order that their reads and writes ask for; once per trainer.
+
+    Raises:
+        HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
+    """
+    setattr(trainer, _FIRST_RANK_ATTRIBUTE, trainer.is_global_zero)
+    registered = callbacks_of(trainer)
+    if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
+        return
+    hooks = [callback for callback in registered if isinstance(callback, Hook)]
+    in_order = iter(_sorted_hooks(hooks))
+    # A new list, because Lightning is iterating over the old one while it calls `setup`.
+    callbacks = [next(in_order) if isinstance(callback, Hook) else callback for callback in registered]
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+    setattr(trainer, _ORDERED_ATTRIBUTE, callbacks)
+
+
+def _sorted_hooks(hooks: Sequence[Hook]) -> list[Hook]:
+    """The hooks, writers first, otherwise as they were registered."""
+    # By position: a hook that is a dataclass can be neither hashed nor told from its equal.
+    waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]
+    ordered: list[int] = []
+    remaining = list(range(len(hooks)))
+    while remaining:
+        ready = next((position for position in remaining if not waits_for[position].intersection(remaining)), None)
+        if ready is None:
+            raise HookOrderError(_describe_cycle(remaining, waits_for, hooks))
+        ordered.append(ready)
+        remaining.remove(ready)
+    return [hooks[position] for position in ordered]
+
+
+def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
+    """Positions of the hooks that must run before the one at `position`.
+
+    Among hooks that both read and write a field (counters, say) the order of registration decides.
+    """
+    hook = hooks[position]
+    before: set[int] = set()
+    for field in (*hook.reads, *hook.optional_reads):
+        writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
+        if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
+            raise HookOrderError(
+                f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
+            )
+        for writer in writers:
+            both_update = field in hook.writes and field in hooks[writer].reads
+            if writer != position and (not both_update or writer < position):
+                before.add(writer)
+    return before
+
+
+def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: Sequence[Hook]) -> str:
+    """Follow who waits for whom among the `stuck` until a hook comes twice."""
+    path = [stuck[0]]
+    while path.count(path[-1]) == 1:
+        path.append(next(position for position in stuck if position in waits_for[path[-1]]))
+    cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
+    steps = [
+        f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
+        for hook, writer in itertools.pairwise(cycle)
+    ]
+    return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
+
+
+def _shared_fields(reader: Hook, writer: Hook) -> list[str]:
+    return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))

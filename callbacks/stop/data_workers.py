@@ -1,0 +1,150 @@
+"""Data workers outlive a stop signal that was sent to the whole process group, as schedulers and terminals send it.
+
+The training process finishes its step and saves a checkpoint then, for which it may need further batches. A worker
+ends when its loader tells it to, when the loader's iterator is gone, or when the training process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..lightning_internals import require_names
+from .signals import REASON_OF_SIGNAL
+
+__all__ = ["protect_workers", "release_workers", "start_workers"]
+
+_ENTRY = "_get_iterator"
+"""What every loader makes its workers by, whoever calls it; a kind of loader may have one of its own."""
+
+require_names("torch", DataLoader, _ENTRY)
+
+PATIENCE_S = 10.0
+"""How long a worker may take to end as its loader tells it, once the iterator is gone."""
+
+_Start = Callable[[DataLoader[Any]], Iterator[Any]]
+
+_start: _Start = getattr(DataLoader, _ENTRY)
+_replaced: dict[type[DataLoader[Any]], _Start] = {}
+_spans = 0
+
+
+def protect_workers() -> None:
+    """Have `start_workers` make the workers of every torch data loader of this process, until `release_workers`.
+
+    Also those of kinds that make their iterators themselves, as torchdata's ``StatefulDataLoader``.
+    """
+    global _spans
+    _spans += 1
+    setattr(DataLoader, _ENTRY, start_workers)
+    setattr(DataLoader, "__init_subclass__", classmethod(_protect_new))  # noqa: B010 - a name that it inherits
+    _protect_kinds(DataLoader)
+
+
+def release_workers() -> None:
+    """End what `protect_workers` began; workers that run stay as they are."""
+    global _spans
+    _spans -= 1
+    if not _spans:
+        setattr(DataLoader, _ENTRY, _start)
+        del DataLoader.__init_subclass__
+        for kind, own in _replaced.items():
+            setattr(kind, _ENTRY, own)
+        _replaced.clear()
+
+
+def _protect_new(kind: type[DataLoader[Any]], /, **options: Any) -> None:
+    super(DataLoader, kind).__init_subclass__(**options)
+    _protect(kind)
+
+
+def _protect_kinds(base: type[DataLoader[Any]]) -> None:
+    for kind in base.__subclasses__():
+        _protect(kind)
+        _protect_kinds(kind)
+
+
+def _protect(kind: type[DataLoader[Any]]) -> None:
+    own = vars(kind).get(_ENTRY)
+    if own is not None and kind not in _replaced:
+        _replaced[kind] = own
+        setattr(kind, _ENTRY, lambda loader: start_workers(loader, own))
+
+
+def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[Any]:
+    """An iterator of `loader`, which `start` makes, whose workers heed no stop signal; the loader stays as it is.
+
+    Where a fork server makes the workers, signals that come before they run end them, and the server's own end by a
+    signal has them end after their next batch.
+    """
+    init = loader.worker_init_fn
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the latter by a subclass that calls its base
+        return start(loader)
+    ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
+    util.register_after_fork(ours, Connection.close)
+    loader.worker_init_fn = functools.partial(_begin, theirs, init)
+    try:
+        with _signals_held_back(loader):
+            iterator = start(loader)
+    finally:
+        loader.worker_init_fn = init
+        theirs.close()
+    # Also at exit, and before multiprocessing waits for workers that heed no SIGTERM.
+    util.Finalize(iterator, ours.close, exitpriority=0)
+    return iterator
+
+
+@contextlib.contextmanager
+def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
+    """Processes that are started in this block are sent no stop signal before they call `_begin`."""
+    context = loader.multiprocessing_context or multiprocessing
+    method = context.get_start_method()
+    if method == "forkserver":  # it would hand the mask on to every process that it ever makes
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
+    try:
+        if method == "spawn":  # starts a helper first, after which Python 3.11 lets signals through
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -> None:
+    """In the main thread of a new worker, before anything of the user's."""
+    for number in REASON_OF_SIGNAL:
+        # Neither ignored nor blocked: programs that a worker starts would inherit that, and never end on SIGTERM.
+        signal.signal(number, lambda *_: _end_if_let_go(leash))
+    threading.Thread(target=_end_with, args=(leash, os.getppid()), name="genlight-leash", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
+    if init is not None:
+        init(worker)
+
+
+def _end_if_let_go(leash: Connection) -> None:
+    """Handles a stop signal, which is the training process's affair until that closes the other end of the leash."""
+    if leash.poll():
+        os._exit(0)
+
+
+def _end_with(leash: Connection, parent: int) -> None:
+    """End this worker once the other end of the leash is closed, which the kernel does if nobody else could."""
+    with contextlib.suppress(EOFError, OSError):
+        leash.recv_bytes()
+    end = time.monotonic() + PATIENCE_S
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.1)
+    os._exit(0)

@@ -1,0 +1,139 @@
+"""Signals that ask a process to stop, as a flag that is looked at between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ...adapter.contract.exceptions import StopReason
+
+__all__ = ["REASON_OF_SIGNAL", "StopSignals"]
+
+REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
+    signal.SIGTERM: "preempted",
+    signal.SIGUSR1: "preempted",
+    signal.SIGINT: "canceled",
+}
+
+LEFT_AFTER_S = 1.0
+"""How long a thread that reads arrivals is waited for when it is to end."""
+
+
+class StopSignals:
+    """Notes the first stop signal; the second one ends the process at once, with exit code 128 + its number.
+
+    Nothing else happens inside the handler: saving there could meet a half-made step or a held lock. A second signal
+    ends also a process whose main thread does not return to Python, as in a collective that hangs: a thread of its own
+    reads what the interpreter writes to its wakeup file. A program that has set such a file itself keeps it, and has to
+    return to Python.
+
+    A process that is forked meanwhile, a loader worker say, ends on SIGTERM as usual, and leaves to its parent what a
+    terminal or a scheduler sends to the whole group (SIGINT, SIGUSR1).
+    """
+
+    def __init__(self) -> None:
+        self.reason: StopReason | None = None
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
+        self._handled: list[int] = []
+        self._arrived: list[int] = []
+        self._wakeup_fd: int | None = None
+        self._watch: threading.Thread | None = None
+
+    @property
+    def are_handled(self) -> bool:
+        """Whether a signal that comes now is noted here."""
+        return all(signal.getsignal(number) == self._handle for number in REASON_OF_SIGNAL)
+
+    def install(self) -> None:
+        """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in REASON_OF_SIGNAL:
+            signal.signal(number, self._handle)
+        if self._wakeup_fd is None:
+            self._watch_arrivals()
+
+    @contextmanager
+    def installed(self) -> Iterator[StopSignals]:
+        """Handle the signals for the length of a block, and as before it afterwards."""
+        before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
+        self.install()
+        try:
+            yield self
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():
+                    # None: it was not installed from Python, and cannot be put back from there.
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                self.end_watch()
+
+    def forget(self) -> None:
+        """Begin anew: the next signal is the first."""
+        self.reason = None
+        self._handled, self._arrived = [], []
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._note(number, self._handled)
+
+    def _note(self, number: int, received: list[int]) -> None:
+        # Counted in one step: a handler may be interrupted by the next signal between a look and a note.
+        received.append(number)
+        if len(received) > 1:
+            # Not by the default action of the signal: the kernel spares the first process of a container its own.
+            os._exit(128 + number)
+        self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
+        self.on_stop()
+
+    def _watch_arrivals(self) -> None:
+        # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits
+        # is not woken, and its handler runs only when it returns to Python.
+        readable, writable = os.pipe()
+        os.set_blocking(writable, False)
+        other = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+            os.close(readable)
+            os.close(writable)
+            return
+        self._wakeup_fd = writable
+        self._watch = threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True)
+        self._watch.start()
+
+    def _read_arrivals(self, readable: int) -> None:
+        with open(readable, "rb", buffering=0) as arrivals:
+            while numbers := arrivals.read(64):
+                for number in numbers:
+                    # Others may have put a handler of their own in its place, as a Trainer does when it has ended.
+                    is_ours = number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle
+                    if is_ours and self._watch is threading.current_thread():
+                        self._note(number, self._arrived)
+
+    def end_watch(self) -> None:
+        """Give the interpreter's wakeup file back, once the handlers are somebody else's; `install` takes it anew."""
+        if self._wakeup_fd is None:
+            return
+        current = signal.set_wakeup_fd(-1)
+        if current != self._wakeup_fd:
+            signal.set_wakeup_fd(current)
+        os.close(self._wakeup_fd)
+        watch, self._wakeup_fd, self._watch = self._watch, None, None
+        if watch is not None:
+            # What it has not read yet belongs to what has ended, and is no signal to the next fit. A process that was
+            # forked off in C may keep the other end of its pipe open: then it stays.
+            watch.join(LEFT_AFTER_S)
+
+
+def _leave_to_parent() -> None:
+    for number in REASON_OF_SIGNAL:
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(owner, StopSignals):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+            owner.end_watch()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

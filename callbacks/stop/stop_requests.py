@@ -1,0 +1,244 @@
+"""Stops a run that was asked to stop: at the same step on every rank, after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from typing_extensions import override
+
+from ...adapter.contract.exceptions import StopReason, TrainingCanceled
+from ..checkpoint.checkpoint import Checkpoint
+from ..hook.hook import Hook, callbacks_of, run_state_of, skippable
+from ..hook.ticker import Ticker
+from ..lightning_internals import require_names
+from .data_workers import protect_workers, release_workers
+from .rank_agreement import Agreement
+from .signals import REASON_OF_SIGNAL, StopSignals
+from .sources import Deadline, cancel_file_is_set
+
+__all__ = ["StopRequests"]
+
+require_names("lightning", pl.Trainer, "_signal_connector")
+require_names("lightning", _SignalConnector, "register_signal_handlers")
+
+_REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
+"""By code; the largest wins where ranks were told different things."""
+
+
+class StopRequests(Hook):
+    """Watches for requests to stop and writes the reason they agree on to ``stop_reason`` of the run state.
+
+    Sources are a flag, a cancel file, a runtime limit, signals (SIGTERM, SIGUSR1, SIGINT), and callables that others
+    add. All ranks stop after the same step, also if one alone was told: about every 50 ms they agree on what they were
+    told, by an asynchronous all-reduce that is begun in one step and read in the next. Under genlight's loop that loop
+    then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
+    before the next step.
+
+    A fit that follows one which was stopped starts anew; a cancel file that is still there stops it as well.
+
+    From ``setup`` on, worker processes of torch data loaders heed no signal: those to the whole process group must not
+    take the batches from a training process that finishes its step.
+
+    Args:
+        cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
+            cannot be read counts as asking.
+        max_runtime_s: Limit in seconds since the process started; None means no limit. Slurm's end time is a limit too.
+            The run stops so much earlier that a save of the duration measured so far still fits in.
+        canceled: Whether the run is cancelled before it starts.
+        signals: Signals already handled by the caller; None handles them while training.
+
+    Raises:
+        ValueError: `max_runtime_s` is negative.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+    writes = ("stop_reason",)
+    poll_s = 0.05
+    """How often files are looked at; a look costs more than the rest of a step's checks."""
+
+    def __init__(
+        self,
+        cancel_file: str | os.PathLike[str] | None = None,
+        *,
+        max_runtime_s: float | None = None,
+        canceled: bool = False,
+        signals: StopSignals | None = None,
+    ) -> None:
+        if max_runtime_s is not None and max_runtime_s < 0:
+            raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
+        self.cancel_file = Path(cancel_file) if cancel_file is not None else None
+        self.deadline = Deadline(max_runtime_s)
+        self.signals = signals or StopSignals()
+        self._checks: list[Callable[[], str | None]] = []
+        self._requested: StopReason | None = "canceled" if canceled else None
+        self._next_poll = 0.0
+        self._agreement: Agreement | None = None
+        self._undo = ExitStack()
+        self._ticker: Ticker | None = None
+        self._has_fitted = False
+
+    def add_check(self, check: Callable[[], str | None]) -> None:
+        """Also stop when `check`, called at most every 50 ms, returns a reason."""
+        self._checks.append(check)
+
+    def requested(self) -> str | None:
+        """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
+        if self._requested is None:
+            self._requested = self.signals.reason
+        if self._requested is None:
+            now = time.monotonic()
+            if now >= self._next_poll:
+                self._next_poll = now + self.poll_s
+                self._requested = self._look(now)
+        if self._requested is not None:
+            self._wake()
+        return self._requested
+
+    def _wake(self) -> None:
+        """Have the loop call this hook after the step that runs."""
+        self.next_due_step = 0
+
+    def _end_ticks(self) -> None:
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
+
+    def _code(self) -> int:
+        """The number that stands for what this rank was asked."""
+        if self._agreement is not None:
+            self.deadline.note_delay(self._agreement.took_s)
+        return _REASONS.index(cast("StopReason | None", self.requested()))
+
+    def _look(self, now: float) -> StopReason | None:
+        if self.deadline.is_over(now):
+            return "timeout"
+        if self.cancel_file is not None and cancel_file_is_set(self.cancel_file):
+            return "canceled"
+        reasons = (check() for check in self._checks)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
+
+    def _note_save_time(self, seconds: float) -> None:
+        self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            if self._has_fitted:
+                self._forget_last_fit()
+            self._has_fitted = True
+            self._take_signals(trainer)
+            protect_workers()
+            self._undo.callback(release_workers)
+        add_cancel_check = getattr(pl_module, "add_cancel_check", None)
+        if add_cancel_check is not None:
+            asked = weakref.ref(trainer)  # the module may be fitted again, by another one
+            add_cancel_check(lambda: pl_module._trainer is asked() and self.requested() is not None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.signals.on_stop = self._wake
+        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        self.deadline.saves = bool(savers)
+        for saver in savers:
+            saver.note_save_time = self._note_save_time
+        if not getattr(trainer.fit_loop, "raises_stops", False):
+            self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
+        code = self._code()
+        if trainer.world_size > 1:
+            self._agreement = Agreement()
+            code = self._agreement.now(code)
+        else:
+            self._end_ticks()
+            self._ticker = Ticker(self, self.poll_s, lambda: self._next_poll)
+            self._ticker.start()
+        run_state_of(trainer).stop_reason = _REASONS[code]
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._agreement is not None:
+            reason: str | None = _REASONS[self._agreement.after_step(self._code)]
+        else:
+            if self._ticker is not None:
+                self._ticker.rest()  # in this order: a signal that comes in between wakes this hook again
+            reason = self.requested()
+        if reason is not None:
+            run_state_of(trainer).stop_reason = reason
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_ticks()
+        if self._agreement is not None:
+            self._agreement.leave()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._end_ticks()
+        self._undo.close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_ticks()
+        self._undo.close()
+
+    def _forget_last_fit(self) -> None:
+        """A stop that was asked for is over with the fit that it ended, unless its source says otherwise."""
+        self._requested = None
+        if not self.signals.are_handled:
+            self.signals.forget()
+
+    def _take_signals(self, trainer: pl.Trainer) -> None:
+        """Handle signals from now on, and keep Lightning's handlers out.
+
+        Those talk to other ranks from inside the signal, which hangs where these do something else at the moment.
+        """
+        early = self._undo.enter_context(ExitStack())
+        connector = trainer._signal_connector
+        if not self.signals.are_handled:
+            early.enter_context(self.signals.installed())
+            _after_teardown(connector, self.signals.end_watch)
+        register = connector.register_signal_handlers
+
+        def register_and_take() -> None:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
+            try:
+                early.close()  # Lightning puts back what it finds, when it has ended
+                register()
+                self.signals.install()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        connector.register_signal_handlers = register_and_take  # type: ignore[method-assign]
+        self._undo.callback(vars(connector).pop, "register_signal_handlers", None)
+
+
+def _after_teardown(connector: Any, action: Callable[[], None]) -> None:
+    """Do something once Lightning has put the handlers back that it found."""
+    put_back = connector.teardown
+
+    def put_back_and_act() -> None:
+        vars(connector).pop("teardown", None)
+        put_back()
+        action()
+
+    connector.teardown = put_back_and_act
+
+
+def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:
+    reason = run_state_of(trainer).stop_reason
+    if reason is not None:
+        raise TrainingCanceled(reason)

@@ -1,0 +1,442 @@
+"""The event log of a run: ``trainer_event.v1``, one JSON object a line.
+
+An `EventLog` writes one attempt of one run. It knows the rules of the format and refuses what would break them, so a
+log that was written through it always passes ``genlight events FILE --check``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import msgspec
+
+from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason
+from .jsonl_file import LineFile
+from .lines import (
+    MAX_STEP,
+    RESUMED_METRIC,
+    SCHEMA_VERSION,
+    STOP_REASONS,
+    Artifact,
+    Completed,
+    Failed,
+    Started,
+    checked_step,
+    checked_text,
+    encode_line,
+    error_text,
+    finite_float,
+    metric_lines,
+    path_text,
+)
+from .reader import count_started
+
+__all__ = ["EventLog"]
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["new", "started", "ended"]
+
+MOST_WAITING = 256
+"""How many calls of `metrics` may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
+
+_open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
+
+
+class _Tail(msgspec.Struct):
+    """What a new writer needs to know of the last line."""
+
+    seq: int
+    schema_version: Literal["trainer_event.v1"]
+
+
+class EventLog:
+    """Writes the events of one attempt; conforms to `TrainingReporter`.
+
+    ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
+    ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
+    Started, checkpoint, completed and failed are durable when the call returns, with all lines before them, the others
+    within about a second: a power cut takes none that a run which resumes from a durable checkpoint would not report
+    again. Lines reach the file in the order of the calls. Where `metrics` is called more than once in `flush_every_s`,
+    its lines wait for the end of that time, for 256 such calls or for any other event: a process that is killed loses
+    no more than those.
+    Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
+
+    Args:
+        path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
+            one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
+        run_id: Whose events these are. Empty only where the run failed before its identity was known; then
+            ``failed`` is the only event it can have.
+        flush_every_s: See above; in seconds.
+        clock: Nanoseconds since the epoch.
+
+    Raises:
+        EventLogError: Another process writes the file, it cannot be opened, or it is no event log.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        run_id: str,
+        flush_every_s: float = 0.05,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        _check_run_id(run_id)
+        self.run_id = run_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._phase: Phase = "new"
+        self._checkpointed: set[int] = set()
+        self._resumed = False
+        self._waiting: deque[tuple[dict[str, Any], int, int]] = deque()
+        """Values, step and time of what is not in the file yet; it becomes lines on the way there."""
+        self._is_due = True
+        """Whether the next call of `metrics` is to write, rather than to let its lines wait."""
+        self._file = LineFile(path, flush_every_s=flush_every_s, before_flush=self._hurry)
+        try:
+            self._last_seq_found = _last_seq(self._file)
+            self._attempt = 1 + count_started(self._file.path, run_id)
+        except BaseException:
+            self._file.close()
+            raise
+        _open_logs.add(self)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt of the run this is, from 1: one more than the ``started`` lines of the run that were there."""
+        return self._attempt
+
+    @property
+    def seq(self) -> int:
+        """`seq` of the last line of the file; 0 while it is empty."""
+        return self._last_seq_found + self._file.lines
+
+    @property
+    def phase(self) -> Phase:
+        """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
+        return self._phase
+
+    def takes_metrics_of(self, step: int) -> bool:
+        """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
+        return step not in self._checkpointed
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was given up; always so in a forked child."""
+        return self._file.closed
+
+    def started(self, *, run_id: str | None = None) -> None:
+        """Training begins.
+
+        Args:
+            run_id: May repeat the run of this log, as a `TrainingReporter` is told it.
+
+        Raises:
+            EventLogError: The attempt began before, the run is unknown, or the line could not be written.
+        """
+        if not self.run_id or run_id not in {None, self.run_id}:
+            raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
+        self._require_open("started")
+        with self._lock:
+            self._require("started", "new")
+            attempt = self._attempt if self._attempt > 1 else msgspec.UNSET
+            self._turn(Started(attempt, "started", self.run_id, SCHEMA_VERSION, self.seq + 1, self._now()), "started")
+        self._file.sync()
+
+    def metric(self, *, name: str, value: Any, step: int) -> None:
+        """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
+
+        In the file when this returns.
+
+        Raises:
+            TypeError: The value is not one real number, the name no text, or the step no integer.
+            ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
+            EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
+                the line could not be written.
+        """
+        self.metrics({name: value}, step=step)
+        self.flush()
+
+    def flush(self) -> None:
+        """Bring to the file what waits.
+
+        Raises:
+            EventLogError: It could not be written.
+        """
+        if self._file.closed:  # before the lock is taken, as in `_require_open`
+            return
+        with self._lock:
+            self._write_waiting()
+
+    def metrics(self, values: Mapping[str, Any], *, step: int) -> None:
+        """Scalars of one step, a line for each, in their order; none where one of them is refused.
+
+        Raises as `metric` does; what could not be written may also be raised by the next event.
+        """
+        # On the path of every step of some runs: what is plain is not handed on to be checked.
+        if type(step) is not int or step < 0 or step > MAX_STEP:
+            step = checked_step(step)
+        for name, value in values.items():
+            if type(name) is not str or not name or type(value) is not float or value - value != 0.0:  # not finite
+                taken = {checked_text("name", name): finite_float(name, value) for name, value in values.items()}
+                break
+        else:
+            taken = dict(values)
+        if self._phase != "started":
+            raise self._refusal("metric", self._phase)
+        if step in self._checkpointed:
+            raise EventLogError(
+                f"metric {', '.join(taken)!r} of step {step} comes after a checkpoint of that step in "
+                f"{self.path}; report the metrics of a step before its checkpoint"
+            )
+        if RESUMED_METRIC in taken:
+            self._note_resume(taken[RESUMED_METRIC], step)
+        # Without the lock, which would cost a step 2 µs: `_take_waiting` meets what changes after the looks above.
+        self._waiting.append((taken, step, self._clock()))
+        file = self._file
+        if file.closed:
+            raise self._refusal("metric", "closed")
+        if self._is_due or len(self._waiting) >= MOST_WAITING:
+            with self._lock:
+                self._write_waiting()
+        elif not file.is_roused:
+            with self._lock:
+                file.rouse()
+
+    def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
+        """A checkpoint is durable; from now on the log takes no further metric of its step.
+
+        Raises:
+            TypeError: `path` is no path, or `step` no integer.
+            ValueError: `path` is empty, or `step` negative.
+            EventLogError: The attempt has not started or is over, or the line could not be written.
+        """
+        artifact, step = path_text("path", path), checked_step(step)
+        self._require_open("checkpoint")
+        with self._lock:
+            self._require("checkpoint", "started")
+            self._write_waiting()
+            self._checkpointed.add(step)
+            self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
+        self._file.sync()
+
+    def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
+        """A sample was written; raises as `checkpoint` does."""
+        artifact, step = path_text("path", path), checked_step(step)
+        self._require_open("sample")
+        with self._lock:
+            self._require("sample", "started")
+            self._write_waiting()
+            self._file.append(encode_line(self._artifact("sample", artifact, step)))
+
+    def completed(
+        self, *, step: int, final_checkpoint: str | os.PathLike[str] | None, stopped: str | None = None
+    ) -> None:
+        """The attempt ended as planned.
+
+        Args:
+            step: Completed steps.
+            final_checkpoint: Where the final artifact is; None when there is none.
+            stopped: What ended it before its last step, such as ``should_stop`` or ``data_exhausted``.
+
+        Raises:
+            TypeError: An argument is of the wrong type.
+            ValueError: `step` is negative, or a text empty.
+            EventLogError: The attempt has not started or is over, or the line could not be written.
+        """
+        step = checked_step(step)
+        final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
+        reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
+        self._require_open("completed")
+        with self._lock:
+            self._require("completed", "started")
+            self._write_waiting()
+            event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
+            self._turn(event, "ended")
+        self._file.sync()
+
+    def failed(
+        self, *, step: int, error: str, category: FailureCategory | StopReason | None = None, resumable: bool = False
+    ) -> None:
+        """The attempt ended by an exception or a stop; may come before ``started``.
+
+        Args:
+            step: The step that was being executed, else the completed steps.
+            error: Text without secrets, which the line begins with ``category:`` where it does not yet; of a stop,
+                its reason.
+            category: None takes an `error` that is a stop reason for that stop, and any other for ``train-step``.
+            resumable: Whether a restart can be expected to go on where this attempt ended.
+
+        Raises:
+            TypeError: `step` is no integer.
+            ValueError: `step` is negative, `category` unknown, or `error` not the reason of the stop.
+            EventLogError: The attempt is over, or the line could not be written.
+        """
+        step = checked_step(step)
+        if category is None:
+            category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
+        text = error_text(error, category)
+        self._require_open("failed")
+        with self._lock:
+            self._require("failed", "new", "started")
+            self._write_waiting()
+            event = Failed(
+                category,
+                text,
+                "failed",
+                bool(resumable),
+                self.run_id,
+                SCHEMA_VERSION,
+                self.seq + 1,
+                step,
+                self._now(),
+            )
+            self._turn(event, "ended")
+        self._file.sync()
+
+    def is_canceled(self) -> bool:
+        """False: a log never asks for a stop."""
+        return False
+
+    def close(self) -> None:
+        """Make every line durable and give up the file; an attempt without terminal event reads as killed."""
+        if self._file.closed:
+            return
+        with self._lock:
+            try:
+                self._write_waiting()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _now(self) -> int:
+        return self._clock() // 1_000_000
+
+    def _artifact(self, event: str, path: str, step: int) -> Artifact:
+        return Artifact(event, path, self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now())
+
+    def _require_open(self, event: str) -> None:
+        # Before the lock is taken: another thread may have held it when this process was forked off.
+        if self._file.closed:
+            raise self._refusal(event, "closed")
+
+    def _require(self, event: str, *phases: Phase) -> None:
+        if self._phase not in phases:
+            raise self._refusal(event, self._phase)
+
+    def _turn(self, event: Started | Completed | Failed, phase: Phase) -> None:
+        """Write an event that changes the phase; an interrupt leaves both changed, or neither."""
+        before, lines = self._phase, self._file.lines
+        try:
+            self._phase = phase
+            self._file.append(encode_line(event))
+        except BaseException:
+            if self._file.lines == lines:
+                self._phase = before
+            raise
+
+    def _write_waiting(self) -> None:
+        """Write the lines that wait, under the lock; those of the next call wait again."""
+        if self._waiting:
+            self._is_due = False
+            self._file.append(*metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1))
+
+    def _take_waiting(self) -> Iterator[tuple[dict[str, Any], int, int]]:
+        """What waits, less what may no longer be written.
+
+        Another thread can have reported a checkpoint of its step, or the end, between a look and a note in `metrics`.
+        """
+        for _ in range(len(self._waiting)):
+            report = values, step, _ = self._waiting.popleft()
+            if step in self._checkpointed or self._phase != "started":
+                log.warning("metrics %s of step %d came too late for %s", ", ".join(values), step, self.path)
+            else:
+                yield report
+
+    def _hurry(self) -> None:
+        """In the flushing thread, every `flush_every_s` while there is something to do.
+
+        The thread that reports metrics should write them too: each write lets go of the interpreter's lock, and another
+        thread would wait to get it back for every line. This one writes where no call has come for as long again.
+        """
+        if not self._waiting or not self._is_due:
+            self._is_due = True
+        elif self._lock.acquire(blocking=False):  # `close` holds it while it waits for this thread
+            try:
+                self._write_waiting()
+            finally:
+                self._is_due = True  # nothing waits any longer; where it failed, the next call is to hear of it
+                self._lock.release()
+        if self._waiting:
+            self._file.rouse()
+
+    def _note_resume(self, value: float | str, step: int) -> None:
+        if self._resumed or value != step:
+            raise EventLogError(
+                f"metric {RESUMED_METRIC!r} comes once in an attempt and its value is its step; "
+                f"got {value} at step {step} in {self.path}"
+            )
+        self._resumed = True
+
+    def _refusal(self, event: str, state: Phase | Literal["closed"]) -> EventLogError:
+        why = {
+            "closed": f"the log is closed in process {os.getpid()}",
+            "new": "the attempt has not started",
+            "started": "the attempt has already started",
+            "ended": "the attempt already has its terminal event",
+        }[state]
+        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
+
+
+def _flush_at_exit() -> None:
+    """The last lines of a log that nobody closed."""
+    for event_log in list(_open_logs):
+        event_log.flush()
+
+
+atexit.register(_flush_at_exit)
+
+
+def _check_run_id(run_id: str) -> None:
+    if not isinstance(run_id, str):
+        raise TypeError(f"Invalid `run_id`. Expected a text, but received {run_id!r}.")
+    try:
+        run_id.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"Invalid `run_id`. Expected a text that UTF-8 can hold, but received {run_id!r}.") from error
+
+
+def _last_seq(file: LineFile) -> int:
+    """`seq` of the last line, 0 for an empty file."""
+    if file.last_line is None:
+        return 0
+    try:
+        return msgspec.json.decode(file.last_line, type=_Tail).seq
+    except ValueError as error:
+        raise EventLogError(
+            f"{file.path} is no event log of {SCHEMA_VERSION}: its last line says otherwise ({error}); "
+            "move it aside, or write to another file"
+        ) from error

@@ -1,0 +1,330 @@
+"""The event log as a Lightning logger."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import lightning.pytorch as pl
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.nn import Module
+from typing_extensions import override
+
+from ...adapter.contract.event_error import failure_category, safe_text, stop_reason
+from ...adapter.contract.exceptions import EventLogError
+from ...adapter.plumbing.durable import fsync_directory
+from .event_log import EventLog
+from .lines import RESUMED_METRIC
+
+__all__ = ["EventLogger"]
+
+log = logging.getLogger(__name__)
+
+_LIVES_ON = "finished"
+"""Status by which Lightning flushes its loggers from a signal handler; training goes on after it."""
+
+
+class EventLogger(Logger):
+    """Writes what a ``Trainer`` does as ``trainer_event.v1``, on rank 0.
+
+    Works in any ``Trainer(logger=…)`` and LightningCLI YAML, with any LightningModule:
+
+    - ``started`` when a fit begins, and ``trainer/resumed_from_step`` where it does not begin at step 0;
+    - ``metric`` for every scalar that is logged, at the step that every logger gets (Lightning's own loop counts the
+      first batch as step 0); of its automatic columns ``epoch`` is left out, because it is no measurement and would
+      double the log of a model with one metric;
+    - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
+    - ``checkpoint`` for what a ``ModelCheckpoint`` wrote, once it is on disk and its step's metrics are in the log.
+      Lightning logs a step's metrics after its checkpoints, so the event comes with the next metrics or at the end.
+      Metrics that are logged later still, at a step whose checkpoint is in the log, are left out with a warning;
+    - ``completed`` or ``failed`` when the fit ends; its step is that of the completed optimizer steps.
+
+    Each fit is one attempt of the run. ``validate`` and ``test`` are an attempt of their own if they log something.
+
+    Args:
+        path: The log, relative to `save_dir`.
+        run_id: Whose events these are; the same again continues the run. None makes one up.
+        save_dir: Root directory of this logger, where Lightning also puts checkpoints.
+
+    Raises:
+        TypeError: `run_id` is no text.
+        ValueError: `run_id` is empty.
+        EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "events.jsonl",
+        *,
+        run_id: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+    ) -> None:
+        super().__init__()
+        if run_id is not None and not isinstance(run_id, str):
+            raise TypeError(f"Invalid `run_id`. Expected a text or None, but received {run_id!r}.")
+        if run_id == "":
+            raise ValueError("Invalid `run_id`. Expected a text that is not empty or None, but received ''.")
+        self.run_id = run_id or uuid.uuid4().hex
+        self._save_dir = os.fspath(save_dir)
+        self.path = Path(save_dir, path)
+        self._log: EventLog | None = None
+        self._owns_log = True
+        self._is_begun = False
+        self._trainer: pl.Trainer | None = None
+        self._watch = _FitWatch(self)
+        self._pending: list[tuple[str, int]] = []
+        self._last_checkpoint: str | None = None
+        self._last_step = 0
+        self._warned = False
+
+    @classmethod
+    def attached(cls, event_log: EventLog) -> Self:
+        """A logger that adds metrics to a log which somebody else opened.
+
+        Whoever opened it writes everything but metrics, brings what waits to the file before a checkpoint is saved
+        (`RecordEvents` does), and closes it.
+        """
+        logger = cls(event_log.path.absolute(), run_id=event_log.run_id, save_dir=event_log.path.parent)
+        logger._log = event_log
+        logger._owns_log, logger._is_begun = False, True
+        return logger
+
+    @property
+    @override
+    def name(self) -> str:
+        return "genlight"
+
+    @property
+    @override
+    def version(self) -> str:
+        return self.run_id
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._save_dir
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> EventLog:
+        """The event log, opened at the first use."""
+        if self._log is None:
+            self._log = EventLog(self.path, run_id=self.run_id)
+        return self._log
+
+    @override
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the format has no event for them."""
+
+    @override
+    @rank_zero_only
+    def log_graph(self, model: Module, input_array: Any = None) -> None:
+        """Begin the attempt: Lightning calls this with its module when everything is set up."""
+        if not self._owns_log or not isinstance(model, pl.LightningModule):
+            return
+        if model.trainer.state.fn == "fit":
+            self._trainer = model.trainer
+            self._trainer.callbacks.append(self._watch)  # type: ignore[attr-defined]
+            self._started_log()
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if getattr(rank_zero_only, "rank", 0):  # what the decorator does, less a call in every step of some runs
+            return
+        at = self._completed_steps() if step is None else step
+        event_log = self._log if self._is_begun else None
+        if event_log is None:
+            event_log = self._started_log() if self._owns_log else self.experiment
+        if at > self._last_step:
+            self._last_step = at
+        if self._pending:
+            self._report_checkpoints(before=at)
+        if "epoch" in metrics:
+            metrics = {name: value for name, value in metrics.items() if name != "epoch"}
+        try:
+            event_log.metrics(metrics, step=at)
+        except EventLogError:
+            # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
+            if event_log.takes_metrics_of(at):
+                raise
+            self._warn_late(metrics, at)
+
+    @override
+    @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        if not self._owns_log:
+            return
+        path = _saved_path(checkpoint_callback)
+        if path:
+            self._started_log()
+            self._pending.append((path, self._completed_steps()))
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if not self._owns_log or self._log is None or status == _LIVES_ON:
+            return
+        try:
+            if status == "success":
+                self._complete(self._log)
+            else:
+                self._fail(self._log, sys.exception())
+        finally:
+            self._log.close()
+            self._forget()
+
+    def flush(self) -> None:
+        """Bring to the file what waits there."""
+        if self._log is not None:
+            self._log.flush()
+
+    def note_resume(self, step: int) -> None:
+        """Say where this attempt resumed."""
+        self.experiment.metric(name=RESUMED_METRIC, value=step, step=step)
+
+    def note_checkpoint(self, path: Path, step: int) -> None:
+        """Say that a checkpoint can no longer be lost."""
+        self.experiment.checkpoint(path=path, step=step)
+        self._last_checkpoint = str(path)
+
+    def _forget(self) -> None:
+        """Be ready for the next attempt."""
+        if self._trainer is not None and self._watch in self._trainer.callbacks:  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self._watch)  # type: ignore[attr-defined]
+        self._log = None
+        self._is_begun = False
+        self._trainer = None
+        self._pending = []
+        self._last_checkpoint = None
+        self._last_step = 0
+
+    def _started_log(self) -> EventLog:
+        event_log: EventLog = self.experiment
+        if event_log.phase == "new":
+            event_log.started()
+        self._is_begun = True
+        return event_log
+
+    def _warn_late(self, metrics: Mapping[str, Any], step: int) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "metrics %s of step %d came after a checkpoint of that step was reported and are not in %s; log them "
+                "before it, at the number of completed steps",
+                ", ".join(sorted(metrics)),
+                step,
+                self.path,
+            )
+
+    def _completed_steps(self) -> int:
+        return self._last_step if self._trainer is None else self._trainer.global_step
+
+    def _report_checkpoints(self, before: int | None = None) -> None:
+        """Write events of checkpoints that are on disk: of steps `before` one that is being logged, or of all.
+
+        What retention deletes before its turn never becomes an event.
+        """
+        due = [entry for entry in self._pending if before is None or entry[1] < before]
+        self._pending = [entry for entry in self._pending if entry not in due]
+        for path, step in due:
+            if "://" in path or _make_durable(path):
+                self.experiment.checkpoint(path=path, step=step)
+                self._last_checkpoint = path
+
+    def _complete(self, event_log: EventLog) -> None:
+        if event_log.phase != "started":
+            return
+        self._report_checkpoints()
+        stopped: Literal["should_stop"] | None = (
+            "should_stop" if self._trainer is not None and self._trainer.should_stop else None
+        )
+        event_log.completed(step=self._completed_steps(), final_checkpoint=self._last_checkpoint, stopped=stopped)
+
+    def _fail(self, event_log: EventLog, error: BaseException | None) -> None:
+        """Write how the attempt failed; a log that cannot be written must not hide why it did."""
+        if event_log.phase == "ended":
+            return
+        try:
+            self._report_checkpoints()
+            step = self._completed_steps()
+            reason = "preempted" if isinstance(error, SIGTERMException) else error and stop_reason(error)
+            if reason:
+                resumable = self._last_checkpoint is not None
+                event_log.failed(step=step, error=reason, category=reason, resumable=resumable)
+            elif error:
+                event_log.failed(step=step, error=safe_text(error), category=failure_category(error))
+            else:
+                event_log.failed(step=step, error="the run was aborted", category="train-step")
+        except (EventLogError, OSError):
+            log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
+
+
+class _FitWatch(Callback):
+    """Tells the logger what Lightning does not tell loggers.
+
+    Where a fit begins (Lightning restores its counters after it last speaks to loggers), and what became durable.
+    """
+
+    def __init__(self, logger: EventLogger) -> None:
+        self._logger = logger
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step:
+            self._logger.note_resume(trainer.global_step)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # A run that goes on from this checkpoint does not report the steps up to it again.
+        self._logger.flush()
+
+    # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
+
+    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+        self._logger.note_checkpoint(path, step)
+
+    def on_samples_written(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
+    ) -> None:
+        for path in paths:
+            self._logger.experiment.sample(path=path, step=step)
+
+
+def _saved_path(callback: ModelCheckpoint) -> str:
+    """What the callback wrote last; Lightning has no public name for it."""
+    saved = getattr(callback, "_last_checkpoint_saved", None) or callback.last_model_path or callback.best_model_path
+    return str(saved)
+
+
+def _make_durable(path: str) -> bool:
+    """Bring a checkpoint (a file, or a folder of them) to the disk, as Lightning does not; False when it is gone."""
+    if not os.path.exists(path):
+        return False
+    if os.path.isfile(path):
+        _fsync(path)
+    for folder, _, files in os.walk(path):
+        for name in files:
+            _fsync(os.path.join(folder, name))
+        fsync_directory(folder)
+    fsync_directory(os.path.dirname(os.path.abspath(path)))
+    return True
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""Reading an event log, also while it is being written and after a crash."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from ...adapter.contract.exceptions import EventLogError
+from .lines import TERMINAL_EVENTS
+
+__all__ = ["count_started", "decode_object", "follow", "read_events", "whole_lines"]
+
+# A quote within a JSON string is escaped, so these bytes are never part of a text.
+_STARTED = re.compile(rb'"event"\s*:\s*"started"')
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def decode_object(line: bytes) -> dict[str, Any]:
+    """The JSON object on a line.
+
+    Raises:
+        ValueError: It is not one JSON object in UTF-8.
+    """
+    try:
+        return _decode(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a log, oldest first, as dictionaries.
+
+    A last line without its newline is not an event yet (it is being written, or was torn) and is left out.
+
+    Raises:
+        EventLogError: The log is absent or unreadable, or a line within it is not a JSON object.
+    """
+    lines = whole_lines(path)
+    return (_event(path, number, line) for number, line in lines)
+
+
+def whole_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a log that end with a newline, with their numbers from 1.
+
+    Raises:
+        EventLogError: The log is absent or unreadable.
+    """
+    _open(path).close()  # an absent log is reported here and not at the first line
+    return _numbered(path)
+
+
+def follow(
+    path: str | os.PathLike[str], *, stop: threading.Event | None = None, poll_every_s: float = 0.2
+) -> Iterator[dict[str, Any]]:
+    """The events of a log as they come, from its first line to the end of its last attempt.
+
+    Waits for a log that is not there yet, and goes over to a new file that takes the place of the old one.
+
+    Args:
+        path: The log.
+        stop: Ends the iteration when set.
+        poll_every_s: Seconds between two looks at the file.
+
+    Raises:
+        EventLogError: The log is unreadable, or a line within it is not a JSON object.
+    """
+    stop = stop or threading.Event()
+    position = _Position()
+    while not stop.is_set():
+        ended = False
+        for event in _new_events(path, position):
+            yield event
+            ended = event.get("event") in TERMINAL_EVENTS
+        if ended:
+            return
+        stop.wait(poll_every_s)
+
+
+def count_started(path: str | os.PathLike[str], run_id: str) -> int:
+    """How many attempts of a run the log has seen start; a long log is searched, not parsed."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            starts = (match.start() for match in _STARTED.finditer(content))
+            return sum(_run_at(content, at) == run_id for at in starts)
+
+
+class _Position(msgspec.Struct):
+    """How far a follower has read: which file, whole lines, and where the last of them ends."""
+
+    file: tuple[int, int] | None = None
+    line: int = 0
+    offset: int = 0
+
+
+def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise EventLogError(f"cannot read event log {os.fspath(path)!s}: {error.strerror}") from error
+
+
+def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line
+
+
+def _event(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return decode_object(line)
+    except ValueError as error:
+        raise EventLogError(
+            f"line {number} of event log {os.fspath(path)!s} is not a JSON object ({error}); "
+            "`genlight events FILE --check` lists every fault"
+        ) from error
+
+
+def _new_events(path: str | os.PathLike[str], position: _Position) -> Iterator[dict[str, Any]]:
+    """Whole lines beyond `position`, which moves along."""
+    if not os.path.exists(path):
+        return
+    with _open(path) as file:
+        status = os.fstat(file.fileno())
+        if position.file != (status.st_dev, status.st_ino) or status.st_size < position.offset:
+            position.file, position.line, position.offset = (status.st_dev, status.st_ino), 0, 0
+        file.seek(position.offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            position.line += 1
+            position.offset += len(line)
+            yield _event(path, position.line, line)
+
+
+def _run_at(content: mmap.mmap, at: int) -> str | None:
+    """The run whose line surrounds byte `at`; None for a line that is torn or broken."""
+    start = content.rfind(b"\n", 0, at) + 1
+    end = content.find(b"\n", at)
+    try:
+        run_id = decode_object(content[start:end])["run_id"] if end >= 0 else None
+    except (ValueError, KeyError):
+        return None
+    return run_id if isinstance(run_id, str) else None

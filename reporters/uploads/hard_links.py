@@ -1,0 +1,71 @@
+"""Files that somebody else may delete before they were uploaded.
+
+Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A hard link in the spool keeps
+the bytes at no cost until they have arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...adapter.plumbing.durable import temporary_name
+
+__all__ = ["HELD_DIRECTORY", "Held", "hold", "release", "release_others"]
+
+HELD_DIRECTORY = "held"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Links to files of an artifact, in its layout."""
+
+    folder: Path
+    origin: Path
+    """What `folder` stands for."""
+
+    def link_of(self, path: Path) -> Path:
+        """The link, or the folder of links, that stands for `path`."""
+        return self.folder / (path.relative_to(self.origin) if path.is_relative_to(self.origin) else path.name)
+
+
+def hold(spool: Path, main: Path, files: Iterable[Path]) -> Held:
+    """Link every one of `files` into the spool; those beside `main` and below keep their layout.
+
+    Raises:
+        OSError: The file system has no hard links, or the spool is on another one.
+    """
+    held = Held(spool / HELD_DIRECTORY / temporary_name(main.name).lstrip("."), main.parent)
+    try:
+        for file in dict.fromkeys(files):
+            link = held.link_of(file)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(os.path.realpath(file), link)
+    except OSError:
+        shutil.rmtree(held.folder, ignore_errors=True)
+        raise
+    return held
+
+
+def release(link: Path) -> None:
+    """Drop `link` and all that were made with it."""
+    shutil.rmtree(_folder_of(link), ignore_errors=True)
+
+
+def release_others(spool: Path, wanted: Iterable[Path]) -> None:
+    """Drop every link that was not made with one of `wanted`: a process may die between linking and enqueueing."""
+    keep = {_folder_of(link).name for link in wanted}
+    try:
+        names = os.listdir(spool / HELD_DIRECTORY)
+    except FileNotFoundError:
+        return
+    for name in names:
+        if name not in keep:
+            shutil.rmtree(spool / HELD_DIRECTORY / name, ignore_errors=True)
+
+
+def _folder_of(link: Path) -> Path:
+    return next(folder for folder in link.parents if folder.parent.name == HELD_DIRECTORY)

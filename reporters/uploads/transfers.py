@@ -1,0 +1,203 @@
+"""One transfer: a JSON POST, or a file that is streamed to the store. Every fault becomes one of `retry`'s outcomes.
+
+A store may offer to resume: asked ``HEAD <file URL>`` with the transfer's ``Idempotency-Key``, it answers with
+``Upload-Offset: <bytes it holds>``; the transfer then goes on as ``PUT`` with ``Content-Range: bytes
+<offset>-<last>/<size>`` (``bytes */<size>`` where nothing is left to send). A store that answers anything else gets
+the whole file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+
+from ...adapter.plumbing.http import failure_text
+from ...adapter.plumbing.retry import Contradicted, Interrupted, Refused, TryAgain, outcome_of_status
+from ...adapter.plumbing.urls import safe_url
+from .payloads import FileFacts, UploadedFile
+
+__all__ = ["ANSWER_LIMIT_BYTES", "FileBody", "Wire", "facts_of"]
+
+CHUNK_BYTES = 256 * 1024
+ANSWER_LIMIT_BYTES = 1 << 20
+
+
+class FileBody(httpx2.SyncByteStream):
+    """Bytes of a file from `offset` on, read piece by piece, and from the start again when asked again."""
+
+    def __init__(self, path: Path, offset: int, size: int, interrupted: Callable[[], bool]) -> None:
+        self._path, self._offset, self._size, self._interrupted = path, offset, size, interrupted
+
+    def __iter__(self) -> Iterator[bytes]:
+        left = self._size - self._offset
+        with open_file(self._path) as file:
+            file.seek(self._offset)
+            while left > 0:
+                if self._interrupted():
+                    raise Interrupted
+                chunk = file.read(min(CHUNK_BYTES, left))
+                if not chunk:
+                    raise TryAgain(f"{self._path.name} became shorter while it was sent")
+                left -= len(chunk)
+                yield chunk
+
+
+def open_file(path: Path) -> Any:
+    """The file opened for reading.
+
+    Raises:
+        Refused: It is gone, or may not be read.
+    """
+    try:
+        return open(path, "rb", buffering=0)
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+class Wire:
+    """Transfers over one shared client; several threads may use it."""
+
+    def __init__(self, client: httpx2.Client, *, resume_from_bytes: int, interrupted: Callable[[], bool]) -> None:
+        self._client = client
+        self._resume_from_bytes = resume_from_bytes
+        self._interrupted = interrupted
+
+    def post(self, url: str, body: bytes, key: str, timeout_s: float | None = None) -> None:
+        """POST `body` (JSON) and return once the server acknowledged it.
+
+        Args:
+            url: The endpoint.
+            body: The message.
+            key: Idempotency key.
+            timeout_s: Seconds without a byte after which it counts as stalled; None means the client's.
+
+        Raises:
+            TryAgain: A network fault, or a status that may pass.
+            Refused: Any other answer than success.
+        """
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        timeout = self._client.timeout if timeout_s is None else httpx2.Timeout(timeout_s)
+        self._exchange(self._client.build_request("POST", url, content=body, headers=headers, timeout=timeout))
+
+    def put_file(self, url: str, path: Path, facts: FileFacts, key: str, *, resume: bool) -> UploadedFile:
+        """Stream a file to the store and check what the store says of it.
+
+        Args:
+            url: Address of the file in the store.
+            path: The local file.
+            facts: Its size and digest.
+            key: Idempotency key.
+            resume: Whether an earlier attempt may have left bytes in the store.
+
+        Raises:
+            Contradicted: The store's digest or size is another one than ours.
+            TryAgain: A network fault, or a status that may pass.
+            Refused: The file is gone, or any other answer than success.
+        """
+        offset = 0
+        if resume and facts.size_bytes >= self._resume_from_bytes:
+            offset = self._offset_in_store(url, key, facts.size_bytes)
+        answer = self._exchange(self._put_request(url, path, facts, key, offset))
+        return _checked_answer(answer, facts, safe_url(url))
+
+    def _put_request(self, url: str, path: Path, facts: FileFacts, key: str, offset: int) -> httpx2.Request:
+        size = facts.size_bytes
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(size - offset),
+            "Idempotency-Key": key,
+            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(facts.sha256 or '')).decode()}:",
+        }
+        if offset:
+            headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}" if offset < size else f"bytes */{size}"
+        request = self._client.build_request("PUT", url, headers=headers)
+        request.stream = FileBody(path, offset, size, self._interrupted)
+        return request
+
+    def _offset_in_store(self, url: str, key: str, size: int) -> int:
+        """Bytes of the transfer that the store holds already; 0 where it does not say."""
+        try:
+            response = self._client.head(url, headers={"Idempotency-Key": key})
+        except httpx2.TransportError as error:
+            raise TryAgain(f"{failure_text(error)} at {safe_url(url)}") from error
+        text = response.headers.get("Upload-Offset", "")
+        held = int(text) if response.is_success and text.isdecimal() and len(text) < 20 else 0
+        return held if held <= size else 0
+
+    def _exchange(self, request: httpx2.Request) -> bytes:
+        where = safe_url(str(request.url))
+        try:
+            response = self._client.send(request, stream=True)
+            try:
+                content = _limited(response, where)
+            finally:
+                response.close()
+        except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
+            raise TryAgain(f"{failure_text(error)} at {where}") from error
+        except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
+            raise Refused(f"{failure_text(error)} at {where}") from error
+        if response.request.method != request.method or response.is_redirect:
+            raise Refused(f"{where} redirects elsewhere (HTTP 301, 302 or 303), which loses an upload")
+        outcome = outcome_of_status(response.status_code, response.headers, where)
+        if outcome is not None:
+            raise outcome
+        return content
+
+
+def _limited(response: httpx2.Response, where: str) -> bytes:
+    """The body of an answer; memory stays bounded whatever the server sends."""
+    content = bytearray()
+    for chunk in response.iter_bytes():
+        content += chunk
+        if len(content) > ANSWER_LIMIT_BYTES:
+            raise Refused(f"{where} answered with more than {ANSWER_LIMIT_BYTES} bytes")
+    return bytes(content)
+
+
+def _checked_answer(content: bytes, facts: FileFacts, where: str) -> UploadedFile:
+    """What the store said of the file; what it leaves out is taken from ours.
+
+    A store that names no digest proves nothing, and the contract does not ask it to.
+    """
+    answer = _json_object(content, where)
+    ours = facts.sha256 or ""
+    theirs = str(answer.get("sha256") or ours).lower().removeprefix("sha256:")
+    if theirs != ours:
+        raise Contradicted(f"{where} reports sha256 {theirs[:64]!r}, but the file's is {ours!r}")
+    size = answer.get("size_bytes")
+    if size is not None and size != facts.size_bytes:
+        raise Contradicted(f"{where} reports {size!r} bytes, but the file has {facts.size_bytes}")
+    ref = answer.get("ref")
+    return UploadedFile(ref if isinstance(ref, str) else None, ours, facts.size_bytes)
+
+
+def _json_object(content: bytes, where: str) -> dict[str, Any]:
+    """The answer of the store; an empty one says nothing, and a page of some proxy is no acknowledgement."""
+    try:
+        answer = msgspec.json.decode(content) if content.strip() else {}
+    except msgspec.DecodeError as error:
+        raise TryAgain(f"{where} answered with something else than JSON") from error
+    if not isinstance(answer, dict):
+        raise TryAgain(f"{where} answered with something else than a JSON object")
+    return answer
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Size and sha256 of a file, read in pieces.
+
+    Raises:
+        Refused: It is gone, or may not be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open_file(path) as file:
+        buffer = memoryview(bytearray(1 << 20))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileFacts(size, digest.hexdigest())

@@ -1,0 +1,347 @@
+"""``genlight doctor``: what a job would run with and everything that is wrong with it, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genlight.adapter.cli.doctor import command as doctor
+from genlight.adapter.cli.doctor import network_checks as doctor_network
+from genlight.adapter.cli.doctor.local_checks import asks_for_devices, check_devices
+from genlight.adapter.job.environment import VARIABLES
+
+TRAINER = """
+class Good:
+    def setup(self, ctx): ...
+    def configure(self, ctx): ...
+    def prepare_batch(self, raw_batch, state, ctx): ...
+    def train_step(self, batch, state, ctx): ...
+    def state_dict(self, state): ...
+    def load_state_dict(self, state, payload, ctx): ...
+
+class Lacking:
+    def setup(self, ctx): ...
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A sound job in a folder of its own, which is the working directory; returns a writer of job specs."""
+    monkeypatch.chdir(tmp_path)
+    for name in [*(variable.name for variable in VARIABLES), "HF_ENDPOINT"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "doctors_trainer.py").write_text(TRAINER)
+    (tmp_path / "broken_trainer.py").write_text("raise OSError('canary-token is not for you')")
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+
+    def write(**fields):
+        spec = {
+            "run_id": "r",
+            "trainer": "doctors_trainer:Good",
+            "max_steps": 5,
+            "dataset": {"parquet_paths": ["a.parquet"], "columns": ["x"]},
+            "lightning": {"accelerator": "cpu"},
+        }
+        (tmp_path / "job.json").write_text(json.dumps({**spec, **fields}))
+        return "job.json"
+
+    return write
+
+
+@pytest.fixture
+def diagnose(capsys):
+    """Runs the command and returns its exit code and what it printed."""
+
+    def run(*words):
+        parser = argparse.ArgumentParser()
+        doctor.add_arguments(parser)
+        code = doctor.run(parser.parse_args(words))
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def server():
+    """A web server that answers 200 below ``/ok``, 403 below ``/private`` and 404 elsewhere."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            seen.append((self.command, self.path, self.headers.get("Authorization")))
+            status = 200 if self.path.startswith("/ok") else 403 if self.path.startswith("/private") else 404
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    running.url, running.seen = f"http://127.0.0.1:{running.server_port}", seen
+    yield running
+    running.shutdown()
+    running.server_close()
+    thread.join()
+
+
+def lines(text, level):
+    return [line for line in text.splitlines() if line.startswith(level)]
+
+
+def test_a_sound_job_is_found_sound_and_nothing_is_created(job, diagnose, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__")
+    code, text = diagnose(job())
+    assert (code, lines(text, "fault")) == (0, [])
+    assert text.endswith("the run can start\n")
+    after = sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__")
+    assert after == sorted([*before, "job.json"])
+    for subject, word in (
+        ("artifacts", "can be written"),
+        ("dataset", "1 Parquet file"),
+        ("trainer", "with all hooks"),
+        ("devices", "CPU cores"),
+    ):
+        assert any(subject in line and word in line for line in lines(text, "ok"))
+
+
+def test_every_setting_is_shown_with_its_value_and_its_source(job, diagnose, monkeypatch):
+    monkeypatch.setenv("TRAINER_MAX_RUNTIME_SECONDS", "60")
+    _, text = diagnose(job(metric_every=3), "--set", "hyperparams.lr=0.1", "--set", "checkpoint_every=7")
+    table = {words[0]: words[1:] for line in text.splitlines() if len(words := line.split(maxsplit=2)) == 3}
+    assert table["max_runtime_seconds"] == ["TRAINER_MAX_RUNTIME_SECONDS", "60.0"]
+    assert table["checkpoint_every"] == ["--set", "7"]
+    assert table["hyperparams"] == ["--set", '{"lr": 0.1}']
+    assert table["sample_every"] == ["default", "0"]
+    assert table["dataset.batch_size"] == ["default", "32"]
+    assert "metric_every                  job spec" in text
+    assert str(Path("runs/r/metrics/events.jsonl").absolute()) in text
+
+
+def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once(job, diagnose, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRAINER_UPLOAD_DEADLINE_SECONDS", "-1")
+    (tmp_path / "blocked").write_text("")
+    path = job(
+        metric_every=-1,
+        orchestrated=True,
+        trainer="doctors_trainer:Lacking",
+        dataset={"parquet_paths": ["a.parquet", "none.parquet"], "columns": ["y"]},
+        inputs={"base_model_ref": "./no/model", "resume_checkpoint_url": "http://127.0.0.1:1/c.json"},
+        uploads={"terminal_url": "http://127.0.0.1:1/t"},
+        lightning={"accelerator": "cpu", "device": 1},
+    )
+    code, text = diagnose(path, "--set", f"artifacts_dir={tmp_path / 'blocked'}")
+    found = "\n".join(lines(text, "fault"))
+    assert code == 2
+    for word in (
+        *("`metric_every`", "`TRAINER_UPLOAD_DEADLINE_SECONDS`", "startup.missing_capability_token", "train_step"),
+        *("startup.invalid_artifact_paths", "has no column y. It has x", "none.parquet", "no/model"),
+        *("http://127.0.0.1:1/c.json", "http://127.0.0.1:1/t", "`lightning.device`"),
+    ):
+        assert word in found
+    assert f"{len(lines(text, 'fault'))} faults" in text
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_without_a_readable_spec_the_rest_is_still_looked_at(job, diagnose, tmp_path, monkeypatch, content):
+    job()
+    if content is None:
+        (tmp_path / "job.json").unlink()
+    else:
+        (tmp_path / "job.json").write_text(content)
+    monkeypatch.setenv("TRAINER_PLUGIN", "doctors_trainer:Lacking")
+    code, text = diagnose("job.json")
+    assert code == 2
+    assert len([line for line in lines(text, "fault") if " settings " in line]) == 1
+    assert "startup.invalid_trainer" in text
+
+
+@pytest.mark.parametrize("path", ["none.json", "a_folder", "empty.json"])
+def test_a_spec_that_cannot_be_read_is_said_first_and_without_a_table_of_defaults(job, diagnose, tmp_path, path):
+    job()
+    (tmp_path / "a_folder").mkdir()
+    (tmp_path / "empty.json").touch()
+    code, text = diagnose(path)
+    first, _, verdict = text.splitlines()
+    assert code == 2
+    assert first.startswith("fault")
+    assert str(tmp_path / path) in first
+    assert verdict == "1 fault: the run would not start"
+
+
+def test_without_an_argument_the_environment_names_the_job(job, diagnose, monkeypatch):
+    assert "startup.missing_job_spec_path" in diagnose()[1]
+    monkeypatch.setenv("TRAINER_JOB_SPEC_PATH", job())
+    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", "out")
+    code, text = diagnose()
+    assert code == 0
+    assert ["artifacts_dir", "TRAINER_ARTIFACTS_DIR", str(Path("out").absolute())] in map(str.split, text.splitlines())
+
+
+def test_what_a_trainers_module_raises_is_told_and_no_secret_of_it(job, diagnose):
+    code, text = diagnose(job(trainer="broken_trainer:T", capability_token="canary-token"))
+    assert code == 2
+    assert "importing 'broken_trainer:T' raised OSError" in text
+    assert "canary" not in text
+
+
+def test_secrets_are_masked_wherever_they_come_from(job, diagnose, monkeypatch):
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", "canary-1")
+    monkeypatch.setenv("TENSORHUB_URL", "http://u:canary-2@127.0.0.1:1/x?canary-3")
+    path = job(
+        capability_token="canary-4",
+        hyperparams={
+            "api_key": "canary-5",
+            "nested": [{"password": "canary-6"}],
+            "url": "http://canary-7:x@h/?canary-8",
+        },
+        inputs={"base_model_url": "http://u:canary-9@127.0.0.1:1/m?canary-10"},
+        uploads={"metrics_url": "http://u:canary-11@127.0.0.1:1/m?canary-12"},
+        owner="canary-1 is my token",
+    )
+    _, text = diagnose(path)
+    assert "capability_token              TRAINER_CAPABILITY_TOKEN  <hidden>" in text
+    assert "canary" not in text
+
+
+def test_destinations_are_asked_without_the_token_and_inputs_with_it(job, diagnose, server):
+    path = job(
+        dataset=None,
+        capability_token="canary",
+        uploads={"metrics_url": f"{server.url}/gone", "terminal_url": f"{server.url}/ok/terminal"},
+        inputs={
+            "base_model_url": f"{server.url}/ok/m",
+            "dataset_parquet_urls": [f"{server.url}/private/d", f"{server.url}/none"],
+        },
+    )
+    code, text = diagnose(path)
+    assert code == 2
+    assert [line.split()[1] for line in lines(text, "fault")] == ["input", "input"]
+    assert "status 403" in text
+    assert "status 404" in text
+    assert {(path, token is not None) for _, path, token in server.seen} == {
+        ("/gone", False),
+        ("/ok/terminal", False),
+        ("/ok/m", True),
+        ("/private/d", True),
+        ("/none", True),
+    }
+
+
+@pytest.fixture
+def silent():
+    """The URL of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers_is_a_fault_and_is_not_waited_for(job, diagnose, silent, monkeypatch):
+    monkeypatch.setattr(doctor_network, "ANSWER_TIMEOUT_S", 0.05)
+    path = job(uploads={"metrics_url": f"{silent}/m"}, inputs={"base_model_url": f"{silent}/b"})
+    _, text = diagnose(path)
+    assert [line.split()[1] for line in lines(text, "fault")] == ["uploads.metrics_url", "input"]
+    assert "ReadTimeout" in text
+
+
+def test_what_has_not_answered_by_the_deadline_is_a_fault(job, diagnose, silent, monkeypatch):
+    monkeypatch.setattr(doctor, "NETWORK_PATIENCE_S", 0.0)
+    _, text = diagnose(job(uploads={"metrics_url": f"{silent}/m"}))
+    assert f"{silent}/m did not answer in time" in text
+
+
+def test_an_existing_checkpoint_is_a_fault_unless_the_run_resumes(job, diagnose, tmp_path):
+    record = tmp_path / "runs" / "r" / "checkpoints" / "step-00000003.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    code, text = diagnose(job())
+    assert code == 2
+    assert "startup.artifacts_in_use" in text
+    assert diagnose(job(resume_from_latest=True))[0] == 0
+
+
+def test_a_live_run_in_the_directory_is_a_fault(job, diagnose):
+    from genlight.adapter.job.config import resolve_run_config
+    from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs
+    from genlight.adapter.run.artifacts_lock import lock_artifacts
+
+    config = resolve_run_config(spec_path=job(), environ={})
+    prepare_artifact_dirs(config)
+    with lock_artifacts(config):
+        code, text = diagnose(job())
+        assert code == 2
+        assert f"held by a live run (process {os.getpid()} " in text
+    assert diagnose(job())[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("origin", "levels"), [("http://far.example", ["ok", "warning"]), ("https://far.example", ["ok"])]
+)
+def test_a_token_that_would_travel_without_encryption_is_a_warning(job, diagnose, origin, levels):
+    _, text = diagnose(job(capability_token="t"), "--set", f"token_origins={origin}")
+    assert [line.split()[0] for line in text.splitlines() if line.split()[1:2] == ["token"]] == levels
+
+
+def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose, server):
+    assert "no origin that it would be sent to" in diagnose(job(capability_token="t"))[1]
+    assert "will be asked without one" in diagnose(job(uploads={"metrics_url": f"{server.url}/ok"}))[1]
+
+
+@pytest.mark.parametrize(
+    ("lightning", "level"),
+    [
+        ({"accelerator": "cpu", "devices": 64}, "ok"),
+        ({}, "ok"),
+        ({"accelerator": "cuda", "devices": 1_000}, "fault"),
+        ({"accelerator": "gpu", "devices": [0, 999]}, "fault"),
+        ({"accelerator": "gpu", "devices": "1000"}, "fault"),
+    ],
+)
+def test_devices_that_this_machine_lacks_are_a_fault(lightning, level):
+    assert [finding.level for finding in check_devices(lightning)] == [level]
+    assert level == "ok" or asks_for_devices(lightning)
+
+
+def test_devices_that_are_lacking_are_told_with_the_other_faults(job, diagnose):
+    code, out = diagnose(job(max_steps=-1, lightning={"accelerator": "gpu", "devices": 999}))
+
+    assert code == 2
+    assert "max_steps" in out
+    assert "the job asks for" in out
+
+
+def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no more")
+    code, text = diagnose(job())
+    assert code == 2
+    assert "is no readable Parquet" in text
+
+
+def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
+    code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
+    assert code == 0
+    assert "s3://bucket/x.parquet is not looked into" in text
+    assert "canary" not in text
+
+
+def test_proxies_of_the_environment_that_cannot_be_used_are_a_fault(job, diagnose, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:canary@127.0.0.1:9")
+    code, text = diagnose(job(uploads={"metrics_url": "http://127.0.0.1:9/m"}))
+    assert code == 2
+    assert "a SOCKS proxy needs the package socksio" in text
+    assert "canary" not in text

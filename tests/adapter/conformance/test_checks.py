@@ -1,0 +1,217 @@
+"""``genlight check`` names what is wrong with a trainer class, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from genlight.adapter.cli import main
+from genlight.adapter.conformance.checks import run_checks
+from genlight.adapter.conformance.halves import halves
+from genlight.adapter.conformance.snapshot import differences, snapshot
+from genlight.adapter.conformance.subject import Subject
+from support import SUPPORT
+
+HERE = str(SUPPORT)
+
+
+def batches(count: int = 4) -> tuple:
+    rng = np.random.default_rng(0)
+    return tuple({"x": rng.normal(size=(4, 2)).tolist(), "y": rng.normal(size=(4, 1)).tolist()} for _ in range(count))
+
+
+def findings_of(name: str, monkeypatch, *, ranks: bool = False) -> dict:
+    """The findings by check; without `ranks` no processes are started."""
+    if not ranks:
+        monkeypatch.setattr("genlight.adapter.conformance.checks.check_ranks", lambda *_: iter(()))
+    subject = Subject(f"check_zoo:{name}", batches(), steps=2, search_path=(HERE,))
+    return {finding.check: finding for finding in run_checks(subject)}
+
+
+def test_a_sound_class_passes_every_check(monkeypatch):
+    found = findings_of("Sound", monkeypatch)
+
+    assert {name: f.level for name, f in found.items()} == {
+        "hooks": "pass",
+        "discovered": "pass",
+        "devices": "pass",
+        "state": "pass",
+        "state round trip": "pass",
+        "reproducible": "pass",
+        "resume": "pass",
+        "bf16-mixed": "pass",
+        "step time": "pass",
+    }
+    assert "state.model (17 parameters, trained)" in found["discovered"].detail
+    assert "state.ema (17 parameters, not trained)" in found["discovered"].detail
+    assert "bit-equal" in found["resume"].detail
+
+
+@pytest.mark.parametrize("name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy"])
+def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
+    found = findings_of(name, monkeypatch)
+
+    assert {f.level for f in found.values()} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "level", "said"),
+    [
+        ("WrongSignature", "hooks", "fail", "load_state_dict(state, payload) cannot be called as"),
+        ("Nowhere", "hooks", "fail", "Nowhere"),
+        ("Raising", "steps", "fail", "ArithmeticError: mine (check_zoo.py:"),
+        ("HardCoded", "devices", "fail", "check_zoo.py:"),
+        ("Unstorable", "state", "fail", 'state["items"][1]: generator cannot be stored'),
+        ("ForgetsALongHistory", "state round trip", "fail", 'payload["history"][19999] is another'),
+        ("WrittenNotRead", "state round trip", "fail", 'payload["count"] is another after load_state_dict'),
+        ("Forgetful", "resume", "fail", "state.count was not restored"),
+        ("HiddenState", "resume", "fail", "though everything in state and trainer was restored"),
+        ("Unseeded", "reproducible", "warn", "two runs from the same seed end with another"),
+        ("Overflowing", "bf16-mixed", "fail", "is not finite"),
+        ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
+        ("Late", "steps", "fail", "state.late appeared after `configure`"),
+    ],
+)
+def test_a_fault_is_named_with_a_remedy(monkeypatch, name, check, level, said):
+    finding = findings_of(name, monkeypatch)[check]
+
+    assert finding.level == level
+    assert said in finding.detail
+    assert finding.remedy or check in ("steps", "discovered")
+
+
+def test_without_data_only_the_hooks_are_checked():
+    found = list(run_checks(Subject("check_zoo:Sound", (), steps=2, search_path=(HERE,))))
+
+    assert [(f.check, f.level) for f in found] == [("hooks", "pass"), ("steps", "skip")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("WithoutDropout", {"ranks": "pass: with each other bit for bit", "batch size": "pass: train like the whole"}),
+        ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
+        ("RankDependent", {"ranks": "fail: away from one, at"}),
+        ("Drifting", {"ranks": "fail: replicas drift apart (same rows): state.model.0.bias"}),
+        ("FailingOnOneRank", {"ranks": "fail: rank 1: ValueError: no rows on this rank"}),
+        ("Hidden", {"ranks": "fail: an optimizer (Adam) that is neither in the state nor on the trainer"}),
+        ("WithoutTorch", {"ranks": "pass: two processes come to an end; no weights were found"}),
+    ],
+)
+def test_two_processes_are_compared_with_one(monkeypatch, name, said):
+    found = findings_of(name, monkeypatch, ranks=True)
+
+    for check, expected in said.items():
+        level, _, detail = expected.partition(": ")
+        assert found[check].level == level
+        assert detail in found[check].detail
+
+
+@pytest.mark.slow
+def test_what_several_threads_round_otherwise_is_no_difference_of_ranks(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = tuple({"x": rng.normal(size=(32, 2)).tolist(), "y": rng.normal(size=(32, 1)).tolist()} for _ in range(4))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = run_checks(Subject("check_zoo:BiasBeforeBatchNorm", rows, steps=2, search_path=(HERE,)))
+        assert [finding.level for finding in found if finding.check == "ranks"] == ["pass"]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A job whose class has a fault; nothing is started for it but this process."""
+    monkeypatch.setattr("genlight.adapter.conformance.checks.check_ranks", lambda *_: iter(()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(HERE)
+    described = {"run_id": "j", "trainer": "check_zoo:Forgetful", "max_steps": 9, "mock_batches": list(batches(2))}
+    (tmp_path / "job.json").write_text(json.dumps(described))
+    return str(tmp_path / "job.json")
+
+
+def test_the_command_prints_json_and_fails_when_a_check_does(job, capsys):
+    assert main(["check", "--job", job, "--json", "--steps", "2"]) == 1
+
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"pass": 8, "warn": 0, "fail": 1, "skip": 0}
+    assert {"check", "level", "detail", "remedy"} == set(answer["findings"][0])
+
+
+def test_the_command_prints_a_line_for_each_check_and_succeeds_when_all_pass(job, capsys):
+    assert main(["check", "check_zoo:Sound", "--job", job]) == 0
+
+    assert "pass  resume            6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
+
+
+def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, capsys):
+    pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
+
+    assert main(["check", "check_zoo:ArrowRows", "--data", str(tmp_path / "rows.parquet"), "--batch_size", "4"]) == 0
+    assert "WARN" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a trainer"),
+        (["check_zoo:Sound", "--steps", "0"], "Invalid `--steps`"),
+        (["check_zoo:Sound", "--batch_size", "0"], "Invalid `--batch_size`. Expected a number >= 1, but received 0."),
+        (["--job", "nowhere.json"], "nowhere.json"),
+        (["check_zoo:Sound", "--data", "nowhere.parquet"], "nowhere.parquet"),
+    ],
+)
+def test_usage_errors_have_their_own_exit_code(arguments, said, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    assert main(["check", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "second"),
+    [
+        ([1, 2, 3], [1], [2]),
+        ({"a": [1, 2], "b": ["x", "y"]}, {"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}),
+    ],
+)
+def test_a_batch_is_cut_into_halves_of_its_rows(batch, first, second):
+    assert halves(batch) == (first, second)
+
+
+def test_arrow_tensors_and_arrays_are_cut_too():
+    table = pa.table({"a": [1, 2, 3, 4]})
+
+    assert [half.column("a").to_pylist() for half in halves(table)] == [[1, 2], [3, 4]]
+    assert [half.tolist() for half in halves(torch.arange(4))] == [[0, 1], [2, 3]]
+    assert [half.tolist() for half in halves(np.arange(4))] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", [1], {"a": [1, 2], "b": [1]}, {"a": 1}, torch.tensor(1.0)])
+def test_a_batch_without_rows_is_not_cut(batch):
+    assert halves(batch) is None
+
+
+def test_snapshots_differ_in_the_first_path_whose_bits_differ():
+    of_a_column = torch.zeros(2, 2)[:1, 0]
+    state = {"w": torch.tensor([1.0, float("nan")]), "one": of_a_column, "rng": torch.Generator(), "n": 1}
+    state["a"] = np.zeros(2)
+    before = snapshot(state, None)
+    assert differences(before, snapshot(state, None)) == []
+
+    state["n"] = 2
+    state["w"][0] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    state["one"][0] = 1.0
+    state["rng"].manual_seed(3)
+    state["new"] = 1
+
+    changed = ['state["w"]', 'state["one"]', 'state["rng"]', 'state["n"]', 'state["new"]']
+    assert differences(before, snapshot(state, None)) == changed

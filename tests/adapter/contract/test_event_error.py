@@ -1,0 +1,82 @@
+"""What the text of a failure shows, and what it never shows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.event_error import failure_category, safe_text, stop_reason
+from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("two\nlines"), "ValueError: two"),
+        (ValueError(), "ValueError"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError("GET https://me:p@ss@host:8/a/b?sig=1&x=2#f failed"), "ValueError: GET https://host:8/a/b failed"),
+        (ValueError("('s3://key:secret@bucket/a',)"), "ValueError: ('s3://bucket/a',)"),
+        (ValueError("in /home/me/data with TOKEN-123"), "ValueError: in $HOME/data with <hidden>"),
+        (ValueError("is true"), "ValueError: is true"),
+    ],
+)
+def test_a_text_keeps_what_helps_and_drops_what_is_secret(error, text):
+    environ = {"HOME": "/home/me", "FLAG": "true"}
+    assert safe_text(error, secrets=["TOKEN-123", ""], environ=environ) == text
+
+
+def test_a_longer_value_is_hidden_before_one_that_it_contains():
+    environ = {"HOME": "/home/me", "DATA": "/home/me/data"}
+    assert safe_text(ValueError("/home/me/data/x"), environ=environ) == "ValueError: $DATA/x"
+
+
+def test_the_environment_of_the_process_is_hidden_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv("API_KEY", "sk-123456")
+    assert safe_text(ValueError("key sk-123456")) == "ValueError: key $API_KEY"
+
+
+def test_a_long_text_is_cut():
+    assert len(safe_text(ValueError("x" * 9999))) == 2000
+
+
+def test_a_value_of_several_lines_is_hidden_whole():
+    key = "-----BEGIN KEY-----\nc4nary1\nc4nary2\n-----END KEY-----"
+    assert safe_text(InputError(f"bad key:\n{key}"), environ={"PEM": key}) == "bad key:; $PEM"
+    assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
+
+
+@given(st.text(min_size=6, max_size=20), st.text(max_size=10), st.text(max_size=10))
+def test_no_secret_survives_wherever_it_stands(secret, before, after):
+    secret = f"\u2603{secret}"
+    assert secret not in safe_text(ValueError(before + secret + after), secrets=[secret], environ={})
+    assert secret not in safe_text(ValueError(before + secret + after), environ={"KEY": secret})
+
+
+@pytest.mark.parametrize(
+    ("error", "category"),
+    [
+        (StartupContractError("startup.invalid_trainer", "x"), "startup"),
+        (InputError("x"), "input"),
+        (UploadError("x", auth=True), "auth"),
+        (UploadError("x"), "upload"),
+        (OSError("upload token"), "train-step"),
+    ],
+)
+def test_the_category_follows_from_the_type_and_not_from_the_text(error, category):
+    assert failure_category(error) == category
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TrainingCanceled("timeout"), "timeout"),
+        (TrainingCanceled("preempted"), "preempted"),
+        (TrainingCanceled("the user's own words"), "canceled"),
+        (KeyboardInterrupt(), "canceled"),
+        (ValueError("canceled"), None),
+    ],
+)
+def test_a_stop_has_a_reason_and_a_failure_has_none(error, reason):
+    assert stop_reason(error) == reason

@@ -1,0 +1,125 @@
+"""Exceptions carry their facts, show them, and survive a trip to another process."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.contract import exceptions
+
+EXAMPLES = [
+    exceptions.StartupContractError("startup.invalid_job_spec", "max_steps is missing"),
+    exceptions.ContractError("lacks setup"),
+    exceptions.InputError("no such file"),
+    exceptions.AuthError("refused"),
+    exceptions.CheckpointError("disk full"),
+    exceptions.BrokenCheckpointError("step-00000200", "size differs"),
+    exceptions.UnstorableStateError('state["cache"][3]', "builtins.generator", "leave it out"),
+    exceptions.UnwrittenCheckpointError("step-00000200", "c", 10**6, 28, "No space left on device", "c/.tmp/a.json"),
+    exceptions.HookOrderError("a waits for b"),
+    exceptions.EventLogError("locked"),
+    exceptions.UploadError("checkpoint not delivered", auth=True),
+    exceptions.ReplicaDriftError("one tensor differs"),
+    exceptions.RankFailed("rank 1 was killed by signal 9"),
+    exceptions.TrainingHung(1, 300.0, Path("hangs/rank-1-1.txt")),
+    exceptions.TrainingCanceled("preempted"),
+]
+
+
+def classes():
+    return [cls for _, cls in inspect.getmembers(exceptions, inspect.isclass) if issubclass(cls, Exception)]
+
+
+def test_every_exception_of_the_module_is_a_genlight_error_and_has_an_example_here():
+    assert {type(example) for example in EXAMPLES} | {exceptions.GenlightError} == set(classes())
+    assert all(issubclass(cls, exceptions.GenlightError) for cls in classes())
+
+
+def test_the_module_exports_each_of_its_exceptions():
+    assert {cls.__name__ for cls in classes()} <= set(exceptions.__all__)
+
+
+def test_the_tree_in_the_docstring_names_every_exception():
+    assert all(cls.__name__ in exceptions.__doc__ for cls in classes())
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_exception_keeps_text_and_facts_when_it_is_pickled(error):
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+def test_a_startup_error_reads_code_then_message():
+    error = exceptions.StartupContractError("startup.invalid_timeout", "Expected a number.")
+
+    assert str(error) == "startup.invalid_timeout: Expected a number."
+    assert (error.code, error.message) == ("startup.invalid_timeout", "Expected a number.")
+
+
+@pytest.mark.parametrize(
+    ("error", "caught_as"),
+    [
+        (exceptions.ContractError("x"), TypeError),
+        (exceptions.UnstorableStateError("a", "b"), TypeError),
+        (exceptions.UnstorableStateError("a", "b"), exceptions.CheckpointError),
+        (exceptions.BrokenCheckpointError("a", "b"), exceptions.CheckpointError),
+        (exceptions.UnwrittenCheckpointError("a", "c", 1, 5, "b", None), OSError),
+        (exceptions.UnwrittenCheckpointError("a", "c", 1, 5, "b", None), exceptions.CheckpointError),
+        (exceptions.HookOrderError("x"), ValueError),
+        (exceptions.AuthError("x"), exceptions.InputError),
+    ],
+)
+def test_an_exception_is_caught_as_what_python_would_call_it(error, caught_as):
+    with pytest.raises(caught_as):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENOSPC, "free some space, keep fewer checkpoints, or choose another directory"),
+        (errno.EDQUOT, "free some space, keep fewer checkpoints, or choose another directory"),
+        (errno.EACCES, "let this user write there, or choose another directory"),
+        (errno.EROFS, "let this user write there, or choose another directory"),
+        (errno.EIO, "look at the disk, or choose another directory"),
+        (errno.ENOTDIR, "choose another directory"),
+        (None, "choose another directory"),
+    ],
+)
+def test_an_unwritten_checkpoint_says_what_helps_against_its_cause(code, said):
+    error = exceptions.UnwrittenCheckpointError("final", "/c", 2_500_000, code, "it went wrong", None)
+
+    assert str(error) == f"checkpoint final (2.5 MB) could not be written to /c: it went wrong; {said}"
+    assert (error.errno, error.strerror, error.filename) == (code, "it went wrong", None)
+
+
+def test_an_unstorable_value_is_named_with_its_path_and_the_hint_only_if_there_is_one():
+    plain = exceptions.UnstorableStateError('state["rng"]', "random.Random")
+    hinted = exceptions.UnstorableStateError('state["rng"]', "random.Random", "store its getstate()")
+
+    assert str(plain) == 'state["rng"]: random.Random cannot be stored in a checkpoint'
+    assert str(hinted) == str(plain) + "; store its getstate()"
+
+
+def test_a_broken_checkpoint_says_which_and_why():
+    error = exceptions.BrokenCheckpointError("final", "record digest differs")
+
+    assert str(error) == "checkpoint final is broken: record digest differs"
+    assert (error.checkpoint, error.reason) == ("final", "record digest differs")
+
+
+def test_a_stop_without_a_reason_is_canceled():
+    assert exceptions.TrainingCanceled().reason == "canceled"
+    assert str(exceptions.TrainingCanceled("timeout")) == "timeout"
+
+
+def test_an_upload_error_knows_whether_the_server_refused_the_credentials():
+    assert exceptions.UploadError("x", auth=True).auth
+    assert not exceptions.UploadError("x").auth

@@ -1,0 +1,353 @@
+"""What a trainer built is found wherever it put it, once, and in the same order on every rank."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import OrderedDict, deque, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.discovery.discover import SEARCHED_ITEMS, check_devices, check_nothing_new, discover
+
+
+def adam(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for m in modules for p in m.parameters()])
+
+
+def names(found) -> list[str]:
+    return [f.name for f in found]
+
+
+def paths(found) -> list[str]:
+    return [f.path for f in found]
+
+
+def test_a_dict_of_everything_is_found_by_path_and_name():
+    model = nn.Linear(2, 2)
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"model": model, "optimizer": optimizer, "sched": scheduler, "scaler": torch.amp.GradScaler("cpu"), "n": 3}
+
+    found = discover(state)
+
+    assert [(f.path, f.name, f.value) for f in found.modules] == [('state["model"]', "model", model)]
+    assert [(f.path, f.name, f.value) for f in found.optimizers] == [('state["optimizer"]', "optimizer", optimizer)]
+    assert names(found.schedulers) == ["sched"]
+    assert names(found.scalers) == ["scaler"]
+
+
+@dataclasses.dataclass
+class Record:
+    net: nn.Module
+
+
+class Slotted:
+    __slots__ = ("__hidden", "net")
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.__hidden = nn.Linear(1, 1)
+
+
+class Child(Slotted):
+    __slots__ = ("unset",)
+
+
+class Plain:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    @property
+    def explosive(self) -> nn.Module:
+        raise AssertionError("a property must not be called")
+
+    def method(self) -> None: ...
+
+
+Pair = namedtuple("Pair", "net other")
+
+WRAPPERS = [
+    lambda net: {"net": net},
+    lambda net: [net],
+    lambda net: (net,),
+    lambda net: {net},
+    lambda net: frozenset([net]),
+    lambda net: deque([net]),
+    lambda net: OrderedDict(net=net),
+    lambda net: Record(net),
+    lambda net: Child(net),
+    lambda net: Plain(net),
+    lambda net: Plain(net).method,
+    lambda net: Pair(net, None),
+    lambda net: SimpleNamespace(net=net),
+    lambda net: functools.partial(print, net, key=1),
+    lambda net: {3: {"deep": [Record(Plain(net))]}},
+]
+
+
+@given(st.lists(st.sampled_from(WRAPPERS), max_size=5))
+@settings(max_examples=60)
+def test_a_module_is_found_through_any_nesting_of_containers(wrappers):
+    net = nn.Linear(3, 1)
+    state = net
+    for wrap in wrappers:
+        state = wrap(state) if not _unhashable(state) or wrap not in WRAPPERS[3:5] else [state]
+
+    found = discover(state)
+
+    assert any(f.value is net for f in found.modules)
+    assert all(name.isidentifier() for name in names(found.modules))
+
+
+def _unhashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return True
+    return False
+
+
+def test_attrs_classes_are_searched():
+    attrs = pytest.importorskip("attrs")
+    net = nn.Linear(1, 1)
+
+    @attrs.define
+    class State:
+        net: nn.Module
+
+    assert [f.value for f in discover(State(net)).modules] == [net]
+
+
+def test_cycles_end():
+    net = nn.Linear(1, 1)
+    state: dict = {"net": net}
+    state["self"] = state
+    state["friend"] = SimpleNamespace(back=state)
+
+    assert paths(discover(state).modules) == ['state["net"]']
+
+
+def test_a_chain_of_thousands_of_objects_is_followed():
+    head = SimpleNamespace(net=nn.Linear(1, 1))
+    for _ in range(5000):
+        head = SimpleNamespace(next=head)
+
+    assert len(discover(head).modules) == 1
+
+
+def test_shared_modules_and_parts_of_found_modules_are_listed_once():
+    encoder = nn.Linear(2, 2)
+    model = nn.Sequential(encoder, nn.Linear(2, 1))
+
+    found = discover({"encoder": encoder, "model": model, "again": model}, SimpleNamespace(net=model))
+
+    assert paths(found.modules) == ['state["model"]']
+
+
+def test_names_of_state_and_trainer_do_not_collide_and_reserved_names_are_avoided():
+    a, b, c, d = (nn.Linear(1, 1) for _ in range(4))
+
+    found = discover({"net": a, "nets": {"gen": b}, "trainer": c}, SimpleNamespace(net=d), reserved=["trainer"])
+
+    assert names(found.modules) == ["net", "nets_gen", "trainer_2", "trainer_net"]
+
+
+def test_paths_read_as_the_author_would_write_them():
+    trainer = SimpleNamespace(nets=[nn.Linear(1, 1)], _model=nn.Linear(1, 1))
+
+    found = discover(None, trainer)
+
+    assert paths(found.modules) == ["trainer.nets[0]", "trainer._model"]
+    assert names(found.modules) == ["nets_0", "model"]
+
+
+def test_a_compiled_module_is_given_as_its_original():
+    model = nn.Linear(1, 1)
+
+    found = discover({"compiled": torch.compile(model, backend="eager"), "model": model})
+
+    assert [(f.path, f.value) for f in found.modules] == [('state["compiled"]', model)]
+
+
+def test_an_optimizer_inside_of_a_module_or_known_to_a_scheduler_alone_is_found():
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+            self.optimizer = adam(self.net)
+
+    other = nn.Linear(1, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam(other), 1)
+
+    found = discover({"agent": Agent(), "other": other, "scheduler": scheduler})
+
+    assert paths(found.optimizers) == ['state["agent"].optimizer', 'state["scheduler"].optimizer']
+
+
+def test_ema_copies_and_teachers_are_untrained():
+    model = nn.Linear(2, 2)
+    state = {"model": model, "ema": copy.deepcopy(model), "teacher": nn.Linear(1, 1), "opt": adam(model)}
+
+    found = discover(state)
+
+    assert names(found.trained) == ["model"]
+    assert names(found.untrained) == ["ema", "teacher"]
+
+
+def test_tensors_that_an_optimizer_holds_and_no_module_does_are_named():
+    alpha, hidden = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    state = {"alpha": alpha, "opt": torch.optim.Adam([alpha, hidden]), "constant": torch.ones(1)}
+
+    found = discover(state)
+
+    assert paths(found.parameters) == ['state["alpha"]', 'state["opt"].param_groups[0]["params"][1]']
+    assert paths(found.tensors) == ['state["constant"]']
+
+
+def test_parameters_that_a_trainer_keeps_beside_their_module_are_named():
+    model = nn.Linear(1, 1)
+
+    assert paths(discover({"params": list(model.parameters()), "model": model}).aliases) == [
+        'state["params"][0]',
+        'state["params"][1]',
+    ]
+
+
+def test_modules_and_optimizers_that_only_functions_close_over_are_found():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        model(x).backward()
+        optimizer.step()
+        return later
+
+    found = discover({"step": step})
+    later = None
+
+    assert paths(found.modules) == ['state["step"].<closure>.model']
+    assert paths(found.optimizers) == ['state["step"].<closure>.optimizer']
+    assert found.modules[0].name == "step_closure_model"
+
+
+def test_what_a_class_keeps_for_all_its_instances_is_found():
+    class Trainer:
+        net = nn.Linear(1, 1)
+        heads = (nn.Linear(1, 1),)
+
+    trainer = Trainer()
+    trainer.heads = [nn.Linear(2, 1)]
+
+    assert paths(discover(None, trainer).modules) == ["trainer.heads[0]", "trainer.net"]
+
+
+@pytest.mark.parametrize("kept", ["Trainer", "callback of its own", "module"])
+def test_whatever_leads_to_the_run_that_hosts_a_trainer_is_none_of_what_it_built(kept):
+    import lightning.pytorch as pl
+
+    class Mine(pl.Callback):
+        def __init__(self, module):
+            self.module = module
+
+    host, model = pl.LightningModule(), nn.Linear(1, 1)
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.strategy.connect(host)
+    keeps = {"Trainer": trainer, "callback of its own": Mine(host), "module": host}
+
+    found = discover({"kept": keeps[kept], "model": model}, host=host)
+
+    assert paths(found.modules) == ['state["model"]']
+
+
+def test_without_optimizers_all_that_wants_a_gradient_is_updated():
+    model, loose = nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    model.bias.requires_grad_(False)
+    state = {"model": model, "loose": loose, "derived": loose * 2, "constant": torch.ones(1)}
+
+    assert [id(t) for t in discover(state).updated()] == [id(model.weight), id(loose)]
+    state["opt"] = torch.optim.SGD([loose], lr=0.1)
+    assert [id(t) for t in discover(state).updated()] == [id(loose)]
+
+
+def test_a_parameter_as_a_key_is_not_printed_in_a_path():
+    weight = nn.Parameter(torch.ones(3, 2))
+
+    (found,) = discover({"net": nn.Linear(1, 1), "by_weight": {weight: nn.Linear(2, 2)}}).modules[1:]
+
+    assert found.path == 'state["by_weight"][Parameter(3, 2)]'
+
+
+def test_sets_are_searched_in_an_order_that_addresses_do_not_decide():
+    for _ in range(5):
+        found = discover({nn.Linear(n, 1) for n in (3, 1, 2)})
+        assert [f.value.in_features for f in found.modules] == [1, 2, 3]
+
+
+def test_a_set_of_modules_that_nothing_tells_apart_is_refused():
+    with pytest.raises(ContractError, match="Use a list"):
+        discover({"nets": {nn.Linear(1, 1), nn.Linear(1, 1)}})
+
+
+def test_large_containers_are_data_and_are_not_searched():
+    net = nn.Linear(1, 1)
+
+    assert not discover({"buffer": [net] * (SEARCHED_ITEMS + 1)}).modules
+    assert discover({"buffer": [net] * SEARCHED_ITEMS}).modules
+
+
+@pytest.mark.parametrize("where", ["state", "trainer"])
+def test_a_module_or_optimizer_that_appears_later_is_an_error_that_says_configure(where):
+    state, trainer = SimpleNamespace(model=nn.Linear(1, 1)), SimpleNamespace()
+    before = discover(state, trainer)
+    check_nothing_new(before, state, trainer)
+    {"state": state, "trainer": trainer}[where].late = nn.Linear(1, 1)
+    {"state": state, "trainer": trainer}[where].opt = adam(nn.Linear(1, 1))
+
+    with pytest.raises(ContractError, match=rf"{where}\.late, {where}\.opt appeared after `configure`.*in `configure`"):
+        check_nothing_new(before, state, trainer)
+
+
+def test_a_part_of_a_known_module_that_is_kept_later_is_nothing_new():
+    state = SimpleNamespace(model=nn.Sequential(nn.Linear(1, 1)))
+    before = discover(state)
+    state.part = state.model[0]
+
+    check_nothing_new(before, state)
+
+
+class ElsewhereTensor(torch.Tensor):
+    """A tensor that says it lives on a GPU, on a machine that has none."""
+
+    device = torch.device("cuda:1")
+
+
+def test_a_cuda_tensor_on_a_cpu_run_is_named_by_its_path():
+    state = {"cache": [torch.ones(1).as_subclass(ElsewhereTensor)]}
+
+    with pytest.raises(ContractError, match=r'state\["cache"\]\[0\] is on cuda:1, but this rank runs on cpu'):
+        check_devices(discover(state), "cpu")
+
+
+def test_a_tensor_on_the_device_of_another_rank_is_named_by_its_path():
+    state = {"noise": torch.ones(1).as_subclass(ElsewhereTensor)}
+
+    with pytest.raises(ContractError, match=r'state\["noise"\] is on cuda:1, but this rank runs on cuda:0'):
+        check_devices(discover(state), "cuda:0")
+    check_devices(discover(state), "cuda:1")
+    check_devices(discover(state), "cuda")
+
+
+def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ranks():
+    model = nn.Linear(1, 1).share_memory()
+
+    check_devices(discover({"model": model}), "cpu")
+    with pytest.raises(ContractError, match=r'state\["model"\].weight lives in memory'):
+        check_devices(discover({"model": model}), "cpu", world_size=2)

@@ -1,0 +1,158 @@
+"""The background thread: bounded, honest about waiting, and gone when it should be."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import pytest
+
+from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from genlight.adapter.feed.decode import Chunk
+from genlight.adapter.feed.prefetch import ReadAhead
+
+
+def chunk(number: int, size: int) -> Chunk:
+    return Chunk(0, number, number + 1, pa.record_batch({"x": pa.array(range(size // 8))}), range(1), "file")
+
+
+@pytest.fixture
+def decoders() -> Iterator[Callable[[], list[threading.Thread]]]:
+    """The decoding threads that the test has begun; garbage, which may hold some, is collected when the test asks."""
+
+    def running() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "genlight-feed"]
+
+    earlier = set(running())
+    gc.disable()
+    yield lambda: [thread for thread in running() if thread not in earlier]
+    gc.enable()
+
+
+class Decoding:
+    """Chunks of one size, with a note of how many were asked for and a signal when no more are for a while."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.made, self._count, self._size = 0, count, size
+
+    def __call__(self):
+        for number in range(self._count):
+            self.made += 1
+            yield chunk(number, self._size)
+
+    def settles_at(self, expected: int) -> bool:
+        """Whether so many chunks are made, and then no more."""
+        deadline = time.monotonic() + 60
+        while self.made < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.made == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "size", "limit", "made"),
+    [(2, 2 << 20, 1 << 30, 3), (4, 2 << 20, 1 << 30, 5), (4, 2 << 20, 4 << 20, 3), (1, 2 << 20, 1, 2)],
+)
+def test_decoding_stops_at_the_number_of_chunks_and_of_bytes(items, size, limit, made):
+    """One chunk more than may wait is made: the one that waits for room."""
+    decoding = Decoding(10, size)
+    reader = ReadAhead(decoding, items, limit)
+    try:
+        assert decoding.settles_at(made)
+        next(reader)
+        assert decoding.settles_at(made + 1)
+    finally:
+        reader.close()
+
+
+def test_everything_comes_out_in_order_however_small_the_limits():
+    reader = ReadAhead(Decoding(50, 80), 1, 100)
+    assert [c.at for c in reader] == list(range(50))
+    with pytest.raises(StopIteration):
+        next(reader)
+
+
+def test_an_error_comes_after_what_was_decoded_before_it_and_stays():
+    def failing():
+        yield chunk(0, 80)
+        raise OSError("the disk is gone")
+
+    reader = ReadAhead(failing, 2, 1000)
+    assert next(reader).at == 0
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(reader)
+    reader.close()
+
+
+def test_closing_ends_the_thread_also_when_it_waits_for_room(rows_file, decoders):
+    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, readahead=1, shuffle=True)
+    next(iter(feed))
+    feed.close()
+    iterator = iter(feed)
+    next(iterator)
+    assert len(decoders()) == 1
+    feed.close()
+    assert not decoders()
+
+
+def test_a_feed_that_is_forgotten_takes_its_thread_along(rows_file, decoders):
+    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, shuffle=True)
+    iterator = iter(feed)
+    next(iterator)
+    assert len(decoders()) == 1
+    del feed, iterator
+    assert not decoders()
+
+
+def test_a_feed_in_a_cycle_takes_its_thread_along_when_garbage_is_collected(rows_file, decoders):
+    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, per_epoch=True)
+    feed.itself = feed
+    list(feed)
+    del feed
+    assert len(decoders()) == 1
+    gc.collect()
+    assert not decoders()
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+def test_a_data_module_that_is_forgotten_between_two_epochs_takes_its_thread_along(rows_file, decoders, has_validation):
+    path = str(rows_file(*[4] * 50))
+    data = ArrowDataModule(path, batch_size=4, val_paths=path if has_validation else None)
+    list(data.train_dataloader())
+    assert len(decoders()) == 1
+    del data
+    assert not decoders()
+
+
+def test_a_process_that_ends_in_the_middle_of_reading_ends_cleanly(rows_file):
+    code = (
+        "import sys; from genlight.adapter.feed import ArrowFeed; "
+        "it = iter(ArrowFeed(sys.argv[1], batch_size=2, shuffle=True)); print(next(it).num_rows)"
+    )
+    path = rows_file(*[50] * 20)
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.parametrize("readahead", [0, 2])
+def test_waiting_for_data_is_measured(rows_file, readahead):
+    feed = ArrowFeed(rows_file(20), batch_size=4, readahead=readahead, epochs=1)
+    assert feed.wait_seconds == 0
+    list(itertools.islice(feed, 2))
+    assert feed.wait_seconds > 0
+
+
+def test_batches_do_not_keep_more_than_their_own_chunk_alive(rows_file):
+    feed = ArrowFeed(rows_file(*[2000] * 40), batch_size=100, readahead=1, readahead_bytes=1 << 16, epochs=1)
+    gc.collect()
+    before = pa.total_allocated_bytes()
+    most = max(pa.total_allocated_bytes() - before for _ in feed)
+    # In use, waiting and being decoded: three chunks of 64 KiB, and what Parquet needs for itself; all is 1.5 MB.
+    assert most < 1_000_000

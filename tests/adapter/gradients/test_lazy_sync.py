@@ -1,0 +1,261 @@
+"""Gradients are averaged when somebody wants to see them, and no more often."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.gradients import gradient_sync as replication
+from genlight.adapter.gradients.gradient_sync import GradientSync
+from genlight.adapter.gradients.lazy_sync import Accumulation
+from genlight.adapter.gradients.lightning_hooks import StepHooks
+from genlight.adapter.gradients.precision import StepPrecision
+from genlight.adapter.gradients.router import StepRouter
+
+
+@pytest.fixture
+def averaged(tmp_path, monkeypatch):
+    """Sizes of what was averaged, in order, in a process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    sizes, real = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    yield sizes
+    dist.destroy_process_group()
+
+
+class Run:
+    def __init__(self, hooks: StepHooks | None = None, model: nn.Module | None = None) -> None:
+        self.model = model or nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        discovered = discover({"model": self.model, "optimizer": self.optimizer})
+        self.router = StepRouter(
+            discovered,
+            torch.device("cpu"),
+            precision=StepPrecision("fp32"),
+            hooks=hooks,
+            gradients=GradientSync(discovered),
+        )
+
+    def backward(self) -> None:
+        self.model(torch.ones(1, 2)).sum().backward()
+
+
+def test_several_backward_calls_and_one_update_average_once(averaged):
+    run = Run()
+
+    with run.router:
+        for _ in range(3):
+            run.backward()
+        assert averaged == []
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+
+
+def test_a_read_averages_before_it_answers_and_only_once(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        assert run.model.weight.grad.tolist() == [[1.0, 1.0]]
+        assert len(averaged) == 1
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+
+
+def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 1
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_a_step_that_fails_averages_nothing_and_leaves_plain_parameters(averaged):
+    run = Run()
+
+    def fail() -> None:
+        with run.router:
+            run.backward()
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+
+    assert averaged == []
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_a_callback_that_looks_after_each_backward_sees_averages_each_time(averaged):
+    run = Run(StepHooks(after_backward=lambda: None))
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 2
+
+
+def test_a_hook_that_runs_inside_of_backward_has_gradients_averaged_after_each(averaged):
+    run = Run()
+    run.model.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 2
+
+
+def test_copies_and_pickles_of_a_guarded_parameter_are_plain(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        copied = copy.deepcopy(run.model)
+        run.backward()
+        restored = pickle.loads(pickle.dumps(run.model))
+
+    assert type(copied.weight) is type(restored.weight) is nn.Parameter
+    assert torch.equal(copied.weight, run.model.weight)
+
+
+def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothing(averaged):
+    run = Run()
+
+    with run.router:
+        run.backward()
+        run.optimizer.zero_grad()
+        run.backward()
+        run.backward()
+        run.optimizer.step()
+
+    assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_the_ordinal_counts_averagings_of_one_update():
+    ordinals = []
+    parameter = nn.Parameter(torch.ones(1))
+    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+
+    for reads in (True, False):
+        for _ in range(2):
+            accumulation.before_backward()
+            parameter.sum().backward()
+            accumulation.after_backward()
+            _ = parameter.grad if reads else None
+        accumulation.before_update()
+
+    assert ordinals == [0, 1, 0]
+
+
+class Own(nn.Parameter):
+    """A parameter class that may do anything with its gradient."""
+
+
+def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
+    ordinals = []
+    parameter = Own(torch.ones(1))
+    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+
+    for _ in range(2):
+        accumulation.before_backward()
+        parameter.sum().backward()
+        accumulation.after_backward()
+
+    assert ordinals == [0, 1]
+    assert type(parameter) is Own
+
+
+@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(replication.BUCKET_BYTES, 1), (64, 2)])
+def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
+    averaged, monkeypatch, bucket_bytes, pieces
+):
+    monkeypatch.setattr(replication, "BUCKET_BYTES", bucket_bytes)
+    places, real = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
+    run = Run(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))
+
+    for _ in range(3):
+        with run.router:
+            run.backward()
+            run.optimizer.step()
+
+    assert len(averaged) == 3 * pieces
+    assert places == places[:pieces] * 3
+
+
+class Device:
+    """What torch's events are to a device that works through calls later than the host makes them."""
+
+    def __init__(self, done=0):
+        self.recorded, self.done, self.waits = 0, done, 0
+
+    def copy(self, value):
+        self.recorded += 1
+        return value.clone(), DeviceEvent(self, self.recorded)
+
+
+class DeviceEvent:
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+
+    def query(self):
+        return self.number <= self.device.done
+
+    def synchronize(self):
+        self.device.waits += 1
+        self.device.done = self.number
+
+
+@pytest.mark.parametrize(("behind", "waits"), [(0, 0), (8, 0), (12, 1)])
+def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averaged, monkeypatch, behind, waits):
+    device = Device()
+    monkeypatch.setattr(replication, "_to_host", device.copy)
+    sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
+
+    for call in range(1, 21):
+        device.done = max(device.done, call - behind)
+        sync()
+
+    assert (device.waits > 0) == waits
+    assert len(sync._sent) == replication.LATE_CALLS
+
+
+def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
+    device = Device(done=100)
+    monkeypatch.setattr(replication, "_to_host", device.copy)
+    sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Late(tensor))
+
+    for _ in range(replication.LATE_CALLS):
+        sync(ordinal=1)
+    with pytest.raises(ContractError, match="at different points of a step"):
+        sync(ordinal=1)
+
+
+class _Late:
+    """An average with a rank that is one backward behind."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def wait(self):
+        self.tensor[-1] = 0.0

@@ -1,0 +1,353 @@
+"""Half precision of every kind, against loops that follow torch's documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepResult
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.gradients.precision import TrueUnitScaler, contract_dtype, step_precision
+from genlight.adapter.gradients.router import StepRouter
+from support import trainer_zoo as zoo
+
+
+def fp16(**scaler_args: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler_args))
+
+
+@pytest.fixture(autouse=True)
+def _with_classes_of_this_file(monkeypatch):
+    monkeypatch.setitem(zoo.ZOO, "Recording", Recording)
+    monkeypatch.setitem(zoo.ZOO, "ClippingByValue", ClippingByValue)
+
+
+class Recording(zoo.Accumulating):
+    """Two backward calls and a clipping; records the gradients that it reads in between."""
+
+    def configure(self, ctx):
+        self.seen, self.hooked = [], []
+        state = super().configure(ctx)
+        # A gradient hook of the trainer's own, registered before any of genlight's.
+        state["model"][2].bias.register_hook(lambda g: self.hooked.append(g.clone()))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True):
+            (mse_loss(state["model"](x).float(), y) / 2).backward()
+            self.seen.append(state["model"][2].bias.grad.clone())
+        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        state["optimizer"].step()
+        return StepResult({"grad_norm": norm})
+
+
+def reference(cls: type, *, dtype: torch.dtype, steps: int = zoo.STEPS, **scaler_args: Any):
+    """Mixed precision as torch's documentation writes it, for the update of `Accumulating`."""
+    trainer, ctx = cls(), zoo.context()
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    model, optimizer = state["model"], state["optimizer"]
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, **scaler_args)
+    skipped = 0
+    for step in range(steps):
+        batch = zoo.rows(step)
+        optimizer.zero_grad()
+        for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True):
+            with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+                loss = mse_loss(model(x).float(), y) / 2
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += scaler.get_scale() < before
+    return zoo.weights(state, None), scaler, skipped
+
+
+def run(name: str, plugin: Precision, steps: int = zoo.STEPS):
+    module, trainer = zoo.hosted_run(name, steps=steps, plugins=plugin)
+    return zoo.weights(module.contract_state, None), module, trainer
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_bf16_mixed_is_bit_equal_to_an_autocast_loop_with_backward_outside():
+    expected, _, _ = reference(Recording, dtype=torch.bfloat16)
+
+    actual, module, _ = run("Recording", MixedPrecision("bf16-mixed", "cpu"))
+
+    assert_equal(actual, expected)
+    assert module._router.overflow_steps == 0
+
+
+def test_fp16_mixed_is_bit_equal_to_unscale_then_clip_also_under_accumulation():
+    expected, scaler, _ = reference(Recording, dtype=torch.float16, init_scale=4096.0)
+
+    actual, _, trainer = run("Recording", fp16(init_scale=4096.0))
+
+    assert_equal(actual, expected)
+    assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
+
+
+def test_fp16_gradients_read_in_true_units_after_each_backward_and_inside_gradient_hooks():
+    _, fp32, _ = run("Recording", Precision())
+
+    _, half, _ = run("Recording", fp16(init_scale=2.0**14))
+
+    for kind in ("seen", "hooked"):
+        pairs = list(zip(getattr(half.plugin, kind), getattr(fp32.plugin, kind), strict=True))
+        assert len(pairs) == 2 * zoo.STEPS
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
+
+
+def test_fp16_overflow_skips_the_update_lowers_the_scale_and_is_counted():
+    expected, scaler, skipped = reference(Recording, dtype=torch.float16, init_scale=2.0**20)
+    assert 0 < skipped < zoo.STEPS, "some steps must overflow and some must not"
+
+    actual, module, trainer = run("Recording", fp16(init_scale=2.0**20))
+
+    assert_equal(actual, expected)
+    assert module._router.overflow_steps == skipped
+    assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
+    assert trainer.global_step == zoo.STEPS
+
+
+class ClippingByValue(zoo.Base):
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]).float(), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_(state["model"].parameters(), 0.01)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_fp16_overflow_that_clipping_by_value_hides_is_still_an_overflow():
+    initial = zoo.plain_run("ClippingByValue", steps=0)
+
+    actual, module, _ = run("ClippingByValue", fp16(init_scale=2.0**100), steps=1)
+
+    assert module._router.overflow_steps == 1
+    assert_equal(actual, initial)
+
+
+NOT_FP16 = ("Lbfgs", "SparseEmbedding", "ClippingByValue", "UpdatesByHand", "UpdatesByHandFromAutograd")
+
+
+@pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in NOT_FP16])
+def test_every_class_runs_close_to_fp32_in_fp16_mixed(name):
+    expected = zoo.plain_run(name)
+
+    actual, module, _ = run(name, fp16(init_scale=256.0))
+
+    assert module._router.overflow_steps == 0
+    for key, tensor in expected.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(actual[key], tensor, rtol=0.05, atol=0.05) if key.startswith("state") else None
+
+
+def test_fp16_gradients_of_an_input_read_in_true_units_in_every_step():
+    seen = []
+
+    class Adversarial(zoo.Base):
+        def train_step(self, batch, state, ctx):
+            x = batch["x"].clone().requires_grad_()
+            (state["model"](x).float() - batch["y"]).square().mean().backward()
+            seen.append(x.grad)
+            return super().train_step({**batch, "x": (x + 0.1 * x.grad).detach()}, state, ctx)
+
+    zoo.ZOO["Adversarial"] = Adversarial
+    for plugin in (Precision(), fp16(init_scale=2.0**12)):
+        run("Adversarial", plugin, steps=6)
+    del zoo.ZOO["Adversarial"]
+
+    assert len(seen) == 12
+    for full, half in zip(seen[:6], seen[6:], strict=True):
+        torch.testing.assert_close(half, full, rtol=0.05, atol=1e-3)
+
+
+def test_scaler_state_and_overflow_count_travel_in_the_precision_plugins_state():
+    _, module, trainer = run("Recording", fp16(init_scale=2.0**20))
+    saved = trainer.precision_plugin.state_dict()
+
+    fresh = fp16()
+    fresh.scaler = TrueUnitScaler.like(fresh.scaler)
+    fresh.load_state_dict(saved)
+
+    assert fresh.scaler.overflow_steps == module._router.overflow_steps > 0
+    assert fresh.scaler.get_scale() == trainer.precision_plugin.scaler.get_scale()
+
+
+def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
+    caplog.set_level("INFO", logger="genlight")
+
+    actual, module, _ = run("OwnScaler", fp16())
+
+    assert_equal(actual, zoo.plain_run("OwnScaler"))
+    assert module._router._scaler is None
+    assert sum('state["scaler"]' in message for message in caplog.messages) == 1
+
+
+def test_lbfgs_under_fp16_mixed_is_refused_by_its_path():
+    with pytest.raises(ContractError, match=r'state\["optimizer"\] is LBFGS.*bf16-mixed'):
+        run("Lbfgs", fp16())
+
+
+def test_updates_by_hand_under_fp16_mixed_are_refused_because_nothing_can_skip_them():
+    with pytest.raises(ContractError, match=r"16-mixed needs an optimizer.*bf16-mixed"):
+        run("UpdatesByHand", fp16())
+
+
+class ComplexWeights(zoo.Base):
+    def configure(self, ctx):
+        model = nn.ParameterList([nn.Parameter(torch.randn(6, 3, dtype=torch.cfloat))])
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        out = (batch["x"].to(torch.cfloat) @ state["model"][0]).abs().mean(1, keepdim=True)
+        state["optimizer"].zero_grad()
+        mse_loss(out, batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_complex_weights_can_be_scaled():
+    zoo.ZOO["ComplexWeights"] = ComplexWeights
+    expected = zoo.plain_run("ComplexWeights")
+
+    actual, module, _ = run("ComplexWeights", fp16(init_scale=256.0))
+    del zoo.ZOO["ComplexWeights"]
+
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert module._router.overflow_steps == 0
+
+
+def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
+    weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
+    state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}
+    discovered = discover(state)
+    router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(fp16(init_scale=8.0), discovered))
+
+    with router:
+        (weight.imag.sum() * float("inf")).backward()
+        state["opt"].step()
+
+    assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.cfloat))
+    assert router.overflow_steps == 1
+
+
+def test_true_half_precision_takes_inputs_of_any_precision():
+    actual, module, _ = run("Base", HalfPrecision("bf16-true"))
+
+    assert all(t.dtype is torch.bfloat16 for t in actual.values())
+    expected = zoo.plain_run("Base")
+    for key, tensor in expected.items():
+        torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
+    assert module.ctx.dtype == "bf16"
+
+
+class CallingParts(zoo.Base):
+    def train_step(self, batch, state, ctx):
+        first, act, last = state["model"]
+        out = last(act(first(batch["x"])).float())  # a head that used to be fp32
+        state["optimizer"].zero_grad()
+        mse_loss(out.float(), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_true_half_precision_takes_inputs_of_any_precision_where_parts_of_a_module_are_called():
+    zoo.ZOO["CallingParts"] = CallingParts
+    actual, _, _ = run("CallingParts", HalfPrecision("bf16-true"))
+    del zoo.ZOO["CallingParts"]
+
+    assert all(t.dtype is torch.bfloat16 for t in actual.values())
+    for key, tensor in zoo.plain_run("Base").items():
+        torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
+
+
+class MultipliesItself(zoo.Base):
+    def train_step(self, batch, state, ctx):
+        (batch["x"] @ state["model"][0].weight.t()).sum().backward()
+
+
+def test_types_that_a_trainer_mixes_itself_in_true_half_precision_are_named_with_the_way_out():
+    zoo.ZOO["MultipliesItself"] = MultipliesItself
+    with pytest.raises(ContractError, match=r"mixes types: weights are torch.bfloat16 here.*or use bf16-mixed"):
+        run("MultipliesItself", HalfPrecision("bf16-true"))
+    del zoo.ZOO["MultipliesItself"]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dtype"),
+    [
+        (Precision(), "fp32"),
+        (MixedPrecision("bf16-mixed", "cpu"), "bf16"),
+        (MixedPrecision("16-mixed", "cpu"), "fp16"),
+        (HalfPrecision("bf16-true"), "bf16"),
+        (HalfPrecision("16-true"), "fp16"),
+    ],
+)
+def test_context_dtype_follows_the_precision_plugin(plugin, dtype):
+    assert contract_dtype(plugin) == dtype
+
+
+def test_a_precision_plugin_that_replaces_layers_is_refused_by_name():
+    class Quantizing(Precision):
+        pass
+
+    with pytest.raises(ContractError, match="Quantizing"):
+        contract_dtype(Quantizing())
+
+
+def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+    discovered = discover({"a": a, "b": b, "opts": opts})
+    plugin = fp16(init_scale=8.0)
+    router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(plugin, discovered))
+    before = [m.weight.detach().clone() for m in (a, b)]
+
+    with router:
+        (a(torch.ones(1, 2)).sum() * float("inf")).backward()
+        opts[0].step()
+        b(torch.ones(1, 2)).sum().backward()
+        opts[1].step()
+
+    assert torch.equal(a.weight, before[0])
+    assert not torch.equal(b.weight, before[1])
+    assert router.overflow_steps == 1
+
+
+def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
+    import lightning.pytorch as pl
+
+    expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
+    module, _ = zoo.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
+
+    trainer = pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        plugins=fp16(init_scale=1024.0),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, zoo.Shares(0, 1, 4, first=2))
+
+    assert_equal(zoo.weights(module.contract_state, None), expected)

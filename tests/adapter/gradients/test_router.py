@@ -1,0 +1,308 @@
+"""Inside a step of its own thread a trainer's calls are led elsewhere; anywhere else torch is what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.autograd import backward as backward_by_name
+
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepResult
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.gradients.lightning_hooks import StepHooks, step_hooks
+from genlight.adapter.gradients.precision import step_precision
+from genlight.adapter.gradients.router import StepRouter, step_router
+
+PATCHED = (
+    (torch.Tensor, "backward"),
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (torch.autograd, "_engine_run_backward"),
+    (torch.optim.SGD, "step"),
+    (torch.optim.Optimizer, "zero_grad"),
+)
+
+
+def torch_now() -> list[object]:
+    return [getattr(owner, name) for owner, name in PATCHED]
+
+
+class Run:
+    """A model, its optimizer and a router that records what passes through it."""
+
+    def __init__(self, plugin: Precision | None = None) -> None:
+        self.events: list[str] = []
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.discovered = discover({"model": self.model, "optimizer": self.optimizer})
+        hooks = StepHooks(
+            before_backward=lambda loss: self.events.append(f"before_backward {loss.dim()}"),
+            after_backward=lambda: self.events.append("after_backward"),
+            before_optimizer_step=lambda _: self.events.append("before_optimizer_step"),
+            before_zero_grad=lambda _: self.events.append("before_zero_grad"),
+        )
+        self.router = StepRouter(
+            self.discovered,
+            torch.device("cpu"),
+            precision=step_precision(plugin or Precision(), self.discovered),
+            hooks=hooks,
+        )
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(1, 2)).sum()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss]), backward_by_name],
+    ids=["tensor", "autograd", "imported by name"],
+)
+def test_every_way_to_call_backward_is_routed_inside_a_step_and_none_outside(backward):
+    run = Run()
+    backward(run.loss())
+    assert run.events == []
+
+    with run.router:
+        backward(run.loss())
+
+    assert run.events == ["before_backward 0", "after_backward"]
+
+
+def test_hooks_come_in_lightnings_order():
+    run = Run()
+
+    with run.router:
+        run.optimizer.zero_grad()
+        run.loss().backward()
+        run.optimizer.step()
+
+    assert run.events == ["before_zero_grad", "before_backward 0", "after_backward", "before_optimizer_step"]
+
+
+def test_a_closure_runs_before_the_optimizer_hook_and_its_loss_is_returned():
+    run = Run()
+
+    def closure() -> torch.Tensor:
+        run.events.append("closure")
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    with run.router:
+        loss = run.optimizer.step(closure)
+
+    assert loss is not None
+    assert run.events[0] == "closure"
+    assert run.events[-1] == "before_optimizer_step"
+
+
+def test_torch_is_untouched_before_between_and_after_steps():
+    run = Run()  # the first optimizer of a class makes torch patch that class
+    before = torch_now()
+    for _ in range(2):
+        with run.router:
+            run.loss().backward()
+            assert torch_now()[:3] == before[:3]
+        assert torch_now() == before
+
+
+def test_torch_is_untouched_after_a_step_that_failed():
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+    before = torch_now()
+
+    with pytest.raises(RuntimeError, match="mine"), run.router:
+        raise RuntimeError("mine")
+
+    assert torch_now() == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_backward_in_another_thread_is_left_alone_while_a_step_runs():
+    run = Run()
+    other = nn.Linear(1, 1)
+
+    def work() -> None:
+        other(torch.ones(1, 1)).sum().backward()
+
+    with run.router:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert other.weight.grad is not None
+    assert run.events == []
+
+
+def test_two_trainings_in_two_threads_do_not_see_each_other():
+    runs = [Run(), Run()]
+    meet = threading.Barrier(2, timeout=60)
+    before = torch_now()
+
+    def train(run: Run) -> None:
+        with run.router:
+            meet.wait()
+            run.loss().backward()
+            meet.wait()
+
+    threads = [threading.Thread(target=train, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [run.events for run in runs] == [["before_backward 0", "after_backward"]] * 2
+    assert torch_now() == before
+
+
+def test_autograd_grad_is_not_a_backward():
+    run = Run()
+
+    with run.router:
+        torch.autograd.grad(run.loss(), run.model.weight)
+
+    assert run.events == []
+
+
+def test_an_optimizer_that_appears_inside_a_step_and_trains_a_known_module_is_refused():
+    run = Run()
+
+    with run.router:
+        run.loss().backward()
+        late = torch.optim.Adam(run.model.parameters())
+        with pytest.raises(ContractError, match="Adam that was not there after `configure`"):
+            late.step()
+
+
+def test_an_optimizer_of_tensors_that_belong_to_no_module_may_come_and_go():
+    run = Run()
+    latent = torch.ones(1, requires_grad=True)
+
+    with run.router:
+        latent.square().sum().backward()
+        torch.optim.SGD([latent], lr=0.5).step()
+
+    assert latent.item() == 0.0
+
+
+def test_schedulers_made_before_and_after_the_router_count_optimizer_steps():
+    run = Run()
+    torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    run = Run()
+    late = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+
+    with run.router:
+        run.loss().backward()
+        run.optimizer.step()
+        late.step()  # warns, and fails here, if it has not seen the optimizer's step
+
+    assert run.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_bf16_mixed_autocasts_the_forward_and_neither_backward_nor_update():
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+    seen = {}
+    run.model.weight.register_hook(lambda _: seen.update(backward=torch.is_autocast_enabled("cpu")))
+    run.optimizer.register_step_pre_hook(lambda *_: seen.update(step=torch.is_autocast_enabled("cpu")))
+
+    def closure() -> torch.Tensor:
+        seen["closure"] = torch.is_autocast_enabled("cpu")
+        loss = run.loss()
+        assert loss.dtype is torch.bfloat16 or seen["closure"]
+        loss.backward()
+        return loss
+
+    with run.router:
+        seen["forward"] = torch.is_autocast_enabled("cpu")
+        run.optimizer.step(closure)
+
+    assert seen == {"forward": True, "closure": True, "backward": False, "step": False}
+
+
+def test_hooks_that_nobody_overrides_are_not_called():
+    trainer = SimpleNamespace(callbacks=[pl.Callback(), LambdaCallback(on_fit_start=print)])
+
+    assert not step_hooks(trainer, pl.LightningModule())
+
+
+def test_overridden_hooks_of_callbacks_and_module_are_called_callbacks_first():
+    events = []
+
+    class Mine(pl.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            events.append(("callback", trainer, pl_module))
+
+    class Module(pl.LightningModule):
+        def on_after_backward(self):
+            events.append(("module",))
+
+        def on_before_optimizer_step(self, optimizer):
+            events.append(("step", optimizer))
+
+    trainer, module = SimpleNamespace(callbacks=[Mine()]), Module()
+
+    hooks = step_hooks(trainer, module)
+    hooks.after_backward()
+    hooks.before_optimizer_step("optimizer")
+
+    assert events == [("callback", trainer, module), ("module",), ("step", "optimizer")]
+    assert hooks.before_backward is None
+
+
+def test_one_device_in_fp32_without_hooks_needs_no_router():
+    run = Run()
+    trainer = SimpleNamespace(
+        callbacks=[], precision_plugin=Precision(), world_size=1, strategy=SimpleNamespace(root_device="cpu")
+    )
+
+    assert step_router(trainer, pl.LightningModule(), run.discovered) is None
+
+
+def entries() -> list[object]:
+    """What a training replaces for its whole length."""
+    return [torch.autograd._engine_run_backward, vars(torch.Tensor).get("register_hook")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_ends(fit, fails):
+    class Linear:
+        def setup(self, ctx): ...
+
+        def configure(self, ctx):
+            model = nn.Linear(2, 1)
+            return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+        def prepare_batch(self, raw, state, ctx):
+            return raw
+
+        def train_step(self, batch, state, ctx):
+            state["model"](torch.ones(1, 2)).sum().backward()
+            state["optimizer"].step()
+            seen.append(entries())
+            if fails and batch == 2:
+                raise ZeroDivisionError
+            return StepResult(metrics={})
+
+        def state_dict(self, state):
+            return {}
+
+        def load_state_dict(self, state, payload, ctx): ...
+
+    seen: list[list[object]] = []
+    between = LambdaCallback(on_train_batch_end=lambda *_: seen.append(entries()))
+    before = entries()
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        fit(Linear(), [between], plugins=MixedPrecision("16-mixed", "cpu"))
+
+    assert len(seen) == (5 if fails else 8)
+    assert all(found == seen[0] for found in seen)
+    assert all(led is not own for led, own in zip(seen[0], before, strict=True))
+    assert entries() == before

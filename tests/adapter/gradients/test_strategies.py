@@ -1,0 +1,261 @@
+"""Every kind of trainer class ends with the weights of a plain torch loop, on one process and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import trainer_zoo as zoo
+
+# Classes that compute in half precision themselves: two half batches round otherwise than a whole one.
+TOLERANCE = {"OwnAutocast": 1e-2, "OwnScaler": 1e-3}
+
+
+def run_ranks(folder: Path, jobs: list[dict[str, Any]], world_size: int = 2) -> list[dict[str, Any]]:
+    """Start one process per rank, and give each rank's weights by the job's key."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, zoo.__file__, str(rank), str(world_size), str(folder), json.dumps(jobs)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def assert_close(actual: Any, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert not isinstance(actual, str), actual
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(tensor.abs().max().item(), 1e-3)
+        difference = (actual[name].double() - tensor.double()).abs().max().item()
+        assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
+    expected = zoo.plain_run(name)
+
+    module, trainer = zoo.hosted_run(name)
+
+    actual = zoo.weights(module.contract_state, module.plugin)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert trainer.global_step == zoo.STEPS
+    assert module._router is None, "one device in fp32 needs no routing"
+
+
+# Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
+UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
+UNSHARDED += ("Factored", "UnusedOnOneRank", "OwnDdp", "WritesGradients", "FunctionalGradients", "GradientsOfBothKinds")
+SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
+BLOCKS = [
+    "Base",
+    "Gan",
+    "Penalty",
+    "Tied",
+    "Accumulating",
+    "ClippedByNorm",
+    "WithEma",
+    "Adapted",
+    "Checkpointed",
+    "SavingAndLoading",
+    "Frozen",
+]
+HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
+
+OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
+
+
+INTERRUPTED = {
+    "ddp": {"name": "Scheduled"},
+    "ddp 16-mixed": {"name": "Accumulating", "precision": "16-mixed"},
+    "fsdp": {"name": "WithEma", "strategy": "fsdp"},
+    "blocks": {"name": "Gan", "strategy": "fsdp", "policy": "Linear"},
+    "fsdp 16-mixed": {"name": "Accumulating", "strategy": "fsdp", "precision": "16-mixed"},
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The whole zoo in one pair of processes, since starting one takes seconds."""
+    jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
+    jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
+    jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
+    for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
+        jobs += [{"key": f"{precision} {name}", "name": name, "precision": precision} for name in HALF]
+    jobs += [{"key": f"refused {name}", "name": name} for name in ("Hidden", "InThread", "InPrepareBatch")]
+    half_sharded = {"strategy": "fsdp", "precision": "16-mixed"}
+    jobs += [{"key": f"fsdp 16-mixed {name}", "name": name, **half_sharded} for name in HALF]
+    jobs += [{"key": f"fsdp {name}", "name": name, **half_sharded} for name in OVERFLOWING]
+    # Last of all, because it leaves the ranks out of step.
+    last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
+    jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
+    jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
+    jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
+    called_differently = ("Checkpointed", "WritesGradients", "FunctionalGradients", "Factored")
+    jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
+    jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
+    jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
+    return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Normalized"])
+def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[f"ddp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
+    first, second = (rank[f"ddp {name}"] for rank in two_ranks)
+    assert not isinstance(first, str), first
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHARDED if name != "Normalized"])
+def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[f"fsdp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "uninterrupted"),
+    [
+        ("ddp", "ddp Scheduled"),
+        ("ddp 16-mixed", "16-mixed Accumulating"),
+        ("fsdp", "fsdp WithEma"),
+        ("blocks", "blocks Gan"),
+        ("fsdp 16-mixed", "fsdp 16-mixed Accumulating"),
+    ],
+)
+def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
+    two_ranks, key, uninterrupted
+):
+    for rank in two_ranks:
+        actual, expected = rank[f"interrupted {key}"], rank[uninterrupted]
+        assert not isinstance(actual, str), actual
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Base", "Normalized"])
+def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks, name):
+    assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_two_ranks_sharded_by_blocks_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        assert_close(rank[f"blocks {name}"], zoo.plain_run(name), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.02), ("16-mixed", 0.003), ("bf16-true", 0.1)])
+def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(two_ranks, precision, tolerance, name):
+    module, _ = zoo.hosted_run(name, **zoo.precision_of(precision))
+    expected = zoo.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        actual = dict(rank[f"{precision} {name}"])
+        assert actual.pop("overflow_steps", 0) == 0
+        assert_close(actual, expected, tolerance)
+    first, second = (rank[f"{precision} {name}"] for rank in two_ranks)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
+    first, second = (rank["overflow"] for rank in two_ranks)
+
+    assert first["overflow_steps"] == second["overflow_steps"] == 1
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF)
+def test_two_ranks_sharded_in_fp16_agree_with_one_process_within_its_rounding(two_ranks, name):
+    module, _ = zoo.hosted_run(name, **zoo.precision_of("16-mixed"))
+    expected = zoo.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        actual = dict(rank[f"fsdp 16-mixed {name}"])
+        assert actual.pop("overflow_steps", 0) == 0
+        assert_close(actual, expected, 0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks, name):
+    first, second = (rank[f"fsdp {name}"] for rank in two_ranks)
+
+    assert not isinstance(first, str), first
+    assert first["overflow_steps"] == second["overflow_steps"] == 1
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_error(two_ranks):
+    assert any("reads gradients between its backward calls" in str(rank["looking on one rank"]) for rank in two_ranks)
+    assert all(isinstance(rank["looking on one rank"], str) for rank in two_ranks)
+
+
+@pytest.mark.slow
+def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_ranks):
+    module, _ = zoo.hosted_run("Base", **zoo.precision_of("bf16-mixed"))
+
+    assert_close(two_ranks[0]["fsdp bf16-mixed"], zoo.weights(module.contract_state, module.plugin), 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Lbfgs", r'state\["optimizer"\] is LBFGS'),
+        ("SparseEmbedding", r'state\["model"\] is an embedding with sparse gradients'),
+        (
+            "Checkpointed",
+            "a submodule is called by itself while .* sharded with its parent.*mixed torch.Tensor and DTensor",
+        ),
+        ("WritesGradients", "torch.autograd.grad knows no sharded parameters: use backward, or ddp"),
+        ("FunctionalGradients", "`train_step` does what sharded modules cannot"),
+        (
+            "Factored",
+            "Adafactor cannot update sharded parameters with this torch. Use one that works element by element",
+        ),
+        ("Hidden", r"optimizer \(Adam\) that is neither in the state nor on the trainer"),
+        ("InThread", r"Adam.step\(\) is called outside of `train_step` or in another thread"),
+        ("InPrepareBatch", r"Adam.step\(\) is called outside of `train_step`"),
+    ],
+)
+def test_what_cannot_be_sharded_or_kept_equal_is_refused_with_the_reason(two_ranks, name, reason):
+    for rank in two_ranks:
+        assert isinstance(rank[f"refused {name}"], str)
+        assert re.search(reason, rank[f"refused {name}"])

@@ -1,0 +1,110 @@
+"""Model components from safetensors, in the device and precision that was asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from genlight.adapter.contract.exceptions import InputError
+from genlight.adapter.contract.types import ModelRuntimeConfig
+from genlight.adapter.helpers.components import SafetensorsLoader, load_components
+
+
+@pytest.fixture
+def save(tmp_path):
+    def run(name, **tensors):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path)
+
+    return run
+
+
+def test_each_folder_is_a_component_and_the_root_is_the_model(tmp_path, save):
+    save("model.safetensors", a=torch.ones(2))
+    save("unet/diffusion_pytorch_model.safetensors", b=torch.ones(3))
+    save("text/encoder/weights.safetensors", c=torch.ones(4))
+    components = load_components(tmp_path, "cpu", "fp32")
+    assert {name: list(tensors) for name, tensors in components.items()} == {
+        "model": ["a"],
+        "text/encoder": ["c"],
+        "unet": ["b"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_floating_tensors_get_the_precision_and_others_keep_their_type(tmp_path, save, name, dtype):
+    save("model.safetensors", w=torch.rand(3), h=torch.rand(3).half(), i=torch.tensor([2**40]), b=torch.tensor([True]))
+    for given in (name, dtype):
+        model = load_components(tmp_path, "cpu", given)["model"]
+        assert {key: tensor.dtype for key, tensor in model.items()} == {
+            "w": dtype,
+            "h": dtype,
+            "i": torch.int64,
+            "b": torch.bool,
+        }
+    assert model["i"].item() == 2**40
+
+
+def test_tensors_go_straight_to_the_device(tmp_path, save):
+    save("model.safetensors", w=torch.rand(3))
+    assert load_components(tmp_path, torch.device("meta"), "fp32")["model"]["w"].device.type == "meta"
+
+
+def test_shards_are_joined_by_their_index(tmp_path, save):
+    save("unet/m-00001-of-00002.safetensors", a=torch.ones(1))
+    save("unet/m-00002-of-00002.safetensors", b=torch.ones(1))
+    index = {"weight_map": {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}}
+    (tmp_path / "unet" / "m.safetensors.index.json").write_text(json.dumps(index))
+    assert sorted(load_components(tmp_path, "cpu", "fp32")["unet"]) == ["a", "b"]
+    (tmp_path / "unet" / "m-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputError, match="m-00002-of-00002"):
+        load_components(tmp_path, "cpu", "fp32")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_a_broken_index_is_an_input_error(tmp_path, save, content):
+    save("other.safetensors", a=torch.ones(1))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InputError, match="index"):
+        load_components(tmp_path, "cpu", "fp32")
+
+
+def test_a_variant_beside_the_plain_file_is_left_out(tmp_path, save):
+    save("model.safetensors", w=torch.ones(1))
+    save("model.fp16.safetensors", w=torch.zeros(1))
+    assert load_components(tmp_path, "cpu", "fp32")["model"]["w"].item() == 1.0
+
+
+def test_a_tensor_in_two_files_is_an_error_that_names_it(tmp_path, save):
+    save("a.safetensors", w=torch.ones(1))
+    save("b.safetensors", w=torch.zeros(1))
+    with pytest.raises(InputError, match=r"'w' of .*b\.safetensors"):
+        load_components(tmp_path, "cpu", "fp32")
+
+
+def test_what_cannot_be_read_is_an_input_error_that_names_the_file(tmp_path, save):
+    with pytest.raises(InputError, match="no model folder"):
+        load_components(tmp_path / "none", "cpu", "fp32")
+    with pytest.raises(InputError, match=r"holds no \.safetensors file"):
+        load_components(tmp_path, "cpu", "fp32")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        load_components(tmp_path, "cpu", "fp32")
+
+
+def test_an_unknown_precision_is_a_value_error(tmp_path, save):
+    save("model.safetensors", w=torch.ones(1))
+    with pytest.raises(ValueError, match="Expected one of fp32, bf16, fp16, but received 'int8'"):
+        load_components(tmp_path, "cpu", "int8")
+
+
+def test_the_loader_of_the_contract_does_the_same(tmp_path, save):
+    save("model.safetensors", w=torch.ones(1))
+    loaded = SafetensorsLoader().load_components(model_dir=tmp_path, config=ModelRuntimeConfig("cpu", "bf16"))
+    assert loaded["model"]["w"].dtype == torch.bfloat16

@@ -1,0 +1,88 @@
+"""Inputs from a server that speaks the Hugging Face hub's endpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlight.adapter.contract.exceptions import AuthError, InputError
+from genlight.adapter.inputs.huggingface import fetch_from_hub
+from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.job.refs import parse_ref
+
+FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
+
+
+@pytest.fixture
+def hub(hub_with):
+    return hub_with(FILES)
+
+
+@pytest.fixture
+def fetch(hub, retry):
+    return lambda text, kind="model", **options: fetch_from_hub(
+        parse_ref(text), kind=kind, retry=retry, tracker=options.pop("tracker", Tracker()), **options
+    )
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_arrives_with_all_its_files(fetch):
+    assert files_in(fetch("owner/name")) == FILES
+
+
+def test_a_path_limits_what_is_fetched(fetch):
+    assert set(files_in(fetch("hf:owner/name@v1:unet"))) == {"unet/model.safetensors"}
+    assert set(files_in(fetch("hf:owner/name:data/*.parquet", kind="dataset"))) == {"data/a.parquet"}
+
+
+def test_a_second_start_transfers_nothing_again(fetch, hub):
+    fetch("owner/name")
+    hub.requests.clear()
+    fetch("owner/name")
+    assert [path for path in hub.paths() if "/resolve/" in path] == []
+
+
+def test_the_hub_sees_its_own_token(fetch, hub):
+    fetch("owner/name")
+    assert {request.headers.get("authorization") for request in hub.requests} == {"Bearer hf_canary"}
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "text"),
+    [
+        (401, {}, AuthError, "HF_TOKEN"),
+        (403, {}, AuthError, "HF_TOKEN"),
+        (403, {"X-Error-Code": "GatedRepo"}, AuthError, "is gated"),
+        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "neither such a path on this machine nor such a model"),
+        (404, {"X-Error-Code": "RevisionNotFound"}, InputError, "no revision 'main'"),
+    ],
+)
+def test_each_refusal_of_the_hub_says_what_to_do(fetch, hub, status, headers, kind, text):
+    hub.put("/api/models/owner/name/revision/main", status=status, fail_first=[status] * 9, headers=headers)
+    with pytest.raises(kind, match=text) as caught:
+        fetch("owner/name")
+    assert isinstance(caught.value, AuthError) == (kind is AuthError)
+    assert "canary" not in str(caught.value)
+
+
+def test_a_hub_that_recovers_is_waited_for(fetch, hub):
+    path = "/api/models/owner/name/revision/main"
+    hub.resources[path].fail_first = [503]
+    assert files_in(fetch("owner/name")) == FILES
+    assert hub.paths().count(path) >= 2
+
+
+def test_a_hub_that_is_not_there_is_an_input_error(fetch, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(InputError, match="cannot be reached"):
+        fetch("owner/name")
+
+
+def test_progress_is_told_in_bytes(fetch):
+    told = []
+    fetch("owner/name", tracker=Tracker(told.append))
+    assert told[-1].finished
+    assert {p.name for p in told} == {"hf:owner/name"}
+    assert max(p.done_bytes for p in told) > 0

@@ -1,0 +1,113 @@
+"""Repositories of a tensor hub: tags become digests, and a digest names the same files for ever."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from genlight.adapter.contract.exceptions import AuthError, InputError
+from genlight.adapter.contract.types import ResolvedRef
+from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.tensorhub import HttpResolveClient, fetch_from_cozy
+from genlight.adapter.job.refs import parse_ref
+from genlight.adapter.plumbing.http import build_client
+from genlight.adapter.plumbing.urls import origin_of
+
+FILES = {"model.safetensors": b"weights" * 1000, "unet/config.json": b"{}"}
+
+
+@pytest.fixture
+def publish(server, sha256):
+    """Puts a repository `owner/repo` on the server and returns its digest."""
+
+    def run(tag="latest", files=FILES, extra=()):
+        entries = [{"path": n, "sha256": sha256(c), "size_bytes": len(c)} for n, c in files.items()] + list(extra)
+        manifest = json.dumps({"files": entries}).encode()
+        digest = f"sha256:{sha256(manifest)}"
+        server.put(f"/base/api/v1/resolve/owner/repo?tag={tag}", {"owner": "owner", "repo": "repo", "digest": digest})
+        server.put(f"/base/api/v1/manifest/owner/repo/{digest.replace(':', '%3A')}", manifest)
+        for name, content in files.items():
+            server.put(f"/base/api/v1/file/v1/owner/repo/{digest.replace(':', '%3A')}/{name}", content, token="canary")
+        return digest
+
+    return run
+
+
+@pytest.fixture
+def resolver(server, tmp_path, retry):
+    with build_client("canary", {origin_of(server.url)}) as client:
+        yield HttpResolveClient(f"{server.url}/base", client, tmp_path / "answers", retry)
+
+
+@pytest.fixture
+def fetch(resolver, tmp_path):
+    return lambda text: fetch_from_cozy(parse_ref(text), resolver, tmp_path / "cozy", tracker=Tracker())
+
+
+def test_a_tag_is_resolved_and_all_files_arrive(publish, fetch):
+    digest = publish("v2")
+    folder, resolved = fetch("cozy:owner/repo:v2")
+    assert resolved == ResolvedRef("owner", "repo", digest)
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+def test_without_a_tag_the_latest_is_meant(publish, resolver):
+    digest = publish("latest")
+    assert resolver.resolve(ref="cozy:owner/repo").digest == digest
+    assert resolver.resolve(ref="owner/repo").digest == digest
+
+
+def test_a_digest_needs_no_server_once_its_files_are_here(publish, fetch, server):
+    digest = publish()
+    folder, _ = fetch(f"cozy:owner/repo@{digest}")
+    server.requests.clear()
+    assert fetch(f"cozy:owner/repo@{digest}")[0] == folder
+    assert server.requests == []
+
+
+def test_a_manifest_that_is_not_what_its_digest_says_is_refused(publish, fetch, server):
+    digest = publish()
+    server.put(f"/base/api/v1/manifest/owner/repo/{digest.replace(':', '%3A')}", {"files": []})
+    with pytest.raises(InputError, match="sha256"):
+        fetch("cozy:owner/repo")
+
+
+def test_a_file_that_is_not_what_the_manifest_says_is_refused(publish, fetch, server):
+    digest = publish()
+    server.put(f"/base/api/v1/file/v1/owner/repo/{digest.replace(':', '%3A')}/model.safetensors", b"other")
+    with pytest.raises(InputError, match="was expected"):
+        fetch("cozy:owner/repo")
+
+
+@pytest.mark.parametrize("path", ["../../outside", "/etc/passwd", "", "a/../../b", "a\x00b"])
+def test_a_manifest_cannot_write_outside_of_its_folder(publish, fetch, tmp_path, path):
+    publish(extra=[{"path": path, "sha256": "0" * 64, "size_bytes": 1}])
+    with pytest.raises(InputError, match="outside of the repository"):
+        fetch("cozy:owner/repo")
+    assert not (tmp_path / "cozy").exists()
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"owner": "o", "repo": "r", "digest": "md5:1"}, {"owner": 1}])
+def test_a_malformed_answer_is_an_input_error(server, resolver, answer):
+    server.put("/base/api/v1/resolve/owner/repo", answer)
+    with pytest.raises(InputError, match="cozy:owner/repo: "):
+        resolver.resolve(ref="cozy:owner/repo")
+
+
+def test_a_repository_that_is_not_there_and_one_that_may_not_be_read(server, resolver):
+    with pytest.raises(InputError, match="status 404"):
+        resolver.resolve(ref="cozy:owner/none")
+    server.put("/base/api/v1/resolve/owner/private", fail_first=[403])
+    with pytest.raises(AuthError):
+        resolver.resolve(ref="cozy:owner/private")
+
+
+def test_the_token_is_not_shown_to_the_host_of_a_file_that_lies_elsewhere(publish, fetch, server, other_server, sha256):
+    elsewhere = other_server.put("/blob", b"blob")
+    entry = {"path": "blob", "sha256": sha256(b"blob"), "size_bytes": 4, "url": elsewhere}
+    publish(files={}, extra=[entry])
+    folder, _ = fetch("cozy:owner/repo")
+    assert (folder / "blob").read_bytes() == b"blob"
+    assert "authorization" in server.requests[0].headers
+    assert "authorization" not in other_server.requests[0].headers

@@ -1,0 +1,474 @@
+"""How command line, environment and job spec become one configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import StartupContractError
+from genlight.adapter.job.config import RunConfig, resolve_run_config
+from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.sources import folder_name, read_settings
+from genlight.adapter.job.spec import SampleRequest
+from genlight.adapter.job.spec_fields import NESTED_FIELDS, SPEC_FIELDS
+
+MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Writes a job spec of the minimal fields and those given, and returns its path."""
+
+    def write(**fields):
+        folder = tmp_path / "job"
+        folder.mkdir(exist_ok=True)
+        (folder / "job.json").write_text(json.dumps({**MINIMAL, **fields}))
+        return folder / "job.json"
+
+    return write
+
+
+def resolve(path, *overrides, **environ) -> RunConfig:
+    return resolve_run_config(spec_path=path, overrides=overrides, environ=environ)
+
+
+def refused(path, *overrides, **environ) -> StartupContractError:
+    with pytest.raises(StartupContractError) as caught:
+        resolve(path, *overrides, **environ)
+    return caught.value
+
+
+def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = resolve(job())
+    assert (config.run_id, config.trainer, config.job.max_steps) == ("r1", "my_trainer:Trainer", 5)
+    assert (config.job.metric_every, config.job.checkpoint_every, config.job.sample_every) == (10, 0, 0)
+    assert (config.dataset, config.mock_batches, config.token, config.max_runtime_s) == (None, None, None, None)
+    assert (config.orchestrated, config.canceled, config.resume_from_latest) == (False, False, False)
+    assert config.upload_deadline_s == 60.0
+    assert config.token_origins == frozenset()
+    assert config.artifacts_dir == tmp_path / "runs" / "r1"
+    assert config.checkpoints_dir == tmp_path / "runs" / "r1" / "checkpoints"
+    assert config.samples_dir == tmp_path / "runs" / "r1" / "samples"
+    assert config.events_path == tmp_path / "runs" / "r1" / "metrics" / "events.jsonl"
+    assert config.warnings == ()
+
+
+def test_a_start_from_the_environment_alone_writes_to_the_containers_folder(job):
+    config = resolve_run_config(environ={"TRAINER_JOB_SPEC_PATH": str(job())})
+    assert config.artifacts_dir == Path("/tmp/training")
+
+
+def test_dataset_defaults_are_the_documented_ones(job):
+    dataset = resolve(job(dataset={"parquet_paths": ["a.parquet"]})).dataset
+    assert dataset is not None
+    assert (dataset.batch_size, dataset.readahead, dataset.columns) == (32, 2, None)
+    assert (dataset.shuffle, dataset.seed, dataset.epochs, dataset.shard) == (False, 0, None, None)
+
+
+# The same setting from every source: setting, field of the config, (spec, environment, --set), environment variable.
+PRECEDENCE = [
+    ("trainer", lambda c: c.trainer, ("s:S", "e:E", "c:C"), "TRAINER_PLUGIN"),
+    ("max_runtime_seconds", lambda c: c.max_runtime_s, (1.0, 2.0, 3.0), "TRAINER_MAX_RUNTIME_SECONDS"),
+    ("capability_token", lambda c: c.token, ("s", "e", "c"), "TRAINER_CAPABILITY_TOKEN"),
+    ("cancel_file_path", lambda c: c.cancel_file, ("/s", "/e", "/c"), "TRAINER_CANCEL_FILE"),
+    ("uploads.metrics_url", lambda c: c.uploads.metrics_url, ("http://s", "http://e", "http://c"), None),
+    ("uploads.checkpoint_url", lambda c: c.uploads.checkpoint_url, ("http://s", "http://e", "http://c"), None),
+    ("uploads.sample_url", lambda c: c.uploads.sample_url, ("http://s", "http://e", "http://c"), None),
+    ("uploads.terminal_url", lambda c: c.uploads.terminal_url, ("http://s", "http://e", "http://c"), None),
+]
+
+
+@pytest.mark.parametrize(("setting", "read", "values", "variable"), PRECEDENCE, ids=[row[0] for row in PRECEDENCE])
+def test_command_line_beats_environment_beats_job_spec(job, setting, read, values, variable):
+    in_spec, in_environment, on_command_line = values
+    variable = variable or f"TRAINER_UPLOAD_{setting.partition('.')[2].upper()}"
+    block, _, name = setting.rpartition(".")
+    path = job(**({block: {name: in_spec}} if block else {name: in_spec}))
+    environ = {variable: str(in_environment)}
+    overrides = [f"{setting}={json.dumps(on_command_line)}"]
+
+    def expected(value):
+        return Path(value) if setting == "cancel_file_path" else value
+
+    for config, value, source in [
+        (resolve(path), in_spec, "job spec"),
+        (resolve(path, **environ), in_environment, variable),
+        (resolve(path, *overrides, **environ), on_command_line, "--set"),
+    ]:
+        assert read(config) == expected(value)
+        assert config.source_of(setting) == source
+
+
+@pytest.mark.parametrize("setting", ["artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path"])
+def test_folders_come_from_the_command_line_before_the_environment(job, tmp_path, setting):
+    variable = f"TRAINER_{setting.upper()}"
+    assert getattr(resolve(job(), **{variable: "/from/environment"}), setting) == Path("/from/environment")
+    config = resolve(job(), f"{setting}=/from/command/line", **{variable: "/from/environment"})
+    assert getattr(config, setting) == Path("/from/command/line")
+    assert (config.source_of(setting), config.source_of("max_steps")) == ("--set", "job spec")
+
+
+def test_naming_the_trainer_in_the_environment_keeps_the_rest_of_the_spec(job):
+    config = resolve(job(hyperparams={"lr": 0.1}, sample_prompts=["3"]), TRAINER_PLUGIN="other:T")
+    assert config.trainer == "other:T"
+    assert config.job.hyperparams == {"lr": 0.1}
+    assert config.sample_prompts[0].prompt == "3"
+
+
+def test_set_reaches_into_blocks_reads_json_and_keeps_texts_as_typed(job):
+    config = resolve(
+        job(hyperparams={"lr": 0.1, "layers": {"n": 2}}, dataset={"parquet_paths": ["/a"], "batch_size": 4}),
+        *("hyperparams.lr=3e-4", "hyperparams.layers.width=64", "hyperparams.name=big", "run_id=17", "owner=null"),
+        *("dataset.shuffle=true", "lightning.devices=2", "lightning.accelerator=cpu", "max_steps=7", "max_steps=9"),
+    )
+    assert config.job.hyperparams == {"lr": 3e-4, "layers": {"n": 2, "width": 64}, "name": "big"}
+    assert (config.run_id, config.job.max_steps, config.job.owner) == ("17", 9, "")
+    assert config.dataset is not None
+    assert (config.dataset.batch_size, config.dataset.shuffle) == (4, True)
+    assert config.lightning == {"devices": 2, "accelerator": "cpu"}
+    assert (config.source_of("dataset.batch_size"), config.source_of("dataset.shuffle")) == ("job spec", "--set")
+    assert config.source_of("dataset.seed") == "default"
+
+
+@pytest.mark.parametrize("override", ["max_steps", "=3", "a..b=3", "nonsense=3", "trainer.x=3"])
+def test_an_override_that_fits_nowhere_is_a_fault(job, override):
+    assert refused(job(), override).code == "startup.invalid_job_spec"
+
+
+def test_an_unknown_override_offers_the_nearest_setting(job):
+    assert "Did you mean `artifacts_dir`?" in str(refused(job(), "artefacts_dir=x"))
+
+
+def test_urls_of_data_are_no_relative_paths_and_count_for_the_digest_without_credentials(job):
+    urls = ("hf://datasets/o/n/x.parquet", "s3://key:canary@bucket/x", "file:///data/x.parquet")
+    config = resolve(job(dataset={"parquet_paths": list(urls)}))
+    assert config.dataset is not None
+    assert config.dataset.parquet_paths == urls
+    other = resolve(job(dataset={"parquet_paths": [url.replace("key:canary@", "") for url in urls]}))
+    assert config.spec_digest == other.spec_digest
+
+
+def test_relative_paths_start_at_the_specs_folder_and_those_of_the_shell_at_the_working_directory(
+    job, tmp_path, monkeypatch
+):
+    shell = tmp_path / "shell"
+    shell.mkdir()
+    monkeypatch.chdir(shell)
+    path = job(
+        dataset={"parquet_paths": ["data/x.parquet"]}, cancel_file_path="stop", resume_checkpoint_path="../c.json"
+    )
+    (path.parent / "cat.png").touch()
+    config = resolve(path)
+    assert config.dataset is not None
+    assert config.dataset.parquet_paths == (str(path.parent / "data/x.parquet"),)
+    assert config.cancel_file == path.parent / "stop"
+    assert config.resume_checkpoint_path == tmp_path / "c.json"
+    config = resolve(path, 'dataset.parquet_paths=["x.parquet"]', TRAINER_CANCEL_FILE="halt")
+    assert config.dataset is not None
+    assert config.dataset.parquet_paths == (str(shell / "x.parquet"),)
+    assert config.cancel_file == shell / "halt"
+
+
+def test_an_input_that_is_a_file_beside_the_spec_becomes_a_path_and_any_other_stays_a_reference(job):
+    path = job(inputs={"base_model_ref": "owner/name", "dataset_parquet_refs": ["train.parquet", "http://h/x"]})
+    (path.parent / "train.parquet").touch()
+    inputs = resolve(path).inputs
+    assert inputs.base_model_ref == "owner/name"
+    assert inputs.dataset_parquet_refs == (str(path.parent / "train.parquet"), "http://h/x")
+
+
+def test_sample_seed_is_the_seed_of_prompts_that_name_none(job):
+    path = job(sample_seed=7, sample_prompts=["a", {"prompt": "b", "seed": 3, "source_image": "cat.png"}])
+    (path.parent / "cat.png").touch()
+    assert resolve(path).sample_prompts == (
+        SampleRequest(name="00", prompt="a", seed=7),
+        SampleRequest(name="01", prompt="b", seed=3, source_image=str(path.parent / "cat.png")),
+    )
+
+
+def test_the_token_may_go_to_upload_urls_the_hub_and_listed_origins_alone(job):
+    config = resolve(
+        job(uploads={"metrics_url": "https://m.example/x", "terminal_url": "http://t.example:81/y?z=1"}),
+        TENSORHUB_URL="https://hub.example/base",
+        TRAINER_TOKEN_ORIGINS="https://data.example",
+    )
+    assert config.token_origins == {
+        *("https://m.example:443", "http://t.example:81", "https://hub.example:443", "https://data.example:443")
+    }
+
+
+def test_zero_seconds_mean_no_limit_and_override_one(job):
+    assert resolve(job(max_runtime_seconds=5), TRAINER_MAX_RUNTIME_SECONDS="0").max_runtime_s is None
+
+
+def test_the_environment_can_switch_off_what_the_spec_switches_on(job):
+    path = job(orchestrated=True)
+    assert refused(path).code == "startup.missing_capability_token"
+    assert resolve(path, TRAINER_ORCHESTRATED="0").orchestrated is False
+
+
+def test_a_cancelled_run_is_still_configured(job):
+    assert resolve(job(), TRAINER_CANCELLED="1").canceled is True
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "fields", "code"),
+    [
+        ({"TRAINER_MAX_RUNTIME_SECONDS": "soon"}, (), {}, "startup.invalid_timeout"),
+        ({"TRAINER_UPLOAD_DEADLINE_SECONDS": "-1"}, (), {}, "startup.invalid_timeout"),
+        ({}, (), {"max_runtime_seconds": -1}, "startup.invalid_timeout"),
+        ({"TRAINER_ORCHESTRATED": "1"}, (), {}, "startup.missing_capability_token"),
+        ({}, (), {"orchestrated": True}, "startup.missing_capability_token"),
+        ({}, (), {"trainer": None}, "startup.missing_trainer_import"),
+        ({}, (), {"trainer": ""}, "startup.missing_trainer_import"),
+        ({}, (), {"run_id": None}, "startup.invalid_job_spec"),
+        ({}, (), {"max_steps": None}, "startup.invalid_job_spec"),
+        ({}, (), {"max_steps": 0}, "startup.invalid_job_spec"),
+        ({}, ("max_steps=0",), {}, "startup.invalid_job_spec"),
+        ({}, ("artifacts_dir=a\x00b",), {}, "startup.invalid_artifact_paths"),
+        ({}, (), {"dataset": {}}, "startup.invalid_job_spec"),
+        ({}, (), {"dataset": {"batch_size": 3}}, "startup.invalid_job_spec"),
+        ({}, (), {"dataset": {"parquet_paths": ["x"]}, "mock_batches": [1]}, "startup.invalid_job_spec"),
+        (
+            {},
+            (),
+            {"dataset": {"parquet_paths": ["x"]}, "inputs": {"dataset_parquet_refs": ["a/b"]}},
+            "startup.invalid_job_spec",
+        ),
+        (
+            {},
+            (),
+            {"resume_checkpoint_path": "x", "inputs": {"resume_checkpoint_ref": "http://h/x"}},
+            "startup.invalid_job_spec",
+        ),
+    ],
+)
+def test_each_startup_fault_has_its_documented_code(job, environ, overrides, fields, code):
+    error = refused(job(**fields), *overrides, **environ)
+    assert error.code == code
+    assert str(error).startswith(f"{code}: ")
+
+
+def test_without_a_spec_the_code_is_the_missing_path_and_other_faults_are_listed_too(tmp_path):
+    error = refused(None, TRAINER_MAX_RUNTIME_SECONDS="x", TRAINER_ORCHESTRATED="1")
+    assert error.code == "startup.missing_job_spec_path"
+    assert "TRAINER_JOB_SPEC_PATH" in error.message
+    assert "startup.invalid_timeout" in error.message
+    assert "startup.missing_capability_token" in error.message
+    assert refused(tmp_path / "none.json").code == "startup.missing_job_spec_path"
+
+
+def test_every_fault_of_every_source_is_in_one_error(job):
+    error = refused(
+        job(max_steps=-1, metric_every="x", dataset={"batch_size": 0}, trainer=None),
+        "checkpoint_every=-2",
+        TRAINER_MAX_RUNTIME_SECONDS="-5",
+        TRAINER_ORCHESTRATED="yes",
+    )
+    assert error.code == "startup.invalid_job_spec"
+    for name in (
+        *("`max_steps`", "`metric_every`", "`dataset.batch_size`", "`checkpoint_every`", "startup.missing_trainer"),
+        *("`TRAINER_MAX_RUNTIME_SECONDS`", "startup.missing_capability_token"),
+    ):
+        assert name in error.message
+
+
+def test_a_missing_field_says_what_to_add(job):
+    message = refused(job(run_id=None, max_steps=None)).message
+    assert '`run_id` is missing. Add "run_id": "my-run"' in message
+    assert "`max_steps` is missing." in message
+
+
+def test_no_secret_is_in_the_repr_or_in_an_error(job):
+    path = job(
+        capability_token="canary-spec",
+        inputs={"base_model_url": "https://u:canary-user@h/m?sig=canary-query"},
+        uploads={"metrics_url": "https://u:canary-user@h/m?sig=canary-query"},
+        lightning={"logger": "canary-lightning"},
+    )
+    config = resolve(path, TRAINER_CAPABILITY_TOKEN="canary-environment", TENSORHUB_URL="http://u:canary-hub@h")
+    assert config.token == "canary-environment"
+    assert "canary" not in repr(config)
+    assert "canary" not in json.dumps(dict(config.spec_fields)) + config.spec_digest
+    error = refused(
+        job(capability_token="canary-spec", max_steps="canary-spec", owner=["canary-environment"]),
+        TRAINER_CAPABILITY_TOKEN="canary-environment",
+    )
+    assert "`max_steps`" in error.message
+    assert "canary" not in str(error) + repr(error)
+
+
+def test_no_secret_is_in_the_repr_of_what_the_sources_say(job):
+    path = job(capability_token="canary-1", uploads={"metrics_url": "http://h/?canary-2"})
+    environ = {"TRAINER_CAPABILITY_TOKEN": "canary-3", "TENSORHUB_URL": "http://u:canary-4@h"}
+    settings = read_settings(path, ["capability_token=canary-5", "hyperparams.x=canary-6"], environ, FaultList())
+    assert "canary" not in repr((settings.overrides, settings.spec.uploads, settings.spec.inputs))
+    assert "canary" not in repr(settings).replace("'x': 'canary-6'", "")
+    assert {"canary-1", "canary-3", "canary-5"} <= set(settings.secrets)
+
+
+def test_hyperparameters_nested_beyond_reason_are_a_fault_and_no_crash(job):
+    deep: object = 1
+    for _ in range(400):
+        deep = {"a": [deep]}
+    assert "nested too deeply" in str(refused(job(hyperparams=deep)))
+    brackets = "[" * 500 + "]" * 500
+    assert "nested too deeply" in str(refused(job(), f"hyperparams.x={brackets}"))
+
+
+BYTES_ARE_FINE = {
+    *("TRAINER_PLUGIN", "TRAINER_ORCHESTRATED", "TRAINER_CANCELLED", "TRAINER_CANCEL_FILE", "TRAINER_EVENTS_PATH"),
+    *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
+}
+
+
+@pytest.mark.parametrize("variable", [variable.name for variable in VARIABLES if variable.setting != "job_spec_path"])
+def test_bytes_in_the_environment_that_are_no_text_never_crash_the_start(job, variable):
+    try:
+        outcome = resolve(job(), **{variable: "http://h/\udcff"})
+    except StartupContractError as error:
+        outcome = error
+    assert isinstance(outcome, RunConfig if variable in BYTES_ARE_FINE else StartupContractError)
+
+
+def test_settings_that_another_one_makes_pointless_are_warned_about(job):
+    path = job(sample_prompts=["3"], uploads={"sample_url": "http://h/s"})
+    warnings = resolve(path, TRAINER_TOKEN_ORIGINS="http://h").warnings
+    assert [warning.split("`")[1] for warning in warnings] == ["sample_prompts", "uploads.sample_url", "token_origins"]
+    assert all("has no effect" in warning for warning in warnings)
+    assert resolve(path, "sample_every=5").warnings == ()
+
+
+def test_the_job_alone_decides_how_many_steps_there_are(job):
+    assert "`lightning.max_steps`" in str(refused(job(lightning={"max_steps": 3})))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("limit_train_batches", 0), ("limit_train_batches", 0.0), ("max_epochs", 0), ("enable_checkpointing", False)],
+)
+def test_lightning_arguments_that_no_job_can_keep_to_are_refused_by_name(job, name, value):
+    assert f"Invalid `lightning.{name}`" in str(refused(job(lightning={name: value})))
+    resolve(job(lightning={"limit_train_batches": 1, "max_epochs": 1, "enable_checkpointing": True}))
+
+
+@pytest.mark.parametrize(
+    ("run_id", "name"),
+    [("a/b", "a%2Fb"), ("..", "%2E%2E"), (".", "%2E"), ("run-1.2", "run-1.2"), ("../../etc", "..%2F..%2Fetc")],
+)
+def test_a_run_id_never_leaves_the_runs_folder(run_id, name):
+    assert folder_name(run_id) == name
+
+
+def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
+    names = {folder_name("x" * 300 + end) for end in "ab"}
+    assert len(names) == 2
+    assert all(len(name) <= 200 for name in names)
+
+
+def test_resolving_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys; import genlight.adapter.job.config, genlight.adapter.run.startup_failure,"
+        "genlight.adapter.inputs.materialize, genlight.adapter.run.artifacts_lock, genlight.adapter.run.artifact_dirs;"
+        "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+nested_values = {
+    name: st.dictionaries(st.sampled_from(sorted(rules)) | st.text(max_size=4), json_values, max_size=4)
+    for name, rules in NESTED_FIELDS.items()
+}
+field_values = st.one_of(json_values, *nested_values.values(), st.just("http://h/x"), st.integers(0, 5))
+specs = st.dictionaries(st.sampled_from([*SPEC_FIELDS, "request_id"]) | st.text(max_size=6), field_values, max_size=12)
+overrides_strategy = st.lists(
+    st.builds(
+        lambda key, value: f"{key}={value}",
+        st.sampled_from([*SPEC_FIELDS, "dataset.seed", "hyperparams.x", "inputs.base_model_ref"]) | st.text(max_size=6),
+        st.text(max_size=8),
+    ),
+    max_size=3,
+)
+environments = st.dictionaries(
+    st.sampled_from([v.name for v in VARIABLES if v.name != "TRAINER_JOB_SPEC_PATH"]),
+    st.text(st.characters(exclude_categories=()), max_size=8) | st.just("~\ud800"),
+    max_size=4,
+)
+
+
+@given(spec=specs, minimal=st.booleans(), overrides=overrides_strategy, environ=environments)
+@settings(max_examples=150)
+def test_any_spec_override_and_environment_give_a_config_or_one_startup_error(
+    tmp_path, spec, minimal, overrides, environ
+):
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({**MINIMAL, **spec} if minimal else spec))
+    try:
+        outcome = resolve_run_config(spec_path=path, overrides=overrides, environ=environ)
+    except StartupContractError as error:
+        outcome = error
+    if isinstance(outcome, RunConfig):
+        assert outcome.job.max_steps >= 1
+        assert outcome.artifacts_dir.is_absolute()
+    else:
+        assert outcome.code.startswith("startup.")
+        assert outcome.message
+
+
+@given(content=st.binary(max_size=40) | st.text(alphabet='{}[]":,0 en', max_size=30).map(str.encode))
+@settings(max_examples=80)
+def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
+    path = tmp_path / "job.json"
+    path.write_bytes(content)
+    with pytest.raises(StartupContractError):
+        resolve_run_config(spec_path=path, environ={})
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("dataset.batchsize=3", "Unknown key `dataset.batchsize` in `--set`. Did you mean `batch_size`?"),
+        ("validate.every_n_step=3", "Unknown key `validate.every_n_step` in `--set`. Did you mean `every_n_steps`?"),
+        ("max_steps", "Invalid `--set max_steps`. Expected key=value or key.sub=value."),
+        ("=hush", "Invalid `--set =…`. Expected key=value or key.sub=value."),
+        ("a..b=hush", "Invalid `--set a..b=…`. Expected key=value or key.sub=value."),
+    ],
+)
+def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_value(job, override, fault):
+    error = refused(job(), override)
+    assert error.message == fault
+
+
+@pytest.mark.parametrize(
+    ("fields", "faults"),
+    [
+        ({"dataset": {"parquet_paths": "a.parquet"}}, 1),
+        ({"dataset": {"parquet_paths": [7]}}, 1),
+        ({"dataset": {"parquet_paths": ["a"], "columns": [7]}}, 1),
+        ({"dataset": {}, "inputs": {"dataset_parquet_refs": "a.parquet"}}, 1),
+        ({"dataset": {}}, 1),
+    ],
+)
+def test_one_mistake_is_one_fault(job, fields, faults):
+    assert len(refused(job(**fields)).message.splitlines()) == faults
+
+
+def test_a_spec_that_is_nested_too_deeply_has_no_missing_fields(job):
+    nested: object = 1
+    for _ in range(200):
+        nested = [nested]
+    assert "missing" not in refused(job(hyperparams={"a": nested})).message

@@ -1,0 +1,85 @@
+"""Faults are collected, shown short, and hold no secret."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlight.adapter.job.errors import CODES, FaultList, nearest, render_value
+
+
+def test_without_a_fault_there_is_no_error():
+    faults = FaultList()
+    faults.warn("odd")
+    assert faults.error() is None
+
+
+def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by_line():
+    faults = FaultList()
+    faults.add("late", code="startup.missing_capability_token")
+    faults.invalid("max_steps", "an integer >= 1", 0)
+    error = faults.error()
+    assert error is not None
+    assert error.code == "startup.invalid_job_spec"
+    assert str(error) == (
+        "startup.invalid_job_spec: 2 faults\n"
+        "  - startup.missing_capability_token: late\n"
+        "  - Invalid `max_steps`. Expected an integer >= 1, but received 0."
+    )
+
+
+def test_a_single_fault_is_the_message():
+    faults = FaultList()
+    faults.add("no trainer", code="startup.missing_trainer_import")
+    assert str(faults.error()) == "startup.missing_trainer_import: no trainer"
+
+
+def test_a_flood_of_faults_is_cut_and_counted():
+    faults = FaultList()
+    for number in range(1000):
+        faults.add(f"fault {number}")
+    message = str(faults.error())
+    assert "1000 faults" in message
+    assert message.count("\n") == 41
+    assert message.endswith("and 960 more faults.")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (3, "3"),
+        (None, "null"),
+        ("a\n\x1b[31m", '"a\\n\\u001b[31m"'),
+        ("http://u:p@h/x?y=z", '"http://h/x"'),
+        ("x" * 200, '"' + "x" * 78 + "…"),
+        (float("nan"), "NaN"),
+    ],
+)
+def test_a_value_is_shown_short_on_one_line_and_without_credentials(value, shown):
+    assert render_value(value) == shown
+
+
+def test_a_value_that_contains_itself_is_still_shown():
+    loop: list[object] = []
+    loop.append(loop)
+    assert render_value(loop) == "list"
+
+
+def test_the_error_holds_no_secret_not_even_the_part_of_it_that_a_short_message_has_room_for():
+    token = "canary" * 30
+    faults = FaultList()
+    faults.invalid("run_id", "a name", token)
+    message = str(faults.error(secrets=[token]))
+    assert "canary" not in message
+    assert "Invalid `run_id`" in message
+
+
+def test_the_nearest_name_is_offered_only_if_near():
+    assert nearest("max_step", ["max_steps", "run_id"]) == " Did you mean `max_steps`?"
+    assert nearest("zzz", ["max_steps"]) == ""
+
+
+def test_every_settings_code_of_the_contract_is_known():
+    assert set(CODES) == {
+        *("startup.missing_job_spec_path", "startup.missing_trainer_import", "startup.invalid_artifact_paths"),
+        *("startup.invalid_timeout", "startup.missing_capability_token", "startup.invalid_job_spec"),
+    }

@@ -1,0 +1,49 @@
+"""How the `lightning` block of a job becomes a Lightning trainer."""
+
+import json
+
+import pytest
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.job.lightning_config import instantiate, lightning_config
+
+SHARDED = {"accelerator": "cpu", "strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(lightning):
+        spec = tmp_path / "job.json"
+        fields = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "lightning": lightning}
+        spec.write_text(json.dumps(fields))
+        return resolve_run_config(spec_path=spec, environ={"TRAINER_ARTIFACTS_DIR": str(tmp_path / "out")})
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", 16])
+def test_a_sharded_model_takes_16_mixed_by_its_name(config, precision):
+    trainer, _ = instantiate(config({**SHARDED, "precision": precision}))
+
+    assert isinstance(trainer.strategy, ModelParallelStrategy)
+    assert isinstance(trainer.precision_plugin, MixedPrecision)
+    assert trainer.precision == "16-mixed"
+
+
+def test_a_printed_configuration_says_16_mixed_as_lightning_takes_it(config):
+    described = lightning_config(config({**SHARDED, "precision": "16-mixed"}))["trainer"]
+
+    assert "precision" not in described
+    assert described["plugins"] == [
+        {
+            "class_path": "lightning.pytorch.plugins.MixedPrecision",
+            "init_args": {"precision": "16-mixed", "device": "cpu"},
+        }
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_other_precisions_stay_as_they_are(config, precision):
+    assert lightning_config(config({**SHARDED, "precision": precision}))["trainer"]["precision"] == precision

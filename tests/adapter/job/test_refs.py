@@ -1,0 +1,94 @@
+"""What the text of a reference means."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import InputError
+from genlight.adapter.job.refs import CozyRef, HttpRef, HubRef, LocalRef, parse_ref
+
+PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
+DIGEST = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "ref"),
+    [
+        ("https://h/a.parquet", HttpRef("https://h/a.parquet")),
+        (f"http://h/a?b=c#sha256={DIGEST.upper()}", HttpRef("http://h/a?b=c", DIGEST)),
+        ("http://h/a#page", HttpRef("http://h/a")),
+        ("hf:owner/name", HubRef("owner/name")),
+        ("owner/name", HubRef("owner/name")),
+        ("owner/name@v1.0", HubRef("owner/name", "v1.0")),
+        ("hf:owner/name@refs/pr/1:sub/dir", HubRef("owner/name", "refs/pr/1", "sub/dir")),
+        ("hf:owner/name:data/*.parquet", HubRef("owner/name", None, "data/*.parquet")),
+        ("cozy:owner/repo", CozyRef("owner", "repo")),
+        ("cozy:owner/repo:v2", CozyRef("owner", "repo", "v2")),
+        (f"cozy:owner/repo@sha256:{DIGEST}", CozyRef("owner", "repo", None, f"sha256:{DIGEST}")),
+        (f"cozy:o/r:t@sha256:{DIGEST}", CozyRef("o", "r", "t", f"sha256:{DIGEST}")),
+    ],
+)
+def test_each_kind_of_reference_is_told_by_its_form(text, ref):
+    assert parse_ref(text) == ref
+    assert parse_ref(f"  {text}\n") == ref
+
+
+def test_a_path_that_exists_is_that_path_whatever_it_looks_like(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert parse_ref("owner/name") == LocalRef(tmp_path / "owner" / "name")
+    assert parse_ref(f"file://{tmp_path}/owner/name") == LocalRef(tmp_path / "owner" / "name")
+    assert parse_ref(str(tmp_path)) == LocalRef(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("/none/at/all", "./none", "data/none.parquet", "a/b/c", "none.json", "word", "s3://bucket/key", "hf:name"),
+        *("file:///none/at/all", "file://host/x", "cozy:repo", "cozy:o/r@sha256:xyz", "http://", "a b/c", ""),
+        *("http://h/a#sha256=12", "https://host:port/x", "file:relative"),
+    ],
+)
+def test_what_is_no_reference_is_an_input_error_that_names_it(text):
+    with pytest.raises(InputError) as caught:
+        parse_ref(text)
+    shown = text.partition("#")[0].partition("host:port")[0].removeprefix("file:")
+    assert shown.removeprefix("//") in str(caught.value)
+
+
+@example("~\x00")
+@example("~\ud800")
+@example("file:///a%00b")
+@given(st.text(max_size=30) | st.builds("{}{}".format, st.sampled_from(PREFIXES), st.text(max_size=20)))
+def test_any_text_is_a_reference_or_an_input_error(text):
+    try:
+        ref = parse_ref(text)
+    except InputError:
+        return
+    assert ref.label
+
+
+def test_neither_repr_nor_label_nor_error_shows_credentials():
+    ref = parse_ref("https://user:canary@h/a?canary#canary")
+    assert "canary" not in repr(ref) + ref.label
+    for text in ("s3://key:canary@bucket/x?canary", "https://u:canary@host:port/x?canary"):
+        with pytest.raises(InputError) as caught:
+            parse_ref(text)
+        assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://h/a/b.parquet?x=/c", "b.parquet"),
+        ("http://h/", "download"),
+        ("http://h", "download"),
+        ("http://h/%2e%2e", "download"),
+        ("http://h/..%2F..%2Fetc%2Fpasswd", "passwd"),
+        ("http://h/a b&c", "a_b_c"),
+    ],
+)
+def test_a_file_name_from_a_url_cannot_leave_its_folder(url, name):
+    assert HttpRef(url).file_name == name

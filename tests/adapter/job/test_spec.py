@@ -1,0 +1,245 @@
+"""The job spec: every fault at once, by name, value and way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.spec import JobSpec, SampleRequest, parse_job_spec, read_job_spec
+from genlight.adapter.job.spec_fields import DATASET_FIELDS, INPUT_FIELDS, PROMPT_FIELDS, SPEC_FIELDS, UPLOAD_FIELDS
+
+
+def parse(**fields):
+    faults = FaultList()
+    return parse_job_spec(fields, faults), [fault.text for fault in faults.faults], faults.warnings
+
+
+def test_every_documented_key_is_known():
+    assert set(SPEC_FIELDS) | {"request_id"} == {
+        *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
+        *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
+        *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
+        *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
+    }
+    assert set(DATASET_FIELDS) == {
+        *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard")
+    }
+    assert set(UPLOAD_FIELDS) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
+    assert {name.rpartition("_")[0] for name in INPUT_FIELDS} == {"base_model", "dataset_parquet", "resume_checkpoint"}
+    assert len(PROMPT_FIELDS) == 7
+
+
+def test_further_targets_of_uploads_are_urls():
+    spec, faults, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
+    assert (spec.uploads.targets, faults) == (("hf://me/digits", "s3://bucket/runs"), [])
+    wrong = ["/tmp/x", "s3://", "hf://me", "hf://a/b/c", "hf:///b"]
+    _, faults, _ = parse(uploads={"targets": [*wrong, "hf://me/d@main"]})
+    assert faults == [
+        f"Invalid `uploads.targets[{index}]`. Expected a URL such as hf://owner/name or s3://bucket/folder, "
+        f'but received "{url}".'
+        for index, url in enumerate(wrong)
+    ]
+
+
+WRONG = [
+    ("run_id", 7, "a text without control characters, but received 7"),
+    ("run_id", "a\nb", "a text without control characters"),
+    ("trainer", ["m:C"], 'a text without control characters, but received ["m:C"]'),
+    ("trainer_api_version", "v2", 'Expected "v1", but received "v2"'),
+    ("max_steps", 0, "an integer >= 1, but received 0"),
+    ("max_steps", -1, "an integer >= 1, but received -1"),
+    ("max_steps", 1.5, "an integer >= 1, but received 1.5"),
+    ("max_steps", True, "an integer >= 1, but received true"),
+    ("max_steps", 10**30, "an integer >= 1 and below 2**63, but received 1000000000000000000000000000000"),
+    ("metric_every", -3, "an integer >= 0, but received -3"),
+    ("checkpoint_every", "10", 'an integer >= 0, but received "10"'),
+    ("sample_every", {}, "an integer >= 0, but received {}"),
+    ("hyperparams", [], "an object, but received []"),
+    ("dataset", "x.parquet", 'an object, but received "x.parquet"'),
+    ("mock_batches", {"a": 1}, 'a list, but received {"a": 1}'),
+    ("resume_from_latest", "yes", 'true or false, but received "yes"'),
+    ("sample_seed", -1, "an integer >= 0"),
+    ("orchestrated", 1, "true or false, but received 1"),
+    ("max_runtime_seconds", -0.5, "a number of seconds >= 0, but received -0.5. 0 means no limit."),
+    ("max_runtime_seconds", "60", 'a number of seconds >= 0, but received "60"'),
+    ("lightning", "gpu", 'an object, but received "gpu"'),
+    ("validate", True, "an object, but received true"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), WRONG)
+def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name, value, text):
+    _, faults, _ = parse(**{name: value})
+    assert len(faults) == 1
+    assert faults[0].startswith(f"Invalid `{name}`. Expected ")
+    assert text in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "value"),
+    [
+        ("dataset", "batch_size", 0),
+        ("dataset", "readahead", -1),
+        ("dataset", "parquet_paths", "x.parquet"),
+        ("dataset", "shuffle", 1),
+        ("dataset", "seed", -2),
+        ("dataset", "epochs", 0),
+        ("dataset", "shard", "files"),
+        ("dataset", "columns", []),
+        ("inputs", "base_model_ref", 3),
+        ("inputs", "dataset_parquet_refs", "hf:a/b"),
+        ("uploads", "metrics_url", "ftp://host/x"),
+        ("uploads", "terminal_url", "https://"),
+        ("uploads", "sample_url", "http://host:port/"),
+    ],
+)
+def test_a_fault_within_a_block_is_named_by_its_dotted_name(block, name, value):
+    _, faults, _ = parse(**{block: {name: value}})
+    assert len(faults) == 1
+    assert faults[0].startswith(f"Invalid `{block}.{name}`. Expected ")
+
+
+def test_entries_of_lists_are_named_by_their_place():
+    _, faults, _ = parse(dataset={"parquet_paths": ["a", 2, ""]}, sample_prompts=["3", 4, {"prompt": 5, "seed": "x"}])
+    assert [fault.split("`")[1] for fault in faults] == [
+        "dataset.parquet_paths[1]",
+        "dataset.parquet_paths[2]",
+        "sample_prompts[1]",
+        "sample_prompts[2].prompt",
+        "sample_prompts[2].seed",
+    ]
+
+
+def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
+    _, faults, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
+    assert sorted(faults) == [
+        "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
+        'Invalid `dataset.columns`. Expected different columns, but received ["a"] more than once. Name each once.',
+    ]
+
+
+def test_all_faults_of_a_spec_are_found_in_one_go():
+    _, faults, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
+    assert len(faults) == len({name for name, _, _ in WRONG})
+
+
+def test_an_unknown_key_is_a_warning_with_the_nearest_known_name():
+    _, faults, warnings = parse(metrics_every=3, zzz=1, dataset={"batchsize": 4}, uploads={"metric_url": "http://h"})
+    assert faults == []
+    assert warnings == [
+        "Unknown key `metrics_every` is ignored. Did you mean `metric_every`?",
+        "Unknown key `zzz` is ignored.",
+        "Unknown key `dataset.batchsize` is ignored. Did you mean `batch_size`?",
+        "Unknown key `uploads.metric_url` is ignored. Did you mean `metrics_url`?",
+    ]
+
+
+def test_null_and_blank_texts_count_as_absent():
+    spec, faults, warnings = parse(run_id=None, owner="  ", max_steps=None, dataset=None, uploads={"sample_url": ""})
+    assert (spec, faults, warnings) == (JobSpec(), [], [])
+
+
+def test_request_id_is_an_alias_that_run_id_beats_with_a_warning():
+    assert parse(request_id="r")[0].run_id == "r"
+    spec, faults, warnings = parse(request_id="r", run_id="x")
+    assert (spec.run_id, faults) == ("x", [])
+    assert "alias" in warnings[0]
+    assert parse(request_id="r", run_id="r")[2] == []
+
+
+def test_sample_prompts_are_texts_or_objects():
+    spec, faults, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
+    assert faults == []
+    assert spec.sample_prompts == (
+        SampleRequest(name="00", prompt="3"),
+        SampleRequest(name="cat", task="i2i", prompt="cat", seed=4),
+    )
+
+
+def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fault():
+    spec, faults, _ = parse(inputs={"base_model_url": "http://h/m", "dataset_parquet_urls": ["http://h/a"]})
+    assert faults == []
+    assert spec.inputs.base_model_ref == "http://h/m"
+    assert spec.inputs.dataset_parquet_refs == ("http://h/a",)
+    _, faults, _ = parse(inputs={"base_model_url": "http://h/m", "base_model_ref": "a/b"})
+    assert faults == [
+        "`inputs.base_model_ref` and `inputs.base_model_url` name two different things. Give one of them."
+    ]
+
+
+def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
+    spec, _, _ = parse(capability_token="canary-1")
+    assert "canary" not in repr(spec)
+    _, faults, _ = parse(
+        capability_token=["canary-2"],
+        uploads={"metrics_url": "ftp://user:canary-3@host/x?sig=canary-4", "sample_url": 5},
+        max_steps="http://canary-5:x@h/p?canary-6",
+    )
+    assert len(faults) == 4
+    assert "canary" not in "".join(faults)
+    assert "ftp://host/x" in "".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty. Expected a JSON object, {...}."),
+        (b" \n", "is empty. Expected a JSON object, {...}."),
+        (b'{"a": 1,}', "is not JSON"),
+        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        (b"[1]", "holds a list"),
+        (b"null", "holds null"),
+        (b'"x"', "holds a text"),
+        (b"3", "holds a number"),
+        (b'{"a": "\xff"}', "is not utf-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not JSON: a number has 5000 digits."),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, reason):
+    path = tmp_path / "job.json"
+    path.write_bytes(content)
+    faults = FaultList()
+    assert read_job_spec(path, faults) is None
+    assert len(faults.faults) == 1
+    assert reason in faults.faults[0].text
+    assert str(path) in faults.faults[0].text
+    assert faults.faults[0].code == "startup.invalid_job_spec"
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
+    faults = FaultList()
+    assert read_job_spec(tmp_path / "none.json", faults) is None
+    assert read_job_spec(tmp_path, faults) is None
+    assert [fault.code for fault in faults.faults] == ["startup.missing_job_spec_path", "startup.invalid_job_spec"]
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    path = tmp_path / "job.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
+    assert read_job_spec(path, FaultList()) == {"run_id": "r"}
+
+
+def test_a_validate_block_names_its_cadence():
+    _, faults, warnings = parse(validate={"every_n_step": 10})
+    assert faults == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
+    assert warnings == ["Unknown key `validate.every_n_step` is ignored. Did you mean `every_n_steps`?"]
+    spec, faults, _ = parse(validate={"every_n_steps": 10, "critical": True})
+    assert (spec.validate, faults) == ({"every_n_steps": 10, "critical": True}, [])
+    assert parse(validate={})[1] == []
+    assert parse(validate={"every_n_steps": "x"})[1] == [
+        'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
+    ]
+
+
+def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr("genlight.adapter.job.spec.LARGEST_SPEC_BYTES", 1 << 20)
+    faults = FaultList()
+    assert read_job_spec(Path("/dev/zero"), faults) is None
+    assert [fault.text for fault in faults.faults] == [
+        "The job spec '/dev/zero' has more than 1 MiB. Name a JSON file."
+    ]

@@ -1,0 +1,347 @@
+"""What a step costs, in counts that no machine changes: calls, memory, looks at files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import threading
+import tracemalloc
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Hook, JobProgress, LogMetrics, StopRequests, WriteSamples
+from genlight.reporters import EventLogger
+
+FAR = 10**9
+BARE = 3
+"""Calls that are no hosting: the two hooks of the trainer, and what counts."""
+
+
+class Idle:
+    """A trainer whose steps do nothing, beside what a test wants to happen in one of them."""
+
+    def __init__(self, at_step: Callable[[int], None] | None = None) -> None:
+        self.at_step = at_step
+        self.step = 0
+        self.result = StepResult(metrics={"loss": 1.0})
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        layer = torch.nn.Linear(1, 1)
+        return {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.step += 1
+        if self.at_step is not None:
+            self.at_step(self.step)
+        return self.result
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class Numbers:
+    """As many raw batches as a test has steps."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def standard_set(folder: Path, *, metric_every: int = 10) -> list[pl.Callback]:
+    """What a job gets, with stops, metrics and two cadences that are far away."""
+    return [
+        StopRequests(cancel_file=folder / "cancel", max_runtime_s=100_000),
+        LogMetrics(metric_every),
+        WriteSamples(folder / "samples", FAR),
+        Checkpoint(folder / "checkpoints", every_n_steps=FAR, save_final=False),
+    ]
+
+
+class Updating(Idle):
+    """A trainer whose steps are an update of one layer."""
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(1, 1)).sum().backward()
+        state["optimizer"].step()
+        return super().train_step(batch, state, ctx)
+
+
+def fit(
+    folder: Path,
+    plugin: Idle,
+    steps: int,
+    callbacks: list[pl.Callback],
+    *,
+    events: bool = False,
+    precision: Literal["32-true", "bf16-mixed"] = "32-true",
+) -> None:
+    """Train on one CPU with nothing beside `callbacks`."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        precision=precision,
+        max_steps=steps,
+        callbacks=callbacks,
+        logger=EventLogger(run_id="cost", save_dir=str(folder)) if events else False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", steps)), Numbers(steps))
+
+
+def counted(
+    folder: Path, callbacks: list[pl.Callback], what: Callable[[str, Any], bool], *, steps: int = 100, **settings: Any
+) -> int:
+    """How many profiler events of the training thread are `what`, in `steps` steps after the first 100."""
+    first, last = 101, 101 + steps
+    seen = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += what(event, argument)
+
+    at_step = settings.pop("at_step", None)
+    trainer_class = settings.pop("trainer_class", Idle)
+
+    def switch(step: int) -> None:
+        if at_step is not None:
+            at_step(step)
+        if step == first - 1:
+            _await_checkpoint_thread()
+        elif step == first:
+            sys.setprofile(count)
+        elif step == last:
+            sys.setprofile(None)
+
+    before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # finalizers of what others have left are calls, too
+    try:
+        fit(folder, trainer_class(switch), last, callbacks, **settings)
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return seen
+
+
+def _await_checkpoint_thread() -> None:
+    """After a first step it makes memory ready for snapshots, and each step looks whether it has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "genlight-checkpoint":
+            thread.join()
+
+
+def calls_per_step(folder: Path, callbacks: list[pl.Callback], **settings: Any) -> float:
+    """Python functions that are called in a step, `BARE` of them not by genlight."""
+    return counted(folder, callbacks, lambda event, _: event == "call", **settings) / 100
+
+
+def calls_of_standard_set(folder: Path, **settings: Any) -> float:
+    """The least of three fits: on a busy machine the clock wakes hooks more often than in these few steps."""
+    folders = [folder / str(fit) for fit in range(3)]
+    return min(calls_per_step(each, standard_set(each, **settings), events=True) for each in folders)
+
+
+def test_a_step_without_callbacks_makes_few_calls(tmp_path: Path) -> None:
+    """Hosting a trainer class takes two calls beside its own two; Lightning's own loop takes some 300."""
+    assert calls_per_step(tmp_path, [LogMetrics(0)]) <= BARE + 2
+
+
+def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) -> None:
+    """Stop checks, metrics and events every 10 steps; what waits for its cadence is not called."""
+    assert calls_of_standard_set(tmp_path) <= BARE + 5
+
+
+def test_a_step_with_events_makes_few_calls(tmp_path: Path) -> None:
+    """Two metrics of every step in the event log, a line for each."""
+    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 10
+
+
+def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
+    """Autocast is entered once, by an object that is there; backward and update are led around it."""
+    plain = calls_per_step(tmp_path / "plain", [LogMetrics(0)], trainer_class=Updating)
+    mixed = calls_per_step(tmp_path / "mixed", [LogMetrics(0)], trainer_class=Updating, precision="bf16-mixed")
+    assert mixed - plain <= 20
+
+
+def test_a_line_of_progress_takes_one_call(tmp_path: Path) -> None:
+    """Between two lines there is one look at the clock."""
+    without = calls_per_step(tmp_path / "without", standard_set(tmp_path))
+    with_progress = calls_per_step(tmp_path / "with", [*standard_set(tmp_path), JobProgress(line_every_s=1000.0)])
+    assert with_progress - without <= 1.1
+
+
+def test_hooks_that_nobody_overrides_cost_no_call(tmp_path: Path) -> None:
+    """A hundred callbacks without hooks of a step take as many calls as none."""
+    idle: list[pl.Callback] = [Hook() for _ in range(100)]
+    few = calls_per_step(tmp_path / "few", [LogMetrics(0)])
+    assert calls_per_step(tmp_path / "many", [LogMetrics(0), *idle]) == few
+
+
+def test_a_hook_that_does_nothing_costs_one_call(tmp_path: Path) -> None:
+    """Its own body; the policy of a hook costs nothing until it fails."""
+
+    class NoOp(Hook):
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    one = calls_per_step(tmp_path / "one", [LogMetrics(0), NoOp()])
+    eleven = calls_per_step(tmp_path / "eleven", [LogMetrics(0), *[NoOp() for _ in range(11)]])
+    assert eleven - one == 10
+
+
+@pytest.mark.parametrize(("metric_every", "most"), [(0, 256), (1, 2500)])
+def test_little_memory_is_taken_between_two_steps_and_all_of_it_given_back(
+    tmp_path: Path, metric_every: int, most: int
+) -> None:
+    """A step of the loop makes a few numbers; metrics take a few hundred bytes until their lines are written."""
+    held, taken = array("q", [0] * 800), array("q", [0] * 800)  # which take no memory while they are filled
+
+    def measure(step: int) -> None:
+        if step == 100:
+            tracemalloc.start()
+        if 100 < step <= 800:
+            now, peak = tracemalloc.get_traced_memory()
+            held[step - 1], taken[step - 1] = now, peak - before[0]
+            tracemalloc.reset_peak()
+            before[0] = tracemalloc.get_traced_memory()[0]
+
+    before = [0]
+    try:
+        fit(tmp_path, Idle(measure), 800, standard_set(tmp_path, metric_every=metric_every), events=True)
+    finally:
+        tracemalloc.stop()
+    assert statistics.median(taken[100:]) <= most
+    # The least of so many steps that the lines of all before it were written in one of them.
+    assert min(held[500:]) - min(held[200:500]) <= 300 * 16, "a step keeps 16 bytes or more"
+
+
+@pytest.mark.parametrize("metric_every", [0, 10])
+def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> None:
+    """Nothing is kept of a step, also where metrics and events are written."""
+    sizes: dict[int, int] = {}
+
+    def measure(step: int) -> None:
+        if step == 900:
+            tracemalloc.start()
+        if step in (1_000, 21_000):
+            sizes[step] = tracemalloc.get_traced_memory()[0]
+
+    try:
+        fit(tmp_path, Idle(measure), 21_000, standard_set(tmp_path, metric_every=metric_every), events=True)
+    finally:
+        tracemalloc.stop()
+    assert sizes[21_000] - sizes[1_000] < 160_000, "a step keeps 8 bytes or more"  # 256 calls that wait take 110,000
+
+
+@pytest.mark.parametrize("metric_every", [0, 10])
+def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> None:
+    """Lists, dicts and the like of the whole process hold as much at step 20,000 as at step 2,000."""
+    held: dict[int, int] = {}
+
+    def count(step: int) -> None:
+        if step in (2_000, 20_000):
+            gc.collect()
+            held[step] = sum(1 + _length(item) for item in gc.get_objects())
+
+    fit(tmp_path, Idle(count), 20_000, standard_set(tmp_path, metric_every=metric_every), events=True)
+    # No absolute difference: what threads of earlier tests held may go meanwhile.
+    assert held[20_000] - held[2_000] < 180 + 3 * 256, "something is kept in every twentieth step or more often"
+
+
+def _length(item: Any) -> int:
+    return len(item) if type(item) in (list, dict, set, deque, OrderedDict) else 0
+
+
+def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cancel file is looked for by the clock, not by the step: 1,000 steps that take a second look 20 times."""
+    now = 1000.0
+
+    callbacks = standard_set(tmp_path, metric_every=0)
+
+    def pass_a_millisecond(_: int) -> None:
+        nonlocal now
+        now += 0.001
+        vars(callbacks[0])["next_due_step"] = 0  # what a tick does, here after each step
+
+    # The name in that module alone: other threads of the process look at the clock, too.
+    monkeypatch.setattr("genlight.callbacks.stop.stop_requests.time", SimpleNamespace(monotonic=lambda: now))
+    touching = (open, os.open, os.stat, os.lstat, os.access, os.listdir, os.scandir)
+    looks = counted(
+        tmp_path,
+        callbacks,
+        lambda event, function: event == "c_call" and function in touching,
+        steps=1000,
+        at_step=pass_a_millisecond,
+    )
+    assert 18 <= looks <= 21
+
+
+def test_metrics_are_read_at_the_cadence_alone(tmp_path: Path) -> None:
+    """A tensor of the trainer becomes a number, which waits for its device, in every tenth step."""
+    reads = 0
+
+    class Loss:
+        def __float__(self) -> float:
+            nonlocal reads
+            reads += 1
+            return 0.5
+
+    plugin = Idle()
+    plugin.result = StepResult(metrics={"loss": Loss()})
+    fit(tmp_path, plugin, 100, standard_set(tmp_path))
+    assert reads == 10
+
+
+def test_whoever_looks_at_the_metrics_in_a_step_sees_those_of_that_step(tmp_path: Path) -> None:
+    """They are made at the look, of the step that ran last, and stay when the fit is over."""
+    plugin = Idle()
+    seen: list[float] = []
+
+    def change(step: int) -> None:
+        plugin.result = StepResult(metrics={"loss": float(step)})
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(float(trainer.callback_metrics["train/loss"]))
+
+    plugin.at_step = change
+    looks = Looks()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=4, callbacks=[looks, LogMetrics(0)], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", 4)), Numbers(4))
+    assert seen == [1.0, 2.0, 3.0, 4.0]
+    assert float(trainer.callback_metrics["train/loss"]) == 4.0
+
+
+def test_a_callback_of_somebody_else_costs_a_step_few_calls(tmp_path: Path) -> None:
+    """What Lightning does around a hook in which something may be logged is not done where nothing was."""
+
+    class Guest(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None: ...
+
+    alone = calls_per_step(tmp_path / "alone", [LogMetrics(0)])
+    assert calls_per_step(tmp_path / "guest", [LogMetrics(0), Guest()]) - alone <= 15

@@ -1,0 +1,194 @@
+"""From what a step returned to named numbers: aliases, the learning rate, and errors that name the metric."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepContext, StepResult, TrainingJobSpec
+from genlight.adapter.module.step_metrics import metric_name, named_scalars, validated_result
+
+CTX = StepContext(job=TrainingJobSpec(run_id="r", max_steps=1))
+ALIASES = {
+    "loss": "train/loss",
+    "train_loss": "train/loss",
+    "lr": "train/lr",
+    "learning_rate": "train/lr",
+    "train_lr": "train/lr",
+}
+
+
+def optimizer(rate):
+    return SimpleNamespace(param_groups=[{"lr": rate}, {"lr": 99.0}])
+
+
+def context(**given):
+    return StepContext(job=CTX.job, **given)
+
+
+@pytest.mark.parametrize(("name", "reported"), ALIASES.items())
+@pytest.mark.parametrize("spelling", [str, str.upper, str.title, lambda name: f"  {name}\t"])
+def test_an_alias_is_found_whatever_its_case_and_outer_blanks(name, reported, spelling):
+    assert metric_name(spelling(name)) == reported
+
+
+@settings(max_examples=60)
+@given(st.text(min_size=1))
+def test_any_other_name_stays_as_it_is(name):
+    assert metric_name(name) == ALIASES.get(name.strip().lower(), name)
+
+
+@pytest.mark.parametrize("name", [3, None, "", b"loss"])
+def test_a_name_that_is_no_text_or_empty_is_named(name):
+    with pytest.raises(ContractError, match=f"a metric named {name!r}; a name is a text that is not empty"):
+        named_scalars(StepResult(metrics={name: 0.5}), None, CTX)
+
+
+def test_more_names_than_are_kept_are_reported_as_well():
+    for start in range(0, 3000, 500):
+        metrics = {f"{start + n}": 1.0 for n in range(500)}
+        assert named_scalars(StepResult(metrics=metrics), None, CTX) == metrics
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"loss": 1.0}, r"returned a dict without `metrics`; return StepResult\(metrics=\{...\}\)"),
+        (None, "returned a NoneType without `metrics`; return a StepResult"),
+        (1.5, "returned a float without `metrics`"),
+        (SimpleNamespace(metrics=None), "returned metrics that are a NoneType; they must be a mapping"),
+        (SimpleNamespace(metrics=[("loss", 1)]), "returned metrics that are a list; they must be a mapping"),
+    ],
+)
+def test_a_result_without_a_mapping_of_metrics_is_refused(result, message):
+    with pytest.raises(ContractError, match=message):
+        validated_result(result)
+
+
+def test_any_object_with_metrics_is_a_result():
+    result = SimpleNamespace(metrics={"loss": 2})
+
+    assert validated_result(result) is result
+    assert named_scalars(result, None, CTX) == {"train/loss": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        # each row offers everything that comes after it, too
+        ({"metrics": {"LR": 1.0}}, 1.0),
+        ({"debug": {"Learning_Rate": 2.0}}, 2.0),
+        ({"state": {"train/lr": 3.0}}, 3.0),
+        ({"state": {"learning_rate": 4.0}}, 4.0),
+        ({"state": {"lr": 5.0}}, 5.0),
+        ({"ctx": optimizer(6.0)}, 6.0),
+        ({"state": {"optimizer": optimizer(7.0)}}, 7.0),
+        ({"found": [optimizer(8.0), optimizer(9.0)]}, 8.0),
+        ({}, None),
+    ],
+)
+def test_the_learning_rate_comes_from_the_first_place_that_has_one(given, rate):
+    places = [
+        {"metrics": {"LR": 1.0}},
+        {"debug": {"Learning_Rate": 2.0}},
+        {"state": {"train/lr": 3.0}},
+        {"state": {"learning_rate": 4.0}},
+        {"state": {"lr": 5.0}},
+        {"ctx": optimizer(6.0)},
+        {"state": {"optimizer": optimizer(7.0)}},
+        {"found": [optimizer(8.0), optimizer(9.0)]},
+        {},
+    ]
+    position = next(i for i, place in enumerate(places) if repr(place) == repr(given))
+    rest, state = {}, {}
+    for place in places[position:]:
+        state.update(place.get("state", {}))
+        rest.update({name: value for name, value in place.items() if name != "state"})
+
+    result = StepResult(metrics={"loss": 0.0, **rest.get("metrics", {})}, debug=rest.get("debug", {}))
+    named = named_scalars(result, state, context(optimizer=rest.get("ctx")), rest.get("found", ()))
+
+    assert named.get("train/lr") == rate
+    assert named["train/loss"] == 0.0
+
+
+def test_the_state_may_be_an_object_with_attributes():
+    assert named_scalars(StepResult(), SimpleNamespace(lr=0.25), CTX) == {"train/lr": 0.25}
+    assert named_scalars(StepResult(), SimpleNamespace(optimizer=optimizer(0.5)), CTX) == {"train/lr": 0.5}
+
+
+@pytest.mark.parametrize("value", [None, "cosine", [0.1, 0.2], lambda: 0.1, torch.zeros(3), {"lr": 1}])
+def test_what_cannot_be_a_learning_rate_is_passed_over(value):
+    result = StepResult(debug={"lr": value})
+    state = {"lr": value, "optimizer": optimizer(0.5)}
+
+    assert named_scalars(result, state, CTX) == {"train/lr": 0.5}
+
+
+def test_a_group_without_a_rate_leaves_the_metric_out():
+    assert named_scalars(StepResult(), {"optimizer": SimpleNamespace(param_groups=[{}])}, CTX) == {}
+
+
+def test_a_rate_of_zero_is_a_rate():
+    assert named_scalars(StepResult(), {"lr": 0, "optimizer": optimizer(0.5)}, CTX) == {"train/lr": 0}
+
+
+def scalars_of(metrics):
+    return named_scalars(StepResult(metrics=metrics), None, CTX)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        np.array(1.0),
+        torch.tensor(1.0),
+        torch.tensor([1.0]),
+        np.array([1.0]),
+        np.array([[1]]),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+        torch.tensor(1.0, requires_grad=True),
+    ],
+)
+def test_numbers_and_tensors_of_one_element_become_floats(value):
+    scalars = scalars_of({"x": value})
+
+    assert scalars == {"x": 1.0}
+    assert type(scalars["x"]) is float
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_stays_what_it_is(value):
+    assert repr(scalars_of({"x": torch.tensor(value)})["x"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.zeros(2, 3), r"a tensor of shape \(2, 3\)"),
+        (torch.zeros(0), r"a tensor of shape \(0,\)"),
+        (np.zeros(4), r"a tensor of shape \(4,\)"),
+        (None, r"None \(NoneType\)"),
+        ("high", r"'high' \(str\)"),
+        ([1.0], r"\[1.0\] \(list\)"),
+        (1j, r"1j \(complex\)"),
+    ],
+)
+def test_a_metric_that_is_no_scalar_is_named_with_what_it_is(value, what):
+    with pytest.raises(ContractError, match=f"metric 'grad' is {what}; a metric is one number or a 0-d tensor"):
+        scalars_of({"fine": 1, "grad": value})
+
+
+def test_a_number_too_large_for_a_float_is_named():
+    with pytest.raises(ContractError, match="metric 'count' is 1000"):
+        scalars_of({"count": 10**400})

@@ -1,0 +1,65 @@
+"""A strategy that cannot host a trainer class is refused by name, with the reason and a way out."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+from genlight.adapter.contract.exceptions import StartupContractError
+from genlight.adapter.module.supported import check_strategy, leave_unwrapped
+
+
+def blank(cls: type) -> object:
+    """A strategy without its constructor, which wants packages or devices that a test does not have."""
+    return object.__new__(cls)
+
+
+class Homemade(ParallelStrategy):
+    root_device = None
+
+
+Homemade.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (blank(DeepSpeedStrategy), "DeepSpeedStrategy cannot host a trainer class: DeepSpeed's engine.*Use ddp"),
+        (blank(FSDPStrategy), "FSDPStrategy cannot host.*ModelParallelStrategy"),
+        (ModelParallelStrategy(), "ModelParallelStrategy cannot host.*tensor_parallel_size=1"),
+        (ModelParallelStrategy(1, 2), "tensor_parallel_size=1"),
+        (DDPStrategy(ddp_comm_hook=print), "DDPStrategy cannot host.*communication hook"),
+        (DDPStrategy(model_averaging_period=2), "DDPStrategy cannot host.*averages models"),
+        (blank(Homemade), "Homemade cannot host"),
+    ],
+)
+def test_a_strategy_that_cannot_host_a_trainer_is_refused_by_name_with_the_reason(strategy, said):
+    with pytest.raises(StartupContractError, match=said):
+        check_strategy(strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [SingleDeviceStrategy("cpu"), DDPStrategy(), DDPStrategy(find_unused_parameters=True), ModelParallelStrategy(2, 1)],
+)
+def test_strategies_that_can_host_a_trainer_pass(strategy):
+    check_strategy(strategy)
+
+
+def test_ddp_leaves_the_module_unwrapped_and_other_strategies_are_left_alone():
+    strategy, other = DDPStrategy(), SingleDeviceStrategy("cpu")
+    strategy.model = model = object()
+
+    leave_unwrapped(strategy)
+    leave_unwrapped(other)
+    strategy.configure_ddp()
+
+    assert strategy.model is model
+    assert "configure_ddp" not in vars(other)

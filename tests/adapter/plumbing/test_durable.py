@@ -1,0 +1,141 @@
+"""A file is replaced whole or not at all, and what is renamed was synced before."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from genlight.adapter.plumbing import durable
+from genlight.adapter.plumbing.durable import (
+    TEMPORARY_PREFIX,
+    fsync_directory,
+    temporary_name,
+    write_all,
+    write_bytes_durably,
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The system calls of the protocol in their order, each with the name it was about."""
+    seen, opened = [], {}
+    real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "close")}
+
+    def spy_open(path, *args, **kwargs):
+        descriptor = real["open"](path, *args, **kwargs)
+        opened[descriptor] = os.path.basename(path)
+        return descriptor
+
+    def spy(name):
+        def call(descriptor, *args):
+            seen.append((name, opened.get(descriptor, "?")))
+            return real[name](descriptor, *args)
+
+        return call
+
+    def spy_replace(source, target):
+        seen.append(("replace", os.path.basename(target)))
+        real["replace"](source, target)
+
+    monkeypatch.setattr(os, "open", spy_open)
+    monkeypatch.setattr(os, "replace", spy_replace)
+    for name in ("write", "fsync"):
+        monkeypatch.setattr(os, name, spy(name))
+    return seen
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"\x00" * 100_000])
+def test_the_file_holds_exactly_the_bytes(tmp_path, data):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old and longer than the new one")
+
+    write_bytes_durably(path, data)
+
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_are_synced_before_the_rename_and_the_folder_after_it(tmp_path, calls):
+    write_bytes_durably(tmp_path / "a.json", b"data")
+
+    kinds = [name for name, _ in calls]
+    assert kinds == ["write", "fsync", "replace", "fsync"]
+    written, synced, renamed, folder = [about for _, about in calls]
+    assert written == synced
+    assert written.startswith(TEMPORARY_PREFIX + "a.json-")
+    assert (renamed, folder) == ("a.json", tmp_path.name)
+
+
+@pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
+def test_a_failure_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch, failing):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_bytes_durably(path, b"new")
+    monkeypatch.undo()
+
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupt_leaves_no_temporary_file(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes_durably(tmp_path / "a.json", b"new")
+    monkeypatch.undo()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_bytes_durably(tmp_path / "absent" / "a.json", b"x")
+    with pytest.raises(FileNotFoundError):
+        fsync_directory(tmp_path / "absent")
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(NotADirectoryError):
+        fsync_directory(tmp_path / "file")
+
+
+def test_the_mode_is_the_one_asked_for_within_the_umask(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write_bytes_durably(tmp_path / "usual", b"")
+        write_bytes_durably(tmp_path / "secret", b"", mode=0o600)
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE((tmp_path / "usual").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+
+
+def test_a_short_write_is_continued(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(durable.os, "write", lambda descriptor, data: real(descriptor, bytes(data[:3])))
+
+    with (tmp_path / "f").open("wb", buffering=0) as file:
+        write_all(file.fileno(), b"0123456789")
+        write_all(file.fileno(), memoryview(b"abcd"))
+
+    assert (tmp_path / "f").read_bytes() == b"0123456789abcd"
+
+
+def test_temporary_names_never_repeat_and_can_be_told_from_data():
+    names = {temporary_name("a.json") for _ in range(100)}
+
+    assert len(names) == 100
+    assert all(name.startswith(TEMPORARY_PREFIX + "a.json-") for name in names)

@@ -1,0 +1,61 @@
+"""Tokens and values of the environment do not get into a text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.adapter.plumbing.redaction import hide_environment, hide_secrets, redact
+
+ENVIRON = {"API_KEY": "s3cret-key", "LONG": "x" * 20, "PWD": "/a/path/that/is/long", "LANG": "en_US.UTF-8", "KEY": "ab"}
+SPELLED = 'ab"cd'
+
+
+def test_secrets_are_replaced_longest_first_also_in_their_json_spelling_but_not_tiny_ones():
+    assert redact('abcdef abcd "ab\\"cd"', ["abcd", "abcdef", SPELLED, "a", None]) == '<hidden> <hidden> "<hidden>"'
+
+
+@pytest.mark.parametrize("length", [4, 5, 40, 99])
+def test_a_secret_is_hidden_also_where_a_message_was_cut_in_the_middle_of_it(length):
+    secret = "".join(chr(ord("a") + i % 26) for i in range(100))
+    assert redact(f'received "{secret[:length]}…', [secret]) == 'received "<hidden>…'
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("Bearer my-token!", "Bearer <hidden>!"),
+        ("key s3cret-key", "key $API_KEY"),
+        ("x" * 20, "$LONG"),
+        ('File "/a/path/that/is/long/x.py"', 'File "/a/path/that/is/long/x.py"'),
+        ("en_US.UTF-8 ab", "en_US.UTF-8 ab"),
+        ("nothing", "nothing"),
+        ("GET https://me:pw@host/path?sig=1 now", "GET https://host/path now"),
+    ],
+)
+def test_a_log_keeps_paths_and_short_values(text, safe):
+    assert hide_secrets(text, secrets=("my-token", None, ""), environ=ENVIRON) == safe
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ('File "/a/path/that/is/long/x.py"', 'File "$PWD/x.py"'),
+        ("en_US.UTF-8 ab", "$LANG ab"),
+        ("one two my-token", "one two <hidden>"),
+    ],
+)
+def test_what_leaves_the_machine_keeps_no_value_of_the_environment_but_tiny_ones(text, safe):
+    assert hide_environment(text, secrets=("my-token",), environ=ENVIRON) == safe
+
+
+def test_a_value_that_contains_a_secret_is_hidden_whole():
+    assert hide_environment("see user:my-token", secrets=["my-token"], environ={"A": "user:my-token"}) == "see $A"
+
+
+@given(st.text(min_size=5, max_size=30), st.text(max_size=10), st.text(max_size=10))
+def test_no_secret_survives_wherever_it_stands(secret, before, after):
+    secret = f"\u2603{secret}"
+    for hide in (redact, lambda text, secrets: hide_secrets(text, secrets=secrets, environ={})):
+        assert secret not in hide(before + secret + after, [secret])

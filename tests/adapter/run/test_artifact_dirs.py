@@ -1,0 +1,93 @@
+"""Artifact directories are made and proved writable, or refused with the way out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+
+from genlight.adapter.contract.exceptions import StartupContractError
+from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.run.artifact_dirs import artifact_dir_faults, prepare_artifact_dirs
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def resolve(*overrides):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({"run_id": "r", "trainer": "t:T", "max_steps": 1}))
+        return resolve_run_config(
+            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
+        )
+
+    return resolve
+
+
+def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, tmp_path):
+    prepare_artifact_dirs(config_of())
+    prepare_artifact_dirs(config_of())
+    assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == [
+        *("checkpoints", "metrics", "samples")
+    ]
+
+
+def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StartupContractError) as caught:
+        prepare_artifact_dirs(config_of())
+    assert caught.value.code == "startup.invalid_artifact_paths"
+    (fault,) = caught.value.message.splitlines()
+    assert fault.startswith(f"`artifacts_dir` '{tmp_path}/out' cannot be written: it is no directory. ")
+    assert "`TRAINER_ARTIFACTS_DIR`" in fault
+
+
+def test_each_directory_that_cannot_be_written_for_itself_is_named(config_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    places = [f"checkpoints_dir={tmp_path}/file/c", f"samples_dir={tmp_path}/file/s"]
+    with pytest.raises(StartupContractError) as caught:
+        prepare_artifact_dirs(config_of(*places))
+    assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
+
+
+def test_a_probe_that_cannot_be_written_is_no_name_to_be_told(config_of, tmp_path, monkeypatch):
+    make = os.open
+
+    def read_only(path, *rest):
+        if os.fspath(path).startswith(f"{tmp_path}/out"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+        return make(path, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(StartupContractError, match=r"/out' cannot be written: Read-only file system\. Choose"):
+        prepare_artifact_dirs(config_of())
+
+
+def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):
+    config = config_of(f"artifacts_dir={tmp_path / ('x' * 300)}")
+    with pytest.raises(StartupContractError, match="File name too long"):
+        prepare_artifact_dirs(config)
+    paths = {name: getattr(config, name) for name in ("artifacts_dir", "checkpoints_dir", "events_path")}
+    assert len(artifact_dir_faults(paths, create=False)) == 1
+
+
+def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
+    (tmp_path / "events").mkdir()
+    with pytest.raises(StartupContractError, match="which is a directory"):
+        prepare_artifact_dirs(config_of(f"events_path={tmp_path / 'events'}"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs a file system that nobody may write")
+def test_a_file_system_that_cannot_be_written_is_refused_also_for_root(config_of):
+    for place in ("/proc/genlight", "/sys/genlight"):
+        with pytest.raises(StartupContractError, match="checkpoints_dir"):
+            prepare_artifact_dirs(config_of(f"checkpoints_dir={place}"))
+
+
+def test_a_look_without_making_anything_probes_the_nearest_folder(config_of, tmp_path):
+    paths = {name: getattr(config_of(), name) for name in ("artifacts_dir", "checkpoints_dir", "events_path")}
+    assert artifact_dir_faults(paths, create=False) == []
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").write_text("")
+    assert len(artifact_dir_faults(paths, create=False)) == 1

@@ -1,0 +1,110 @@
+"""One live run per artifacts directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from genlight.adapter.contract.exceptions import StartupContractError
+from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs
+from genlight.adapter.run.artifacts_lock import LOCK_NAME, lock_artifacts
+
+HOLD = """
+import os, sys, time
+from genlight.adapter.run.artifacts_lock import lock_artifacts
+from genlight.adapter.job.config import resolve_run_config
+config = resolve_run_config(spec_path=sys.argv[1], overrides=["artifacts_dir=" + sys.argv[2]], environ={})
+with lock_artifacts(config):
+    child = os.fork() if sys.argv[3] == "fork" else 0
+    if child == 0:
+        print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    def resolve(*overrides, run_id="r"):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({"run_id": run_id, "trainer": "t:T", "max_steps": 1}))
+        config = resolve_run_config(
+            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
+        )
+        prepare_artifact_dirs(config)
+        return config
+
+    return resolve
+
+
+@pytest.fixture
+def holder(config_of):
+    """Starts another process that holds the directory; returns it and its forked child's id, or its own."""
+    started = []
+
+    def start(mode="plain"):
+        config = config_of()
+        command = [sys.executable, "-c", HOLD, str(config.spec_path), str(config.artifacts_dir), mode]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        child = process.stdout.readline().strip()
+        started.extend({process.pid, int(child)})
+        return process, int(child)
+
+    yield start
+    for pid in started:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_says_who_holds_it(config_of, holder):
+    config = config_of()
+    process, _ = holder()
+    with process:
+        with pytest.raises(StartupContractError) as caught, lock_artifacts(config):
+            pass
+        assert caught.value.code == "startup.artifacts_in_use"
+        assert f"process {process.pid} " in caught.value.message
+        assert "'r'" in caught.value.message
+        assert str(config.artifacts_dir) in caught.value.message
+        process.kill()
+        process.wait()
+        with lock_artifacts(config):
+            assert json.loads((config.artifacts_dir / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_its_lock(config_of, holder):
+    config = config_of()
+    process, child = holder("fork")
+    with process:
+        process.kill()
+        process.wait()
+        os.kill(child, 0)
+        with lock_artifacts(config):
+            pass
+
+
+def test_the_lock_is_free_after_its_block_also_when_that_raised(config_of):
+    config = config_of()
+    with pytest.raises(RuntimeError, match="in the block"), lock_artifacts(config):
+        raise RuntimeError("in the block")
+    with lock_artifacts(config):
+        pass
+
+
+def test_runs_that_share_only_a_checkpoints_directory_exclude_each_other(config_of, tmp_path):
+    shared = f"checkpoints_dir={tmp_path / 'shared'}"
+    one = config_of(shared, f"artifacts_dir={tmp_path / 'a'}")
+    two = config_of(shared, f"artifacts_dir={tmp_path / 'b'}")
+    with lock_artifacts(one):
+        with pytest.raises(StartupContractError, match="shared"), lock_artifacts(two):
+            pass
+        with lock_artifacts(config_of(f"artifacts_dir={tmp_path / 'b'}")):
+            pass

@@ -1,0 +1,677 @@
+"""`genlight run` from a job spec to its exit code, its event log and its artifacts."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genlight.adapter.contract.failures import Failure
+from genlight.adapter.run.ranks.failure_notes import RankFailures
+from genlight.adapter.run.run import RunOptions, run_job
+from genlight.callbacks.checkpoint import read_record, verify
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+
+TRAINER = '''
+import time
+from gen_worker.trainer import StepContext, StepResult
+
+
+class Summing:
+    """Adds numbers up; what goes wrong is said by the hyperparameters."""
+
+    def setup(self, ctx: StepContext) -> None:
+        self.p = dict(ctx.job.hyperparams)
+        if self.p.get("fails_in") == "setup":
+            raise RuntimeError("no weights under token-canary")
+
+    def configure(self, ctx):
+        return {"total": 0, "steps": 0, "lr": 0.5}
+
+    def prepare_batch(self, raw, state, ctx):
+        return sum(raw["x"].to_pylist()) if hasattr(raw, "schema") else raw
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        if self.p.get("fails_at") == state["steps"]:
+            raise ZeroDivisionError("bad batch")
+        if self.p.get("returns_dict"):
+            return {"loss": 1.0}
+        time.sleep(self.p.get("sleep", 0))
+        state["total"] += batch
+        return StepResult(metrics={"loss": 1.0 / state["steps"], "total": state["total"]})
+
+    def state_dict(self, state):
+        return {"total": state["total"], "steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+
+    def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+        (output_dir / "total.txt").write_text(str(state["total"]))
+        return {"primary_path": "total.txt"}
+
+    def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
+        assert (checkpoint_dir / "total.txt").read_text() == str(payload["total"])
+
+
+class LacksHooks:
+    def setup(self, ctx): ...
+
+
+class BreaksInConstructor:
+    setup = configure = prepare_batch = train_step = state_dict = load_state_dict = lambda self: None
+
+    def __init__(self):
+        raise TypeError("constructor() got an unexpected keyword")
+'''
+
+
+STOPS_EARLY = {
+    "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+    "init_args": {"monitor": "train/loss", "mode": "y"},
+}
+
+
+@pytest.fixture
+def write_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a job and its trainer; the run's artifacts go to ``out`` beside it."""
+    monkeypatch.chdir(tmp_path)
+    name = f"summing_{abs(hash(str(tmp_path)))}"  # one module a test: what is imported stays imported
+    (tmp_path / f"{name}.py").write_text(TRAINER)
+    pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
+
+    def write(**fields: Any) -> Path:
+        job = {
+            "run_id": "sums",
+            "trainer": f"{name}:Summing",
+            "max_steps": 5,
+            "metric_every": 2,
+            "dataset": {"parquet_paths": ["x.parquet"], "batch_size": 4},
+            "lightning": {"accelerator": "cpu"},
+            **fields,
+        }
+        if isinstance(job["trainer"], str) and job["trainer"].startswith(":"):
+            job["trainer"] = name + job["trainer"]
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({key: value for key, value in job.items() if value is not ...}))
+        return path
+
+    return write
+
+
+def run(job: Path, *overrides: str, **options: Any) -> int:
+    """Run a job in this process."""
+    return run_job(RunOptions(spec_path=job, overrides=(f"artifacts_dir={job.parent}/out", *overrides), **options))
+
+
+def events(job: Path) -> list[dict[str, Any]]:
+    """The event log, after proving it sound."""
+    path = job.parent / "out" / "metrics" / "events.jsonl"
+    assert validate_events(path) == []
+    return list(read_events(path))
+
+
+def names(job: Path) -> list[str]:
+    return [event["event"] for event in events(job)]
+
+
+def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job: Callable[..., Path]) -> None:
+    """The layout of the artifacts, and one terminal event that names the end."""
+    job = write_job(checkpoint_every=2, sample_every=4)
+    assert run(job) == 0
+    out = job.parent / "out"
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "final",
+        "final.json",
+        "step-00000002",
+        "step-00000002.json",
+        "step-00000004",
+        "step-00000004.json",
+    ]
+    assert [path.name for path in (out / "samples").iterdir()] == ["step-00000004.txt"]
+    log = events(job)
+    assert log[0]["event"] == "started"
+    assert log[-1]["event"] == "completed"
+    assert (log[-1]["step"], log[-1]["final_checkpoint"]) == (5, str(out / "checkpoints" / "final.json"))
+    final = verify(out / "checkpoints" / "final.json")
+    assert (final.final, final.step, final.run_id, final.max_steps) == (True, 5, "sums", 5)
+    assert final.state == {"total": sum(range(20)), "steps": 5}
+    assert (out / "checkpoints" / "final" / "trainer" / "total.txt").read_text() == str(sum(range(20)))
+
+
+def test_metrics_have_the_contracts_names_and_steps(write_job: Callable[..., Path]) -> None:
+    """Loss and learning rate at the boundaries of the cadence, others as they were given."""
+    job = write_job()
+    run(job)
+    metrics = [(event["step"], event["name"], event["value"]) for event in events(job) if event["event"] == "metric"]
+    waits = [metric for metric in metrics if metric[1] == "data/wait_fraction"]
+    assert [step for step, _, _ in waits] == [2, 4]
+    assert all(0.0 <= value <= 1.0 for _, _, value in waits)
+    assert [metric for metric in metrics if metric not in waits] == [
+        (2, "train/loss", 0.5),
+        (2, "total", 28.0),
+        (2, "train/lr", 0.5),
+        (4, "train/loss", 0.25),
+        (4, "total", 120.0),
+        (4, "train/lr", 0.5),
+    ]
+
+
+def test_checkpoint_events_name_the_hooks_primary_path(write_job: Callable[..., Path]) -> None:
+    """What the trainer's own hook called the checkpoint is what is reported."""
+    job = write_job(checkpoint_every=5)
+    run(job)
+    (event, *_) = [event for event in events(job) if event["event"] == "checkpoint"]
+    assert event["path"].endswith("step-00000005/trainer/total.txt")
+    assert Path(event["path"]).exists()
+
+
+def test_epochs_bound_the_run(write_job: Callable[..., Path]) -> None:
+    """Two passes over five batches end a run of a hundred steps, with the reason in the event."""
+    job = write_job(max_steps=100, dataset={"parquet_paths": ["x.parquet"], "batch_size": 4, "epochs": 2})
+    assert run(job) == 0
+    assert (events(job)[-1]["step"], events(job)[-1]["stopped"]) == (10, "data_exhausted")
+
+
+def test_without_epochs_the_data_repeats(write_job: Callable[..., Path]) -> None:
+    """Twelve steps over five batches."""
+    job = write_job(max_steps=12)
+    assert run(job) == 0
+    assert events(job)[-1]["step"] == 12
+
+
+def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: Callable[..., Path]) -> None:
+    """Numbers in the job are the batches."""
+    job = write_job(dataset=..., mock_batches=[1, 2, 3], max_steps=10)
+    assert run(job) == 0
+    assert events(job)[-1]["step"] == 3
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "category", "words", "code"),
+    [
+        ({"hyperparams": {"fails_in": "setup"}}, "model-load", "no weights", 1),
+        ({"hyperparams": {"fails_at": 3}}, "train-step", "bad batch", 1),
+        ({"hyperparams": {"returns_dict": True}}, "train-step", "return StepResult", 1),
+        ({"trainer": ":LacksHooks"}, "startup", "configure, prepare_batch, train_step", 2),
+        ({"trainer": ":BreaksInConstructor"}, "model-load", "unexpected keyword", 1),
+        ({"trainer": "no_such_module:X"}, "startup", "no_such_module", 2),
+        ({"dataset": {"parquet_paths": ["x.parquet"], "columns": ["y"]}}, "input", "y", 1),
+        ({"dataset": {"parquet_paths": ["missing.parquet"]}}, "input", "missing.parquet", 1),
+        ({"max_steps": 0}, "startup", "max_steps", 2),
+        ({"max_steps": -3}, "startup", "max_steps", 2),
+        ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
+        ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
+        ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
+        ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
+        ({"validate": {"every_n_steps": 1}}, "model-load", "Summing has no evaluate(state, ctx)", 1),
+        ({"uploads": {"targets": ["nothing://x"]}}, "startup", "Invalid upload target 'nothing://x'. Protocol not", 2),
+        ({"dataset": ...}, "startup", "names no data", 2),
+    ],
+)
+def test_bad_input_is_one_failed_event_and_a_documented_exit_code(
+    write_job: Callable[..., Path], fields: dict[str, Any], category: str, words: str, code: int
+) -> None:
+    """Each fault is told by its category, names the thing, and is the only terminal event."""
+    job = write_job(**fields)
+    assert run(job) == code
+    (failed,) = [event for event in events(job) if event["event"] == "failed"]
+    assert failed["category"] == category
+    assert words in failed["error"]
+    assert names(job)[-1] == "failed"
+
+
+def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelled(
+    write_job: Callable[..., Path],
+) -> None:
+    """One start shows all that is wrong."""
+    job = write_job(max_steps=..., max_stepss=5, metric_every="often")
+    assert run(job) == 2
+    error = events(job)[-1]["error"]
+    assert error.startswith("startup:startup.invalid_job_spec: 2 faults; ")
+    assert "Invalid `metric_every`" in error
+    assert "`max_steps` is missing" in error
+    assert "Unknown key `max_stepss` is ignored. Did you mean `max_steps`?" in error
+
+
+def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong job needs a sentence; a bug in the trainer needs its line."""
+    run(write_job(trainer=":LacksHooks"))
+    assert "Traceback" not in caplog.text
+    run(write_job(hyperparams={"fails_at": 1}))
+    assert "Traceback" in caplog.text
+    assert "bad batch" in caplog.text
+
+
+def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in the log nor in any file, though the exception holds it."""
+    job = write_job(hyperparams={"fails_in": "setup"}, capability_token="token-canary")
+    assert run(job) == 1
+    assert "token-canary" not in caplog.text
+    for path in (job.parent / "out").rglob("*"):
+        assert not path.is_file() or b"token-canary" not in path.read_bytes()
+
+
+def test_a_finished_run_is_recognised_and_not_trained_again(write_job: Callable[..., Path]) -> None:
+    """A new attempt in the log, no training, exit 0."""
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    before = (job.parent / "out" / "checkpoints" / "final.json").read_bytes()
+    assert run(job) == 0
+    assert names(job)[-2:] == ["started", "completed"]
+    assert events(job)[-2]["attempt"] == 2
+    assert (job.parent / "out" / "checkpoints" / "final.json").read_bytes() == before
+
+
+def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(write_job: Callable[..., Path]) -> None:
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    checkpoints = job.parent / "out" / "checkpoints"
+    before = set(os.listdir(checkpoints))
+    (checkpoints / ".tmp-step-00000002-1-00").mkdir()  # An old checkpoint that was being removed.
+    assert run(job) == 0
+    assert set(os.listdir(checkpoints)) == before
+
+
+def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    ranks = RankFailures(job.parent / "out", expects_ranks=True)
+    ranks.note(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
+
+    assert run(job) == 0
+    assert not ranks.folder.exists()
+
+
+def test_a_finished_run_is_recognised_without_torch(write_job: Callable[..., Path]) -> None:
+    """The re-run of a finished job loads neither torch nor Lightning."""
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    code = (
+        "import sys; from pathlib import Path; from genlight.adapter.run.run import RunOptions, run_job;"
+        f"code = run_job(RunOptions(spec_path=Path({str(job)!r}), overrides=['artifacts_dir={job.parent}/out']));"
+        "assert not {'torch', 'lightning'} & set(sys.modules); sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run says where it continues, which is where it ended, and is the run of that length."""
+    caplog.set_level("INFO", logger="genlight")
+    assert run(write_job(resume_from_latest=True, max_steps=7)) == 0
+    assert "going on" not in caplog.text
+    job = write_job(resume_from_latest=True, max_steps=9)
+    assert run(job) == 0
+    assert "going on after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
+    (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
+    assert resumed["step"] == resumed["value"] == 7
+    expected = sum(range(20)) + sum(range(16))
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state == {"total": expected, "steps": 9}
+
+
+def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]) -> None:
+    """Without a resume, with another run_id, or with another job the directory is refused, with the ways out."""
+    assert run(write_job()) == 0
+    for fields in (
+        {},
+        {"resume_from_latest": True, "run_id": "other"},
+        {"resume_from_latest": True, "hyperparams": {"sleep": 0.0}},
+    ):
+        job = write_job(**fields)
+        assert run(job) == 2
+        failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
+        assert "startup.artifacts_in_use" in failed["error"]
+    assert "hyperparams" in failed["error"]
+    assert run(job, allow_changed=True) == 0
+
+
+def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> None:
+    """Nothing is overwritten: the old checkpoints stand in a folder of their own."""
+    job = write_job()
+    assert run(job) == 0
+    assert run(job, fresh=True) == 0
+    (aside,) = (job.parent / "out").glob("before-*")
+    assert (aside / "checkpoints" / "final.json").exists()
+    assert (job.parent / "out" / "checkpoints" / "final.json").exists()
+
+
+@pytest.mark.parametrize("named", ["checkpoints/step-00000002.json", "checkpoints/step-00000002", "checkpoints", ""])
+def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path], named: str) -> None:
+    """`resume_checkpoint_path` goes on from just that record, in another directory too; a folder means its newest."""
+    job = write_job(checkpoint_every=2)
+    assert run(job, "max_steps=3") == 0
+    (job.parent / "out").rename(job.parent / "moved")
+    job = write_job(resume_checkpoint_path=f"moved/{named}")
+    assert run(job) == 0
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
+
+
+def test_a_record_of_an_older_runtime_is_resumed_from(write_job: Callable[..., Path]) -> None:
+    """It holds the trainer's state alone; the step is its own."""
+    job = write_job(resume_checkpoint_path="old.json")
+    (job.parent / "old.json").write_text(json.dumps({"step": 3, "state": {"total": 100, "steps": 3}}))
+    assert run(job) == 0
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state == {
+        "total": 100 + sum(range(8)),
+        "steps": 5,
+    }
+
+
+def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One flipped bit: the one before it is taken."""
+    caplog.set_level("INFO", logger="genlight")
+    job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
+    assert run(job) == 0
+    checkpoints = job.parent / "out" / "checkpoints"
+    (checkpoints / "final.json").unlink()
+    victim = next(path for path in (checkpoints / "step-00000004").iterdir() if path.is_file() and path.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert run(job) == 0
+    assert "step-00000004 is broken" in caplog.text
+    assert "going on after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
+    (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
+    assert resumed["step"] == 2
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_says_that_it_starts_anew(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
+    checkpoints = job.parent / "out" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for name in ("step-00000004", "final"):
+        (checkpoints / f"{name}.json").write_text("{")
+    assert run(job) == 0
+    assert sum("final is broken" in message for message in caplog.messages) == 1
+    assert f"no checkpoint in {checkpoints} is whole: starting at step 0" in caplog.messages
+    assert "trainer/resumed_from_step" not in names(job)
+
+
+@pytest.mark.parametrize(
+    ("fields", "environ"), [({"cancel_file_path": "cancel"}, {}), ({}, {"TRAINER_CANCELLED": "yes"})]
+)
+def test_a_run_cancelled_before_it_started_trains_nothing(
+    write_job: Callable[..., Path], fields: dict[str, Any], environ: dict[str, str]
+) -> None:
+    """Exit 75, and the reason as the error."""
+    job = write_job(**fields)
+    (job.parent / "cancel").touch()
+    assert run(job, environ={**os.environ, **environ}) == 75
+    failed = events(job)[-1]
+    assert (failed["error"], failed["category"], failed["step"], failed["resumable"]) == (
+        "canceled",
+        "canceled",
+        0,
+        True,
+    )
+
+
+@pytest.mark.slow
+def test_a_second_process_on_the_same_artifacts_is_refused(write_job: Callable[..., Path]) -> None:
+    """The first one's log and lock stay as they are."""
+    job = write_job(max_steps=100_000, hyperparams={"sleep": 0.01})
+    first = start(job)
+    try:
+        wait_for_event(job, "started")
+        assert run(job) == 2
+    finally:
+        first.terminate()
+        assert first.wait(120) == 75
+    assert names(job).count("failed") == 1
+
+
+def test_a_run_completes_once_though_nobody_reads_its_progress(write_job: Callable[..., Path]) -> None:
+    """As under ``| head``, or when whatever collects the logs of a container has died."""
+    job = write_job(max_steps=20)
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(job, stderr=writer)
+    os.close(writer)
+    assert process.wait(120) == 0
+    assert [name for name in names(job) if name in ("started", "completed", "failed")] == ["started", "completed"]
+
+
+def start(job: Path, *, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """The job in a process of its own, through the command line."""
+    command = [
+        sys.executable,
+        "-m",
+        "genlight.adapter.cli",
+        "run",
+        str(job),
+        "--set",
+        f"artifacts_dir={job.parent}/out",
+    ]
+    return subprocess.Popen(command, cwd=job.parent, stderr=stderr)
+
+
+def wait_for_event(job: Path, name: str) -> None:
+    """Return once the log of `job` has an event of that name."""
+    path = job.parent / "out" / "metrics" / "events.jsonl"
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if path.exists() and any(event["event"] == name for event in read_events(path)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no event {name!r} came")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGTERM, "preempted"), (signal.SIGUSR1, "preempted"), (signal.SIGINT, "canceled")],
+)
+def test_a_signal_stops_the_run_after_a_durable_checkpoint(
+    write_job: Callable[..., Path], number: signal.Signals, reason: str
+) -> None:
+    """Exit 75, the checkpoint of the very step, and a resume from it."""
+    job = write_job(max_steps=100_000, hyperparams={"sleep": 0.002}, resume_from_latest=True)
+    process = start(job)
+    wait_for_event(job, "metric")
+    process.send_signal(number)
+    assert process.wait(120) == 75
+    failed = events(job)[-1]
+    assert (failed["error"], failed["resumable"]) == (reason, True)
+    checkpoint = verify(job.parent / "out" / "checkpoints" / f"step-{failed['step']:08d}.json")
+    assert checkpoint.step == failed["step"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_end(write_job: Callable[..., Path]) -> None:
+    """SIGKILL leaves no terminal event; the next attempt ends as an untouched run does."""
+    fields: dict[str, Any] = {"max_steps": 400, "checkpoint_every": 3, "resume_from_latest": True}
+    job = write_job(**fields, hyperparams={"sleep": 0.002})
+    process = start(job)
+    wait_for_event(job, "checkpoint")
+    process.kill()
+    process.wait()
+    assert names(job)[-1] not in ("completed", "failed")
+    assert run(job) == 0
+    whole_passes, rest = divmod(400, 5)
+    assert rest == 0
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == whole_passes * sum(
+        range(20)
+    )
+    assert not list((job.parent / "out").rglob(".tmp-*"))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path, str], str]]:
+    """Serves a folder over HTTP to whoever shows a token, and keeps what is posted in ``posted.jsonl``."""
+    servers = []
+
+    def start_server(folder: Path, token: str) -> str:
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, directory=str(folder))
+
+            def send_head(self) -> Any:
+                if self.headers.get("Authorization") != f"Bearer {token}":
+                    return self.send_error(401)
+                return super().send_head()
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                shown = self.headers.get("Authorization") == f"Bearer {token}"
+                with (folder / "posted.jsonl").open("ab") as file:
+                    file.write(body + b"\n")
+                self.send_response(200 if shown else 401)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start_server
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_the_orchestrated_path_from_end_to_end(
+    write_job: Callable[..., Path], serve: Callable[[Path, str], str], tmp_path: Path
+) -> None:
+    """Token from the environment, Parquet and a checkpoint by URL, uploads acknowledged before the terminal event."""
+    first = write_job(run_id="earlier", checkpoint_every=2)
+    assert run(first) == 0
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "out").rename(store / "out")
+    (tmp_path / "x.parquet").rename(store / "x.parquet")
+    url = serve(store, "token-canary")
+    job = write_job(
+        dataset={"batch_size": 4},
+        checkpoint_every=4,
+        inputs={
+            "dataset_parquet_urls": [f"{url}/x.parquet"],
+            "resume_checkpoint_url": f"{url}/out/checkpoints/step-00000002.json",
+        },
+        uploads={f"{kind}_url": f"{url}/{kind}" for kind in ("metrics", "checkpoint", "sample", "terminal")},
+    )
+    environ = {
+        **os.environ,
+        "TRAINER_JOB_SPEC_PATH": str(job),
+        "TRAINER_ORCHESTRATED": "1",
+        "TRAINER_CAPABILITY_TOKEN": "token-canary",
+        "TRAINER_ARTIFACTS_DIR": str(tmp_path / "out"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run([sys.executable, "-m", "genlight.adapter.cli", "run"], env=environ, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0
+    (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
+    assert resumed["step"] == 2
+    assert read_record(tmp_path / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
+    posted = [json.loads(line) for line in (store / "posted.jsonl").read_text().splitlines()]
+    assert [body["kind"] for body in posted if body["kind"] != "metrics"] == ["checkpoint", "checkpoint", "terminal"]
+    assert (posted[-1]["status"], posted[-1]["step"]) == ("completed", 5)
+    for path in (tmp_path / "out").rglob("*"):
+        assert not path.is_file() or b"token-canary" not in path.read_bytes()
+
+
+def test_an_upload_spool_that_cannot_be_written_is_told_at_the_start(write_job: Callable[..., Path]) -> None:
+    """By its path, with the way out."""
+    job = write_job(uploads={"metrics_url": "http://127.0.0.1:9/metrics"})
+    (job.parent / "out").mkdir()
+    (job.parent / "out" / "uploads").write_text("a file")
+    assert run(job) == 2
+    (failed,) = events(job)
+    assert failed["error"].startswith("startup:startup.invalid_artifact_paths: The upload spool ")
+    assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
+
+
+def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start without one would look as if all had arrived."""
+    away = {"checkpoint_url": "http://127.0.0.1:9/checkpoint"}
+    assert (
+        run(
+            write_job(
+                uploads=away,
+            ),
+            environ={"TRAINER_UPLOAD_DEADLINE_SECONDS": "0.1"},
+        )
+        == 1
+    )
+    caplog.clear()
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    assert "uploads of earlier starts wait (1), and nothing says where to send them" in caplog.text
+    assert f"see `genlight uploads {job.parent}/out`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("checkpoints/final.json", 1, "input:{}: Permission denied; let this user read it, or move it away"),
+        (".lock", 2, "startup:startup.invalid_artifact_paths: '{}' cannot be opened: Permission denied. Let this user"),
+    ],
+)
+def test_what_this_user_may_not_open_is_named_and_left_alone(
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str, code: int, said: str
+) -> None:
+    job = write_job(resume_from_latest=True)
+    assert run(job) == 0
+    path = str(job.parent / "out" / name)
+    functions = {(io, "open"): io.open, (os, "open"): os.open}
+
+    def opens(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(given: Any, *rest: Any, **options: Any) -> Any:
+            if given == path or (isinstance(given, Path) and str(given) == path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return real(given, *rest, **options)
+
+        return opened
+
+    for (module, function), real in functions.items():
+        monkeypatch.setattr(module, function, opens(real))
+    assert run(job, "max_steps=9") == code
+    assert events(job)[-1]["error"].startswith(said.format(path))
+
+
+def test_a_spool_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    (job.parent / "out").mkdir()
+    (job.parent / "out" / "uploads").write_text("a file")
+    assert run(job) == 0
+
+
+@pytest.mark.parametrize("block", [..., {}])
+def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job: Callable[..., Path], block: Any) -> None:
+    """Most jobs have no ``lightning`` block."""
+    job = write_job(lightning=block)
+    assert run(job) == 0
+    assert names(job)[-1] == "completed"

@@ -1,0 +1,397 @@
+"""The codec of state trees: equal values of equal types come back, and the rest is refused by path."""
+
+import argparse
+import collections
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import json
+import math
+import pathlib
+import random
+import sys
+import types
+import uuid
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import CheckpointError, UnstorableStateError
+from genlight.callbacks.checkpoint import load, save
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Point(NamedTuple):
+    x: float
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Meter:
+    total: float
+    history: list
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    value: int
+
+
+@dataclasses.dataclass
+class Closes:
+    path: str
+
+    def __del__(self):
+        pass
+
+
+def round_trip(directory, value):
+    save(directory / "a", {"genlight": {"state": {"value": value}}})
+    return load(directory / "a")["genlight"]["state"]["value"]
+
+
+def same(one, other):
+    """Equal in value, type, and whatever else a tensor has."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (
+            (one.dtype, one.shape, one.requires_grad, one.layout)
+            == (other.dtype, other.shape, other.requires_grad, other.layout)
+            and one.stride() == other.stride()
+            and bits(one) == bits(other)
+        )
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and one.tobytes() == other.tobytes()
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, float):
+        return (one == other and math.copysign(1, one) == math.copysign(1, other)) or (one != one and other != other)
+    if isinstance(one, complex):
+        return same([one.real, one.imag], [other.real, other.imag])
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def bits(tensor):
+    row_major = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return row_major.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+KEYS = st.one_of(
+    st.text(max_size=4), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=2))
+)
+
+
+@st.composite
+def tensors(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    data = bytes(draw(st.binary(min_size=1, max_size=4)))
+    count = math.prod(shape) * dtype.itemsize
+    raw = (data * (count // len(data) + 1))[:count]
+    if dtype is torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    tensor = flat.clone().view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    return tensor.permute(*reversed(range(tensor.dim()))) if draw(st.booleans()) and tensor.dim() > 1 else tensor
+
+
+ARRAYS = st.builds(
+    lambda kind, shape, order: np.arange(math.prod(shape)).reshape(shape).astype(kind).copy(order=order),
+    st.sampled_from(["f4", "f8", ">i4", "b1", "U3", "S2", "c16", "M8[s]", "u1", "f2"]),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from("CF"),
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    FLOATS,
+    st.text(),
+    st.binary(max_size=8),
+    st.complex_numbers(allow_nan=False),
+    st.builds(bytearray, st.binary(max_size=4)),
+    st.datetimes(timezones=st.sampled_from([None, dt.UTC, dt.timezone(dt.timedelta(hours=-3, minutes=7))])),
+    st.dates(),
+    st.times(),
+    st.timedeltas(),
+    st.fractions(),
+    st.decimals(allow_nan=False),
+    st.uuids(),
+    st.sampled_from([Color.RED, Level.LOW, Access.READ, Slotted(3), pathlib.Path("a/b"), pathlib.PurePosixPath("/c")]),
+    st.sampled_from([torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3]), torch.strided, torch.channels_last]),
+    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("é"), np.dtype("<f8"), np.float64("nan")]),
+    st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3)),
+    st.builds(slice, st.none() | st.integers(), st.none() | st.integers()),
+    tensors(),
+    ARRAYS,
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.sampled_from(["$tensor", "$tuple", "$dict", "a"]), inner, max_size=2),
+        st.lists(inner, max_size=3).map(lambda items: collections.deque(items, maxlen=5)),
+        st.dictionaries(st.text(max_size=2), inner, max_size=2).map(collections.OrderedDict),
+        st.dictionaries(st.integers(), inner, max_size=2).map(lambda d: collections.defaultdict(list, d)),
+        st.builds(Meter, FLOATS.filter(lambda x: x == x), st.lists(st.integers(), max_size=2)),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150)
+@given(value=TREES)
+def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
+    assert same(round_trip(tmp_path_factory.mktemp("t"), value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2, 3},
+        frozenset({("a", 1), None}),
+        collections.Counter("abca"),
+        {1: "int", "1": "str", True and 2: "two", 1.5: "float", None: "none", (1, (2,)): "tuple"},
+        10**5000,
+        -(2**64),
+        "\ud800 lone surrogate",
+        {"": {"$": 1}},
+        dt.datetime(2024, 10, 27, 2, 30, fold=1),
+        decimal.Decimal("NaN"),
+        fractions.Fraction(1, 3),
+        uuid.UUID(int=5),
+        collections.defaultdict(None, a=1),
+        argparse.Namespace(lr=0.1, sizes=(1, 2), nested=argparse.Namespace()),
+        types.SimpleNamespace(steps=3, **{"no identifier": [1]}),
+        random.Random(3).getstate(),
+        np.random.default_rng(1).bit_generator.state,
+        np.zeros(3, dtype=[("x", "<f4"), ("y", "<i8", (2,))]),
+        np.str_(""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_hypothesis_seldom_makes_comes_back_too(tmp_path, value):
+    loaded = round_trip(tmp_path, value)
+    assert type(loaded) is type(value)
+    if isinstance(value, np.ndarray):
+        assert same(loaded, value)
+    elif isinstance(value, decimal.Decimal):
+        assert str(loaded) == str(value)
+    else:
+        assert loaded == value
+
+
+def test_parameters_gradients_flags_and_named_tuples_are_kept(tmp_path):
+    value = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), Point(1.5, torch.zeros(1))]
+    loaded = round_trip(tmp_path, value)
+    assert isinstance(loaded[0], torch.nn.Parameter)
+    assert [tensor.requires_grad for tensor in loaded[:2]] == [True, True]
+    assert type(loaded[2]) is Point
+    assert loaded[2].x == 1.5
+
+
+def test_sparse_tensors_and_lazy_conjugates_are_kept_as_values(tmp_path):
+    sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True).coalesce()
+    conjugate = torch.tensor([1 + 2j]).conj()
+    loaded = round_trip(tmp_path, [sparse, conjugate, -torch.tensor([1 + 2j]).conj().imag])
+    assert loaded[0].is_coalesced()
+    assert torch.equal(loaded[0].to_dense(), sparse.to_dense())
+    assert torch.equal(loaded[1], conjugate.resolve_conj())
+
+
+def test_one_element_of_a_column_is_kept_with_what_shares_it(tmp_path):
+    """It is contiguous for torch, whatever its stride."""
+    one = torch.arange(6.0).view(3, 2)[:1, 1]
+    value = {"alone": torch.arange(4.0)[::2][:1], "shared": [one, one.view(1, 1), one.as_strided((), ())]}
+    loaded = round_trip(tmp_path, value)
+    assert same(loaded, value)
+    loaded["shared"][0].fill_(7.0)
+    assert [float(tensor) for tensor in loaded["shared"]] == [7.0, 7.0, 7.0]
+
+
+def test_tensors_that_share_memory_share_it_again(tmp_path):
+    base = torch.arange(12.0)
+    value = {
+        "all": base,
+        "same": base,
+        "row": base[3:6],
+        "matrix": base.view(3, 4).t(),
+        "bytes": base.view(torch.uint8)[4:8],
+        "overlap": [torch.arange(8.0)[:5]],
+    }
+    value["overlap"].append(value["overlap"][0].as_strided((4,), (1,), 3))
+    loaded = round_trip(tmp_path, value)
+    loaded["all"][3] = 99.0
+    assert loaded["same"] is loaded["all"]
+    assert (float(loaded["row"][0]), float(loaded["matrix"][3, 0])) == (99.0, 99.0)
+    assert same(loaded["bytes"], value["bytes"])
+    loaded["overlap"][0][4] = 55.0
+    assert float(loaded["overlap"][1][1]) == 55.0
+
+
+def test_independent_parts_of_one_storage_stay_independent(tmp_path):
+    flat = torch.arange(10.0)
+    one, other = round_trip(tmp_path, [flat[:5], flat[5:]])
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    assert one.untyped_storage().nbytes() == 20
+
+
+def test_one_array_twice_is_one_array(tmp_path):
+    array = np.arange(3)
+    one, other = round_trip(tmp_path, [array, array])
+    assert one is other
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "kind"),
+    [
+        ({"a": [0, {"b": lambda: 0}]}, 'state["value"]["a"][1]["b"]', "function"),
+        ((1, {2: object()}), 'state["value"][1][2]', "object"),
+        (torch.nn.Linear(1, 1), 'state["value"]', "torch.nn.modules.linear.Linear"),
+        (Meter(1.0, [iter(())]), 'state["value"].history[0]', "tuple_iterator"),
+        ({3: threading_lock} if (threading_lock := random.Random()) else None, 'state["value"][3]', "random.Random"),
+        (np.array([object()], dtype=object), 'state["value"]', "numpy.ndarray"),
+        (torch.empty(2, device="meta"), 'state["value"]', "torch.Tensor"),
+        (collections.defaultdict(lambda: 1), 'state["value"]', "collections.defaultdict"),
+        (Access.READ | Access.WRITE, 'state["value"]', "Access"),
+        (dt.datetime.max.replace(tzinfo=dt.timezone.max), None, None),
+        (Closes("x"), 'state["value"]', "Closes"),
+        (int, 'state["value"]', "type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # without addresses
+)
+def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, path, kind):
+    if path is None:
+        assert round_trip(tmp_path, value) == value
+        return
+    with pytest.raises(UnstorableStateError) as refused:
+        round_trip(tmp_path, value)
+    assert refused.value.path == path
+    assert refused.value.type_name.endswith(kind)
+
+
+def test_a_hyperparameter_that_cannot_be_stored_is_told_with_the_way_to_leave_it_out(tmp_path):
+    with pytest.raises(UnstorableStateError, match=r'\["hyper_parameters"\]\["config"\]: object .*`ignore`'):
+        save(tmp_path / "a", {"hyper_parameters": {"config": object()}})
+
+
+def test_a_tree_that_contains_itself_is_refused(tmp_path):
+    loop = [1]
+    loop.append({"again": loop})
+    with pytest.raises(UnstorableStateError, match=r'state\["value"\]\[1\]\["again"\]: list .* contains itself'):
+        round_trip(tmp_path, loop)
+
+
+def test_a_tree_that_is_too_deep_is_refused(tmp_path):
+    value = None
+    for _ in range(400):
+        value = [value]
+    with pytest.raises(UnstorableStateError, match="nested deeper"):
+        round_trip(tmp_path, value)
+
+
+def test_a_class_of_a_function_is_refused(tmp_path):
+    @dataclasses.dataclass
+    class Local:
+        x: int
+
+    with pytest.raises(UnstorableStateError, match="top level of a module"):
+        round_trip(tmp_path, Local(1))
+
+
+def edited(path, old, new):
+    """Put other types into a checkpoint, with valid digests, as somebody hostile would."""
+    from genlight.callbacks.checkpoint.format.record import digest_of
+
+    body = path.read_bytes().rpartition(b',"digest"')[0].replace(old, new)
+    path.write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')
+
+
+@pytest.mark.parametrize(
+    "name", ["antigravity:Anything", "os:system", "subprocess:Popen", "builtins:dict", "collections:OrderedDict.pop"]
+)
+def test_a_name_in_a_file_imports_and_runs_nothing(tmp_path, name):
+    save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [])}}})
+    module = Meter.__module__.encode()
+    edited(tmp_path / "a.json", b'"' + module + b':Meter"', json.dumps(name).encode())
+    with pytest.raises(CheckpointError, match="cannot be loaded here"):
+        load(tmp_path / "a")
+    assert "antigravity" not in sys.modules
+
+
+def test_filling_a_dataclass_calls_none_of_its_code(tmp_path, monkeypatch):
+    save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [2])}}})
+
+    def explode(*_):
+        raise AssertionError("was called")
+
+    monkeypatch.setattr(Meter, "__init__", explode)
+    monkeypatch.setattr(Meter, "__setattr__", explode)
+    assert load(tmp_path / "a")["genlight"]["state"]["value"].total == 1.0
+
+
+def test_a_dataclass_whose_fields_changed_is_named(tmp_path):
+    save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [])}}})
+    edited(tmp_path / "a.json", b'"history"', b'"old_history"')
+    with pytest.raises(CheckpointError, match=r"Meter has the fields \['history', 'total'\] in this process"):
+        load(tmp_path / "a")
+
+
+def test_a_kind_of_a_newer_version_is_said_to_be_one(tmp_path):
+    save(tmp_path / "a", {"genlight": {"state": {"value": (1,)}}})
+    edited(tmp_path / "a.json", b"$tuple", b"$novel")
+    with pytest.raises(CheckpointError, match="newer genlight"):
+        load(tmp_path / "a")
+
+
+def test_a_saved_plain_tree_is_plain_json_in_the_record(tmp_path):
+    state = {"best": 0.25, "names": ["a", None, True], "nested": {"count": 3}}
+    record = save(tmp_path / "a", {"genlight": {"state": state}})
+    assert record.state == state

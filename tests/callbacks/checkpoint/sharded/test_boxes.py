@@ -1,0 +1,257 @@
+"""Slices of sharded tensors: what they cover, what is read of them, and how they look to who uses them."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from genlight.callbacks.checkpoint import DurableCheckpointIO, load, save, verify
+from genlight.callbacks.checkpoint.format.record import RecordMeta
+from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, block_digests
+from genlight.callbacks.checkpoint.loading import load_for_slices
+from genlight.callbacks.checkpoint.saving import prepare
+from genlight.callbacks.checkpoint.sharded.boxes import Box, make_whole
+from genlight.callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, keep_sharded, whole
+from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
+from genlight.callbacks.checkpoint.sharded.read import Piece, StoredSlices
+from genlight.callbacks.checkpoint.sharded.save import plan_save, require_shared_directory, write_together
+from genlight.callbacks.checkpoint.storage.commit import Staging
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("boxes", "expected"),
+    [
+        ([Box((0, 0), (4, 6))], True),
+        ([Box((0, 0), (3, 6)), Box((3, 0), (1, 6))], True),
+        ([Box((0, 3), (4, 3)), Box((0, 0), (4, 3))], True),
+        ([Box((0, 0), (2, 3)), Box((0, 3), (2, 3)), Box((2, 0), (2, 3)), Box((2, 3), (2, 3))], True),
+        ([], False),
+        ([Box((0, 0), (3, 6))], False),
+        ([Box((0, 0), (3, 6)), Box((2, 0), (1, 6))], False),
+        ([Box((0, 0), (4, 3)), Box((0, 0), (4, 3))], False),
+        ([Box((0, 0), (3, 6)), Box((4, 0), (1, 6))], False),
+    ],
+)
+def test_slices_make_a_whole_without_gap_and_overlap(boxes, expected):
+    assert make_whole((4, 6), boxes) is expected
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A tensor of 6 MiB in three slices of rows, one after the other in a file that begins with something else."""
+    values = torch.randn(3 * 1024, 512)
+    pieces = []
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(b"header")
+        for first in range(0, 3 * 1024, 1024):
+            rows = values[first : first + 1024]
+            data = memoryview(rows.numpy()).cast("B")
+            facts = ("float32", (3 * 1024, 512), (first, 0), (1024, 512), file.tell(), len(data), block_digests(data))
+            pieces.append(Piece("step-1", tmp_path / "model.safetensors", SliceEntry("model.safetensors", "w", *facts)))
+            file.write(data)
+    return values, StoredSlices(tuple(pieces), (3 * 1024, 512), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "blocks"),
+    [
+        (Box((0, 0), (3 * 1024, 512)), 6),
+        (Box((0, 0), (512, 512)), 1),  # A quarter of what one of six ranks would hold.
+        (Box((512, 0), (1024, 512)), 2),
+        (Box((1000, 7), (100, 3)), 2),
+        (Box((0, 0), (0, 512)), 0),
+    ],
+)
+def test_any_part_is_read_from_the_blocks_that_hold_it_and_no_others(stored, monkeypatch, part, blocks):
+    values, slices = stored
+    read = []
+    preadv = os.preadv
+
+    def counted(descriptor, buffers, offset):
+        read.append(preadv(descriptor, buffers, offset))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+
+    assert torch.equal(slices.read(part), part.within(values, of=Box((0, 0), tuple(values.shape))))
+    assert sum(read) == blocks * BLOCK
+
+
+def test_a_flipped_bit_in_a_block_is_found_by_those_who_read_it_and_not_by_others(stored, tmp_path):
+    values, slices = stored
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[BLOCK + 99] ^= 1
+    path.write_bytes(data)
+
+    assert torch.equal(slices.read(Box((0, 0), (512, 512))), values[:512])
+    with pytest.raises(BrokenCheckpointError, match=r"is not what was saved for w \(block 1\)"):
+        slices.read(Box((512, 0), (1, 512)))
+
+
+@pytest.fixture
+def sharded(mesh):
+    return distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+
+
+def held(sharded) -> WholeTensor:
+    with keep_sharded(Channel().meet):
+        return whole(sharded)
+
+
+def test_outside_of_a_save_a_sharded_tensor_is_gathered_at_once(sharded):
+    assert type(whole(sharded)) is torch.Tensor
+    assert whole(3) == 3
+
+
+def test_what_asks_for_no_value_gathers_nothing(sharded, monkeypatch):
+    monkeypatch.setattr(DTensor, "full_tensor", lambda _: pytest.fail("gathered"))
+    tensor = held(sharded)
+
+    assert (tensor.shape, tensor.dtype, tensor.device.type, tensor.numel(), tensor.nbytes) == (
+        (4, 3),
+        torch.float32,
+        "cpu",
+        12,
+        48,
+    )
+    assert "WholeTensor(shape=(4, 3)" in repr(tensor)
+    for changed in (tensor.detach(), tensor.data, tensor.cpu(), tensor.clone(), copy.deepcopy(tensor)):
+        assert isinstance(changed, WholeTensor)
+    assert tensor.to(torch.float16).dtype == tensor.half().dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t + 1,
+        lambda t: t.numpy(),
+        lambda t: t.tolist(),
+        lambda t: t[1:],
+        lambda t: float(t.sum()),
+        lambda t: torch.stack([t, t]),
+        lambda t: torch.empty(4, 3).copy_(t),
+        lambda t: t.half().float(),
+        lambda t: copy.deepcopy(t) * 2,
+    ],
+)
+def test_its_values_are_those_of_the_whole_tensor(sharded, use):
+    torch.testing.assert_close(use(held(sharded)), use(torch.arange(12.0).view(4, 3)))
+
+
+def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, tmp_path, monkeypatch):
+    save_in_parts(tmp_path, {"w": sharded})
+    loaded = load_for_slices(tmp_path / "step-00000001", share=slice(None))["w"]
+    monkeypatch.setattr(StoredSlices, "whole", lambda _: pytest.fail("read the whole"))
+
+    target = DTensor.from_local(torch.zeros(4, 3), sharded.device_mesh, [Shard(0)])
+    target.copy_(loaded)
+    assert torch.equal(target.to_local(), torch.arange(12.0).view(4, 3))
+    assert torch.equal((sharded - held(sharded)).to_local(), torch.zeros(4, 3))
+
+
+def test_what_torch_saves_is_the_plain_tensor(sharded):
+    file = io.BytesIO()
+    torch.save(held(sharded), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), torch.arange(12.0).view(4, 3))
+
+
+def save_in_parts(directory, state) -> None:
+    DurableCheckpointIO().save_in_parts(state, directory / "step-00000001", RankGroups())
+
+
+def test_a_change_in_place_is_saved_whole_and_an_untouched_tensor_in_slices(sharded, tmp_path):
+    changed, read = held(sharded), held(sharded)
+    changed.mul_(2)
+    assert float(read.sum()) == 66
+
+    save_in_parts(tmp_path, {"changed": changed, "read": read, "raw": sharded})
+
+    loaded = load_for_slices(tmp_path / "step-00000001", share=slice(None))
+    assert torch.equal(loaded["changed"], torch.arange(12.0).view(4, 3) * 2)
+    assert [type(loaded[name]) for name in ("changed", "read", "raw")] == [torch.Tensor, WholeTensor, WholeTensor]
+    assert loaded["read"] is not loaded["changed"]
+    assert torch.equal(load(tmp_path / "step-00000001")["raw"], torch.arange(12.0).view(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.int64])
+def test_slices_of_every_type_come_back_equal(mesh, tmp_path, dtype):
+    values = torch.arange(12).view(4, 3).to(torch.float32 if "float8" in str(dtype) else dtype).to(dtype)
+    save_in_parts(tmp_path, {"state_dict": {"w": DTensor.from_local(values, mesh, [Shard(0)])}, "also": {"w": values}})
+
+    loaded = load(tmp_path / "step-00000001")
+    assert loaded["state_dict"]["w"].dtype == dtype
+    assert loaded["state_dict"]["w"].tolist() == loaded["also"]["w"].tolist() == values.tolist()
+    sliced = load_for_slices(tmp_path / "step-00000001", share=slice(None))["state_dict"]["w"]
+    assert isinstance(sliced, WholeTensor)
+    assert sliced.tolist() == values.tolist()
+
+
+def test_the_same_weights_in_the_trainers_payload_are_stored_once(sharded, tmp_path):
+    save_in_parts(
+        tmp_path, {"state_dict": {"w": sharded}, "genlight": {"state": {"model": {"w": held(sharded).detach()}}}}
+    )
+
+    record = verify(tmp_path / "step-00000001")
+    assert [name for f in record.files if "rank-" in (name := record.file_name(f))] == [
+        *("rank-00000/model.safetensors", "rank-00000/part.json")
+    ]
+    loaded = load(tmp_path / "step-00000001")
+    assert loaded["genlight"]["state"]["model"]["w"] is loaded["state_dict"]["w"]
+
+
+def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_path):
+    with pytest.raises(CheckpointError, match="w is sharded over several ranks, which save it together"):
+        save(tmp_path / "step-00000001", {"state_dict": {"w": sharded}})
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
+    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
+    channel, record = Channel(), tmp_path / "step-00000001.json"
+    plan = plan_save(channel, record, prepared, None, asynchronous=False)
+    prepared.wholes["model.safetensors", "v"] = prepared.wholes["model.safetensors", "w"]
+
+    with pytest.raises(CheckpointError, match="their slices of v do not make one whole"):
+        write_together(channel, record, prepared, Staging(record, plan.staging))
+    assert not record.exists()
+
+
+def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharded, tmp_path, monkeypatch):
+    monkeypatch.setattr("genlight.callbacks.checkpoint.sharded.save.VISIBLE_WITHIN_S", 0.0)
+    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
+    record = tmp_path / "step-00000001.json"
+
+    with pytest.raises(
+        CheckpointError, match=rf"rank 0 on \S+ does not see in {tmp_path} what rank 0 wrote there: .* all"
+    ):
+        write_together(Channel(), record, prepared, Staging(record, tmp_path / "on-another-node"))
+
+
+def test_a_shared_directory_is_left_as_it_was(tmp_path):
+    require_shared_directory(Channel(), tmp_path / "checkpoints")
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_space_is_checked_for_all_parts_together(sharded, tmp_path, monkeypatch):
+    free = os.statvfs(tmp_path).f_bavail
+    prepared = prepare({"state_dict": {"w": sharded}}, RecordMeta())
+    prepared.slices[0].nbytes = free * os.statvfs(tmp_path).f_frsize * 2
+
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs .* MB, but the file system of"):
+        plan_save(Channel(), tmp_path / "c" / "step-00000001.json", prepared, None, asynchronous=False)
+    assert os.listdir(tmp_path / "c") == []

@@ -1,0 +1,389 @@
+"""Checkpoints that several ranks write together: each its own slices, whole or absent, and readable by any ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from genlight.adapter.cli.command_line import main as genlight
+from genlight.adapter.contract.exceptions import BrokenCheckpointError
+from genlight.callbacks.checkpoint import load, load_weights, newest_valid, verify
+from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
+from genlight.callbacks.checkpoint.loading import load_for_slices
+from support import SUPPORT
+
+PROGRAM = SUPPORT / "sharded_ranks.py"
+STEPS = 7
+SAVED = 3
+NAMES = [f"{layer}.{name}" for layer in (0, 1, 3) for name in ("weight", "bias")]
+
+pytestmark = pytest.mark.slow
+
+
+def phases(folder: Path) -> list[dict]:
+    """What the ranks do, and in which directories."""
+
+    def job(key, directory, kind="contract", strategy="fsdp", steps=STEPS, **more):
+        return {
+            "key": key,
+            "directory": str(folder / directory),
+            "kind": kind,
+            "strategy": strategy,
+            "steps": steps,
+        } | more
+
+    def module(key, directory, **more):
+        return job(key, directory, kind="sharded", accumulate=3, **more)
+
+    two = [
+        job("reference", "unused"),
+        job("save", "c", every=2, save_at=SAVED),
+        job("resume", "c", resume=True),
+        module("module reference", "unused"),
+        module("module save", "l", save_at=2),
+        module("module resume", "l", resume=True),
+        job("sharded to ddp", "c", strategy="ddp", steps=SAVED, resume=True),
+        job("ddp save", "d", strategy="ddp", save_at=SAVED),
+        job("ddp to sharded", "d", steps=SAVED, resume=True),
+        module("module ddp save", "ld", strategy="ddp", save_at=2),
+        job("module save in the background", "b", kind="sharded", every=2, steps=2),
+        module("module ddp to sharded", "ld", steps=2, resume=True),
+        module("window", "w", save_after_batch=7),
+        module("window resume", "w", resume=True),
+        module("ddp reference", "unused", strategy="ddp"),
+        module("ddp window", "wd", strategy="ddp", save_after_batch=7),
+        module("ddp window resume", "wd", strategy="ddp", resume=True),
+        job("full disk", "full", every=2, fail_at=4, fail_rank=1),
+        job("full disk for once", "once", every=2, fail_at=4, fail_rank=1, on_error="continue", steps=9),
+    ]
+    one = [
+        job("to one", "c", steps=SAVED, resume=True),
+        job("to a single device", "c", strategy="single", steps=SAVED, resume=True),
+        job("one save", "one", save_at=SAVED),
+    ]
+    four = [
+        job("to four", "c", steps=SAVED, resume=True),
+        job("one to four", "one", steps=SAVED, resume=True),
+        job("at the end", "end", steps=4, every=3, final=True),
+        job("replicas reference", "unused", kind="replicated", strategy="fsdp in pairs", steps=5),
+        job("replicas save", "h", kind="replicated", strategy="fsdp in pairs", steps=5, save_at=2),
+        job("replicas resume", "h", kind="replicated", strategy="fsdp in pairs", steps=5, resume=True),
+        job("parallel reference", "unused", kind="parallel", strategy="fsdp in pairs", steps=5),
+        job("parallel save", "p", kind="parallel", strategy="fsdp in pairs", steps=5, save_at=2),
+        job("parallel resume", "p", kind="parallel", strategy="fsdp in pairs", steps=5, resume=True),
+    ]
+    return [
+        {"name": "two", "world_size": 2, "jobs": two},
+        {"name": "one", "world_size": 1, "jobs": one},
+        {"name": "four", "world_size": 4, "jobs": four},
+        {"name": "alone first", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="first")]},
+        {"name": "alone only", "world_size": 2, "jobs": [job("looks", "x", save_at=2, looks_alone="only")]},
+        {"name": "kill0", "world_size": 2, "jobs": [job("killed", "k0", every=2, kill_at=4, kill_rank=0)]},
+        {"name": "after0", "world_size": 2, "jobs": [job("again", "k0", resume=True)]},
+        {"name": "kill1", "world_size": 2, "jobs": [job("killed", "k1", every=2, kill_at=4, kill_rank=1)]},
+        {"name": "after1", "world_size": 2, "jobs": [job("again", "k1", resume=True)]},
+    ]
+
+
+class Ranks:
+    """What the ranks of all phases left: results, exit codes, names in the directories of killed jobs."""
+
+    def __init__(self, folder: Path, output: str) -> None:
+        self.folder = folder
+        self.phases = {phase["phase"]: phase for phase in map(json.loads, output.splitlines())}
+
+    def results(self, phase: str, key: str) -> list[dict]:
+        """The result of a job on each rank that lived to write it."""
+        files = sorted(self.folder.glob(f"{phase}-rank*.pt"))
+        return [torch.load(file, weights_only=True)[key] for file in files]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "phases.json").write_text(json.dumps(phases(folder)))
+    process = subprocess.run(
+        [sys.executable, PROGRAM, folder / "phases.json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    done = Ranks(folder, process.stdout)
+    for name, phase in done.phases.items():
+        assert set(phase["codes"]) == {0} or name.startswith(("kill", "alone")), process.stderr
+    return done
+
+
+@pytest.fixture
+def saved(ranks, tmp_path):
+    """A copy of a directory with checkpoints of steps 2 and 3, to be damaged."""
+    return Path(shutil.copytree(ranks.folder / "c", tmp_path / "c"))
+
+
+def assert_same(actual: dict, expected: dict) -> None:
+    assert not actual["problem"], actual["problem"]
+    for what in ("weights", "moments"):
+        assert actual[what].keys() <= expected[what].keys()
+        assert all(torch.equal(tensor, expected[what][name]) for name, tensor in actual[what].items())
+
+
+@pytest.mark.parametrize(
+    ("phase", "run", "expected"),
+    [
+        ("two", "resume", "reference"),
+        ("two", "module resume", "module reference"),
+        ("two", "window resume", "module reference"),
+        ("two", "ddp window resume", "ddp reference"),
+        ("four", "replicas resume", "replicas reference"),
+        ("four", "parallel resume", "parallel reference"),
+    ],
+)
+def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(ranks, phase, run, expected):
+    for actual, whole in zip(ranks.results(phase, run), ranks.results(phase, expected), strict=True):
+        assert_same(actual, whole)
+        assert actual["steps"] == whole["steps"]
+        assert actual["messages"] == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "run", "source"),
+    [
+        ("one", "to one", ("two", "save")),
+        ("one", "to a single device", ("two", "save")),
+        ("two", "sharded to ddp", ("two", "save")),
+        ("four", "to four", ("two", "save")),
+        ("four", "one to four", ("one", "one save")),
+        ("two", "ddp to sharded", ("two", "ddp save")),
+        ("two", "module ddp to sharded", ("two", "module ddp save")),
+    ],
+)
+def test_other_ranks_get_the_same_weights_and_optimizer_and_are_told_what_is_lost(ranks, phase, run, source):
+    (expected, *_), results = ranks.results(*source), ranks.results(phase, run)
+    for actual in results:
+        assert_same(actual, expected)
+    has_other_ranks = len(results) != len(ranks.results(*source))
+    assert any("random states are kept for the ranks that both have" in text for text in results[0]["messages"]) == (
+        has_other_ranks
+    )
+
+
+def test_no_rank_gathers_copies_or_writes_more_than_its_slices(ranks):
+    first, second = ranks.results("two", "module save in the background")
+    assert first["gathered"] == second["gathered"] == 0
+    assert second["copied"] == second["held"], "weights and both moments"
+    not_sharded = 32_768  # Random states of both ranks, statistics of the norm, steps of the optimizer.
+    assert first["copied"] < first["held"] + not_sharded
+
+    record = verify(ranks.folder / "b" / "step-00000002")
+    for rank, result in enumerate((first, second)):
+        written = [file.size for file in record.files if f"/rank-{rank:05d}/" in file.path]
+        headers_and_index = 16_384
+        assert result["held"] < sum(written) < result["held"] + headers_and_index
+
+
+def test_gradients_of_a_window_are_saved_of_each_rank_and_once_where_all_are_equal(ranks):
+    def gradients(directory, step):
+        return load(ranks.folder / directory / f"step-{step:08d}")["genlight"]
+
+    accumulated = gradients("wd", 2)["gradients"]
+    assert accumulated[0].keys() == accumulated[1].keys() == {f"body.{name}" for name in NAMES}
+    averaged = gradients("d", SAVED)["gradients"]
+    assert averaged[0].keys() == {f"model.{name}" for name in NAMES}
+    assert averaged[1] == {}
+    sharded = gradients("w", 2)
+    assert sharded["sharded_gradients"].keys() == accumulated[0].keys()
+    assert "gradients" not in sharded
+
+
+def test_a_resumed_rank_reads_its_own_slices_only(ranks):
+    for result in ranks.results("two", "module resume"):
+        # Weights and both moments once; the last window was whole, so that no gradients are there.
+        assert result["read"] == result["held"]
+        assert result["gathered"] == 0
+
+
+def test_files_of_the_trainers_own_hook_belong_to_the_checkpoint(ranks):
+    record = verify(ranks.folder / "c" / "step-00000003")
+    assert record.primary_path == record.data_path / "trainer" / "weight.json"
+    assert "trainer/weight.json" in {record.file_name(file) for file in record.files}
+
+
+def test_only_records_with_parts_of_several_ranks_have_the_new_version(ranks):
+    versions = {
+        name: json.loads((ranks.folder / name / "step-00000003.json").read_bytes())["format_version"]
+        for name in ("c", "d", "one")
+    }
+    assert versions == {"c": 2, "d": 1, "one": 2}
+    assert verify(ranks.folder / "c" / "step-00000003").world_size == 2
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_step(ranks):
+    first, second = ranks.results("two", "full disk")
+
+    assert second["problem"].startswith("UnwrittenCheckpointError: checkpoint step-00000004 (")
+    assert "No space left on device" in second["problem"]
+    assert first["problem"].startswith("CheckpointError: rank 1 could not write its part of step-00000004")
+    assert first["steps"] == second["steps"]
+    assert sorted(os.listdir(ranks.folder / "full")) == ["step-00000002", "step-00000002.json"]
+    verify(ranks.folder / "full" / "step-00000002")
+
+
+def test_a_rank_that_looks_alone_at_a_sharded_tensor_is_told_instead_of_waiting_for_ever(ranks):
+    first, second = ranks.results("alone first", "looks")
+    assert "rank 0 uses the values of a sharded tensor of shape (301, 8) and type torch.float32" in first["problem"]
+    assert "rank 1 uses the values of a sharded tensor of shape (1, 301)" in second["problem"]
+    only, *_ = ranks.results("alone only", "looks")
+    assert "rank 0 uses the values of a sharded tensor of shape (301, 8)" in only["problem"]
+
+
+def test_a_run_that_may_go_on_after_a_failed_save_saves_the_next_one(ranks):
+    for result in ranks.results("two", "full disk for once"):
+        assert (result["problem"], result["steps"]) == ("", 9)
+    assert newest_valid(ranks.folder / "once")[0].step == 8
+
+
+def test_final_and_older_checkpoints_follow_the_rules_of_retention(ranks):
+    names = sorted(name for name in os.listdir(ranks.folder / "end") if name.endswith(".json"))
+    assert names == ["final.json", "step-00000003.json"]
+    assert verify(ranks.folder / "end" / "final").final
+    assert sorted(name for name in os.listdir(ranks.folder / "full")) == ["step-00000002", "step-00000002.json"]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before_and_no_debris_after_the_next_start(ranks, killed):
+    phase = ranks.phases[f"kill{killed}"]
+    assert phase["codes"][killed] == -signal.SIGKILL
+    whole = ["step-00000002", "step-00000002.json"]
+    debris = [name for name in phase["left"]["killed"] if name.startswith(".tmp-")]
+    assert sorted({*phase["left"]["killed"]} - {*debris}) == whole
+    # That of step 4, and of step 6 where training came so far while the writer was at it.
+    assert bool(debris) == (killed == 0), "only rank 0 clears up"
+
+    resumed, expected = ranks.results(f"after{killed}", "again"), ranks.results("two", "reference")
+
+    for actual, reference in zip(resumed, expected, strict=True):
+        assert_same(actual, reference)
+    assert sorted(os.listdir(ranks.folder / f"k{killed}")) == whole
+
+
+def part(directory: Path, name: str = "model.safetensors", rank: int = 1, step: int = SAVED) -> Path:
+    return directory / f"step-{step:08d}" / f"rank-{rank:05d}" / name
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(at * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+def flip_header(directory):
+    flip(part(directory), 0.01)
+
+
+def flip_slice(directory):
+    flip(part(directory), 0.9)
+
+
+def flip_moment(directory):
+    flip(part(directory, "training_state.safetensors", rank=0), 0.5)
+
+
+def flip_index(directory):
+    flip(part(directory, "part.json"), 0.5)
+
+
+def cut_short(directory):
+    os.truncate(part(directory), 100)
+
+
+def lose_a_file(directory):
+    part(directory).unlink()
+
+
+def lose_a_part(directory):
+    shutil.rmtree(part(directory).parent)
+
+
+def take_the_part_of_another_save(directory):
+    lose_a_part(directory)
+    shutil.copytree(part(directory, step=2).parent, part(directory).parent)
+
+
+def swap_the_parts(directory):
+    first, second = part(directory, rank=0).parent, part(directory, rank=1).parent
+    aside = first.rename(first.with_name("aside"))
+    second.rename(first)
+    aside.rename(second)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(flip_header, flip_slice, flip_moment, flip_index, cut_short, lose_a_file, lose_a_part),
+        *(take_the_part_of_another_save, swap_the_parts),
+    ],
+)
+def test_a_damaged_part_is_found_and_the_checkpoint_before_it_taken(saved, damage):
+    damage(saved)
+
+    for use in (verify, load, load_weights):
+        if use is not load_weights or damage is not flip_moment:
+            with pytest.raises(BrokenCheckpointError, match="step-00000003"):
+                use(saved / "step-00000003")
+    record, warnings = newest_valid(saved)
+    assert record.step == 2
+    assert len(warnings) == 1
+    assert "rank-0000" in warnings[0]
+
+
+def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_read(saved):
+    checkpoint = load_for_slices(saved / "step-00000003", share=slice(None))
+    flip(part(saved), 0.99)
+
+    with pytest.raises(BrokenCheckpointError, match=r"rank-00001/model.safetensors is not what was saved for"):
+        sum(value.sum() for value in checkpoint["state_dict"].values())
+
+
+def test_a_rank_proves_only_its_share_of_the_files(saved):
+    flip(part(saved, rank=1), 0.99)
+
+    load_for_slices(saved / "step-00000003", share=slice(0, 3))
+    with pytest.raises(BrokenCheckpointError):
+        load_for_slices(saved / "step-00000003", share=slice(3, None))
+
+
+def test_exports_are_whole(ranks, tmp_path):
+    expected = ranks.results("two", "save")[0]["weights"]
+    path = ranks.folder / "c" / "step-00000003"
+
+    weights = load_file(export_safetensors(path, tmp_path / "whole.safetensors", strip_prefix="model."))
+    checkpoint = torch.load(export_lightning(path, tmp_path / "whole.ckpt"), weights_only=True)
+
+    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in weights.items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint["state_dict"].items())
+    assert checkpoint["state_dict"].keys() == expected.keys()
+    moments = checkpoint["optimizer_states"][0]["state"][0]
+    assert tuple(moments["exp_avg"].shape) == tuple(expected["model.0.weight"].shape)
+
+
+def test_the_command_line_shows_whole_tensors_and_proves_every_part(ranks, saved, capsys):
+    assert genlight(["checkpoint", "show", str(saved), "--json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert tensors["model.safetensors:model.0.weight"] == ["F32", [301, 8]]
+    assert not any("rank-" in name for name in tensors)
+
+    assert genlight(["checkpoint", "verify", str(saved)]) == 0
+    flip_slice(saved)
+    assert genlight(["checkpoint", "verify", str(saved)]) == 1
+    assert "step-00000003: broken: step-00000003/rank-00001/model.safetensors" in capsys.readouterr().out

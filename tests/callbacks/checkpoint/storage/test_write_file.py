@@ -1,0 +1,88 @@
+"""A file that is written is what memory held, and is durable, also where a second thread syncs it."""
+
+import errno
+import itertools
+import os
+
+import pytest
+import xxhash
+
+from genlight.adapter.contract.exceptions import BrokenCheckpointError
+from genlight.callbacks.checkpoint.storage import write_file as file_writing
+from genlight.callbacks.checkpoint.storage.write_file import hash_file, write_file
+
+CHUNK = 1000
+
+
+@pytest.fixture(params=[1 << 20, 10 * CHUNK], ids=["one thread", "two threads"])
+def many_chunks(request, monkeypatch):
+    """Whether a file of many small chunks counts as small, or gets a thread that syncs it."""
+    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
+    monkeypatch.setattr(file_writing, "_SMALL", request.param)
+
+
+@pytest.fixture
+def data():
+    return os.urandom(50 * CHUNK + 7)
+
+
+def test_a_file_holds_its_buffers_one_after_the_other(many_chunks, data, tmp_path):
+    cuts = [0, 1, 1, 500, 20_000, 20_100, len(data)]
+    buffers = [data[begin:end] for begin, end in itertools.pairwise(cuts)]
+    facts = write_file(tmp_path / "file", buffers)
+    assert (tmp_path / "file").read_bytes() == data
+    assert facts == hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def test_an_empty_file_is_written_too(tmp_path):
+    assert write_file(tmp_path / "file", []) == hash_file(tmp_path / "file") == (0, xxhash.xxh3_128_hexdigest(b""))
+
+
+def test_the_sync_comes_after_the_last_write(many_chunks, data, tmp_path, monkeypatch):
+    calls = []
+    for name in ("writev", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
+    write_file(tmp_path / "file", [data])
+    assert calls == ["writev"] * 51 + ["fsync"]
+
+
+def test_a_sync_that_fails_fails_the_write(many_chunks, data, tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="injected"):
+        write_file(tmp_path / "file", [data])
+
+
+def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, tmp_path, monkeypatch, open_files):
+    """Neither a descriptor nor a thread stays behind."""
+    real, calls = os.writev, []
+
+    def fail_late(descriptor, parts):
+        calls.append("writev")
+        if len(calls) == 30:
+            raise OSError(errno.ENOSPC, "injected")
+        return real(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", fail_late)
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    with pytest.raises(OSError, match="injected"):
+        write_file(tmp_path / "file", [data])
+    assert calls == ["writev"] * 30
+    assert open_files(tmp_path) == 0
+
+
+def test_a_file_that_reads_back_otherwise_is_refused(many_chunks, data, tmp_path, monkeypatch):
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [b"x" * sum(map(len, parts))]))
+    with pytest.raises(BrokenCheckpointError, match="does not read back"):
+        write_file(tmp_path / "file", [data])
+
+
+def test_writes_that_stop_short_are_gone_on_with(many_chunks, data, tmp_path, monkeypatch):
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [memoryview(parts[0])[:333]]))
+    write_file(tmp_path / "file", [data])
+    assert (tmp_path / "file").read_bytes() == data

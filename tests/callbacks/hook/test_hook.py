@@ -1,0 +1,633 @@
+"""The policy of a hook: who fails whom, which ranks hear of an event, and in which order hooks run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
+from genlight.callbacks.hook.hook import (
+    HOOK_EVENTS,
+    RUN_STATE_KEY,
+    Hook,
+    callbacks_of,
+    fire,
+    listeners,
+    order_callbacks,
+    run_state_of,
+    skippable,
+)
+
+LOG = "genlight.callbacks.hook.hook"
+
+
+class FailingHook(Hook):
+    """Fails in every step."""
+
+    def __init__(self, critical=False, error=None):
+        self.critical = critical
+        self.error = error or ValueError("no such luck")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise self.error
+
+
+class Noting(Hook):
+    """Notes the names of its events."""
+
+    def __init__(self, into=None, name=None):
+        self.events = [] if into is None else into
+        self.name = name
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.events.append(self.name or "on_train_batch_end")
+
+
+def fake_trainer(*callbacks, rank=0):
+    return SimpleNamespace(callbacks=list(callbacks), is_global_zero=rank == 0, lightning_module=None)
+
+
+@pytest.fixture(params=["contract", "plain"])
+def train(request, fit, fit_plain, counting_trainer):
+    """Train four steps with callbacks: under genlight's loop, and under Lightning's own."""
+    if request.param == "plain":
+        return fit_plain
+    return lambda callbacks, **arguments: fit(counting_trainer(), callbacks, **arguments)[0]
+
+
+# failure
+
+
+def test_a_hook_that_fails_leaves_training_and_other_hooks_alone(train):
+    failing, after = FailingHook(), Noting()
+
+    trainer = train([failing, after])
+
+    assert trainer.global_step == 4
+    assert len(after.events) == 4
+    assert failing.failures == {"on_train_batch_end": 4}
+
+
+def test_a_failure_is_logged_once_with_its_traceback_and_summed_up_at_the_end(train, caplog):
+    train([FailingHook()])
+
+    errors = [record for record in caplog.records if record.name == LOG and record.levelno == logging.ERROR]
+    warnings = [record for record in caplog.records if record.name == LOG and record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in errors] == [
+        "FailingHook failed in on_train_batch_end; training goes on, further failures of this event are only counted"
+    ]
+    assert str(errors[0].exc_info[1]) == "no such luck"
+    assert [record.getMessage() for record in warnings] == ["FailingHook failed: on_train_batch_end 4 times"]
+
+
+def test_failures_are_summed_up_also_where_training_ends_by_an_exception(train, caplog):
+    class Ending(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                raise KeyError("the end")
+
+    with pytest.raises(KeyError, match="the end"):
+        train([FailingHook(), Ending()])
+
+    assert "FailingHook failed: on_train_batch_end 2 times" in caplog.messages
+
+
+def test_a_critical_hook_ends_the_run_with_its_own_exception(train):
+    error = RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full") as caught:
+        train([FailingHook(critical=True, error=error)])
+
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [TrainingCanceled("timeout"), SystemExit(3)])
+def test_a_stop_passes_through_a_hook_that_is_not_critical(error):
+    hook = FailingHook(error=error)
+
+    with pytest.raises(type(error)):
+        hook.on_train_batch_end(fake_trainer(hook), None, None, None, 0)
+
+    assert hook.failures == {}
+
+
+def test_a_critical_hooks_failure_ends_the_run_also_when_a_forgiving_hook_fired_the_event(train):
+    class Forgiving(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            fire(trainer, "on_samples_written", [], trainer.global_step)
+
+    class Strict(Hook):
+        critical = True
+
+        def on_samples_written(self, trainer, pl_module, paths, step):
+            raise OSError(f"step {step} is not written")
+
+    with pytest.raises(OSError, match="step 1 is not written"):
+        train([Forgiving(), Strict()])
+
+
+def test_a_call_of_super_is_part_of_the_outer_event():
+    class Parent(Hook):
+        def on_train_start(self, trainer, pl_module):
+            raise ValueError("in the parent")
+
+    class Child(Parent):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            raise AssertionError("not reached")
+
+    child = Child()
+    child.on_train_start(fake_trainer(child), None)
+
+    assert child.failures == {"on_train_start": 1}
+
+
+def test_a_hook_may_catch_what_its_parent_raises():
+    class Parent(Hook):
+        def on_train_start(self, trainer, pl_module):
+            raise ValueError("in the parent")
+
+    class Child(Parent):
+        def on_train_start(self, trainer, pl_module):
+            with pytest.raises(ValueError, match="in the parent"):
+                super().on_train_start(trainer, pl_module)
+
+    child = Child()
+    child.on_train_start(fake_trainer(child), None)
+
+    assert child.failures == {}
+
+
+def test_a_call_of_super_is_part_of_the_outer_event_in_every_step_too(train):
+    class Child(FailingHook):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            raise AssertionError("not reached")
+
+    child = Child()
+    train([child])
+
+    assert child.failures == {"on_train_batch_end": 4}
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_start", "on_mb_end"])
+def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
+    def fail(self, *args):
+        raise ValueError("no such luck")
+
+    failing, after = type("Failing", (Hook,), {event: fail})(), Noting()
+
+    trainer, _ = fit(counting_trainer(), [failing, after])
+
+    assert failing.failures == {event: 4}
+    assert len(after.events) == 4
+    assert trainer.global_step == 4
+
+
+def test_an_exception_of_a_callback_that_is_no_hook_ends_the_run(train):
+    class Guest(pl.Callback):
+        def on_train_batch_end(self, *args):
+            raise ValueError("a guest fails")
+
+    with pytest.raises(ValueError, match="a guest fails"):
+        train([Guest(), Noting()])
+
+
+def test_saving_and_loading_are_not_policed():
+    class Broken(Hook):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            raise ValueError("cannot save")
+
+    with pytest.raises(ValueError, match="cannot save"):
+        Broken().on_save_checkpoint(fake_trainer(rank=1), None, {})
+
+
+# ranks
+
+
+@pytest.mark.parametrize(("ranks", "rank", "delivered"), [("zero", 0, 1), ("zero", 1, 0), ("all", 0, 1), ("all", 1, 1)])
+def test_an_event_is_delivered_to_the_ranks_that_the_hook_names(ranks, rank, delivered):
+    hook = Noting()
+    hook.ranks = ranks
+
+    hook.on_train_batch_end(fake_trainer(hook, rank=rank), None, None, None, 0)
+
+    assert len(hook.events) == delivered
+
+
+@pytest.mark.parametrize(("ranks", "rank", "delivered"), [("zero", 0, 1), ("zero", 1, 0), ("all", 0, 1), ("all", 1, 1)])
+def test_a_hook_does_not_listen_in_each_step_on_a_rank_that_it_does_not_name(ranks, rank, delivered):
+    hook = Noting()
+    hook.ranks = ranks
+
+    for listener in listeners(fake_trainer(hook, rank=rank), "on_train_batch_end"):
+        listener(None, None, None, None, 0)
+
+    assert len(hook.events) == delivered
+
+
+def test_only_what_has_an_event_of_its_own_listens_to_it():
+    class Mixin:
+        def on_mb_end(self, trainer, pl_module):
+            return "of the mixin"
+
+    class Mixed(Mixin, Hook):
+        pass
+
+    class Guest(pl.Callback):
+        def on_mb_end(self, trainer, pl_module):
+            return "of a guest"
+
+    patched = Hook()
+    patched.on_mb_end = lambda trainer, pl_module: "of the instance"
+    heard = [call(None, None) for call in listeners(fake_trainer(Hook(), Mixed(), Guest(), patched), "on_mb_end")]
+
+    assert heard == ["of the mixin", "of a guest", "of the instance"]
+    assert listeners(fake_trainer(Hook(), pl.Callback()), "on_train_batch_end") == []
+
+
+# events
+
+
+class Waiting(Hook):
+    """Waits for every third step, and notes the steps after which it was called."""
+
+    ranks = "all"
+
+    def __init__(self):
+        self.called = []
+
+    @skippable
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.called.append(trainer.global_step)
+        self.next_due_step = trainer.global_step // 3 * 3 + 3
+
+
+def test_a_hook_that_waits_for_a_step_is_not_called_before_it(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=10)
+
+    assert hook.called == [1, 3, 6, 9]
+
+
+def test_lightnings_own_loop_calls_it_after_every_step(fit_plain):
+    hook = Waiting()
+
+    fit_plain([hook], steps=4)
+
+    assert hook.called == [1, 2, 3, 4]
+
+
+def test_a_hook_that_waits_is_called_at_the_first_step_of_each_epoch(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=8, batches=list(range(4)), max_epochs=-1)
+
+    assert hook.called == [1, 3, 5, 6]
+
+
+def test_a_hook_that_waits_is_called_again_in_a_second_fit(fit, counting_trainer):
+    hook = Waiting()
+
+    fit(counting_trainer(), [hook], steps=4)
+    fit(counting_trainer(), [hook], steps=4)
+
+    assert hook.called == [1, 3, 1, 3]
+
+
+def test_a_stop_and_new_scores_call_every_hook_that_waits(fit, counting_trainer):
+    early, late = Waiting(), Waiting()
+
+    class Scores(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                run_state_of(trainer).eval_scores = {"score": 1.0}
+            if trainer.global_step == 8:
+                run_state_of(trainer).stop_reason = "canceled"
+
+    with pytest.raises(TrainingCanceled):
+        fit(counting_trainer(), [early, Scores(), late], steps=12)
+
+    # One that came before who wrote the scores hears of them after the next step, as if it had been called each time.
+    assert late.called == [1, 3, 4, 5, 6, 8]
+    assert early.called == [1, 3, 5, 6]
+
+
+def test_what_a_subclass_puts_in_its_place_is_called_after_every_step(fit, counting_trainer):
+    class Curious(Waiting):
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
+
+    class Marked(Waiting):
+        @skippable
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
+
+    curious, marked = Curious(), Marked()
+    fit(counting_trainer(), [curious, marked], steps=4)
+
+    assert curious.called == [1, 2, 3, 4]
+    assert marked.called == [1, 3]
+
+
+def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
+    seen = []
+
+    def note(name):
+        return lambda self, trainer, pl_module, *rest: seen.append(name)
+
+    names = [*HOOK_EVENTS, "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"]
+    hook = type("All", (Hook,), {name: note(name) for name in names})()
+
+    fit(counting_trainer(), [hook], steps=2)
+
+    assert seen == [
+        "on_train_start",
+        "on_new_training_run",
+        "on_train_epoch_start",
+        "on_mb_end",
+        "on_mb_end",
+        "on_train_epoch_end",
+        "on_train_phase_end",
+        "on_epoch_end",
+        "on_train_end",
+        "on_training_end",
+    ]
+
+
+def test_a_failed_training_is_told_with_its_exception(train):
+    told = []
+
+    class Told(Hook):
+        def on_training_failed(self, trainer, pl_module, exception):
+            told.append(exception)
+
+    error = RuntimeError("gone")
+    with pytest.raises(RuntimeError, match="gone"):
+        train([Told(), FailingHook(critical=True, error=error)])
+
+    assert told == [error]
+
+
+@pytest.mark.parametrize("name", HOOK_EVENTS)
+def test_the_base_has_every_event_and_does_nothing_in_it(name):
+    assert getattr(Hook(), name)(None, None, *[None] * (getattr(Hook, name).__code__.co_argcount - 3)) is None
+
+
+def test_an_event_reaches_other_callbacks_that_have_it():
+    class Other(pl.Callback):
+        heard = ()
+
+        def on_epoch_end(self, trainer, pl_module):
+            self.heard = (trainer, pl_module)
+
+    other = Other()
+    trainer = fake_trainer(pl.Callback(), other)
+
+    fire(trainer, "on_epoch_end")
+
+    assert other.heard == (trainer, None)
+
+
+# order
+
+
+def reading(name, reads=(), writes=(), optional=()):
+    hook = type(name, (Noting,), {"reads": reads, "writes": writes, "optional_reads": optional})
+    return hook(name=name)
+
+
+def ordered(*callbacks):
+    trainer = fake_trainer(*callbacks)
+    order_callbacks(trainer)
+    return callbacks_of(trainer)
+
+
+def test_a_reader_runs_after_the_writer_in_whatever_order_they_were_registered(train):
+    for callbacks in (["Reader", "Writer"], ["Writer", "Reader"]):
+        ran = []
+        hooks = {
+            "Reader": reading("Reader", reads=("eval_scores",)),
+            "Writer": reading("Writer", writes=("eval_scores",)),
+        }
+        for hook in hooks.values():
+            hook.events = ran
+        train([hooks[name] for name in callbacks], steps=1)
+        assert ran == ["Writer", "Reader"]
+
+
+def test_hooks_that_have_nothing_to_do_with_each_other_stay_as_registered():
+    hooks = [reading(name) for name in "CAB"]
+
+    assert ordered(*hooks) == hooks
+
+
+def test_callbacks_that_are_no_hooks_keep_their_places():
+    reader, writer = reading("R", reads=("x",)), reading("W", writes=("x",))
+    first, middle, last = pl.Callback(), pl.Callback(), pl.Callback()
+
+    assert ordered(first, reader, middle, writer, last) == [first, writer, middle, reader, last]
+
+
+def test_a_field_that_nobody_writes_is_an_error_at_start_that_names_both(train):
+    with pytest.raises(HookOrderError, match="Lonely reads 'eval_scores', which no hook writes"):
+        train([reading("Lonely", reads=("eval_scores",))])
+
+
+def test_a_field_that_the_loop_writes_needs_no_hook_and_an_optional_one_neither():
+    hook = reading("Free", reads=("epoch", "loss_stats"), optional=("eval_scores",))
+
+    assert ordered(hook) == [hook]
+
+
+def test_an_optional_read_waits_where_there_is_a_writer():
+    reader, writer = reading("R", optional=("x",)), reading("W", writes=("x",))
+
+    assert ordered(reader, writer) == [writer, reader]
+
+
+def test_a_cycle_is_an_error_at_start_that_names_all_that_take_part_and_nobody_else(train):
+    hooks = [
+        reading("Bystander", reads=("a",)),
+        reading("First", reads=("a",), writes=("b",)),
+        reading("Second", reads=("b",), writes=("a",)),
+    ]
+
+    with pytest.raises(HookOrderError) as caught:
+        train(hooks)
+
+    assert "First reads ['a'] of Second" in str(caught.value)
+    assert "Second reads ['b'] of First" in str(caught.value)
+    assert "Bystander" not in str(caught.value)
+
+
+def test_two_hooks_that_count_in_one_field_run_as_registered_and_before_a_third_that_reads_it():
+    reader = reading("Reader", reads=("n",))
+    first, second = (reading(name, reads=("n",), writes=("n",)) for name in ("A", "B"))
+
+    assert ordered(reader, second, first) == [second, first, reader]
+
+
+def test_hooks_that_are_equal_or_have_no_hash_are_ordered_all_the_same():
+    @dataclasses.dataclass
+    class Data(Hook):
+        reads: tuple = ()
+        writes: tuple = ()
+
+    @dataclasses.dataclass
+    class Equal(Hook):
+        pass
+
+    reader, writer, equals = Data(reads=("x",)), Data(writes=("x",)), [Equal(), Equal()]
+
+    result = ordered(reader, *equals, writer)
+
+    assert [id(hook) for hook in result] == [id(hook) for hook in (*equals, writer, reader)]
+
+
+def test_order_is_made_once_but_again_when_callbacks_were_added():
+    reader, writer = reading("R", reads=("x",)), reading("W", writes=("x",))
+    trainer = fake_trainer(reader, writer)
+    order_callbacks(trainer)
+    same = callbacks_of(trainer)
+    order_callbacks(trainer)
+    assert callbacks_of(trainer) is same
+
+    early = reading("Early", writes=("x",))
+    trainer.callbacks = [*same, early]
+    order_callbacks(trainer)
+
+    assert callbacks_of(trainer) == [writer, early, reader]
+
+
+FIELDS = st.lists(st.sampled_from("abcde"), max_size=3, unique=True).map(tuple)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(FIELDS, FIELDS, FIELDS), max_size=7))
+def test_any_graph_is_either_put_in_an_order_that_holds_or_refused(graph):
+    hooks = [
+        reading(f"H{i}", reads=reads, writes=writes, optional=optional)
+        for i, (reads, writes, optional) in enumerate(graph)
+    ]
+    written = {field for hook in hooks for field in hook.writes}
+    unwritten = [field for hook in hooks for field in hook.reads if field not in written]
+    if unwritten or has_cycle(hooks):
+        with pytest.raises(HookOrderError, match="which no hook writes" if unwritten else "wait for each other"):
+            ordered(*hooks)
+        return
+
+    result = ordered(*hooks)
+
+    assert sorted(map(id, result)) == sorted(map(id, hooks))
+    assert written.issuperset(field for hook in hooks for field in hook.reads)
+    place = {id(hook): i for i, hook in enumerate(result)}
+    for writer, reader in edges(hooks):
+        assert place[id(writer)] < place[id(reader)]
+
+
+def edges(hooks):
+    """Who has to run before whom, written down independently: a pair that updates one field is no constraint."""
+    for i, reader in enumerate(hooks):
+        for j, writer in enumerate(hooks):
+            fields = {*reader.reads, *reader.optional_reads} & set(writer.writes)
+            one_way = {field for field in fields if not (field in reader.writes and field in writer.reads)}
+            if i != j and (one_way or (fields and j < i)):
+                yield writer, reader
+
+
+def has_cycle(hooks):
+    left, pairs = list(hooks), list(edges(hooks))
+    while left:
+        waiting = {id(reader) for writer, reader in pairs if any(writer is hook for hook in left)}
+        free = [hook for hook in left if id(hook) not in waiting]
+        if not free:
+            return True
+        left = [hook for hook in left if id(hook) in waiting]
+    return False
+
+
+# run state
+
+
+def test_the_run_state_is_one_object_for_all_hooks_of_a_trainer(train):
+    states = []
+
+    class Writes(Hook):
+        writes = ("eval_scores",)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            run_state_of(trainer).eval_scores = {"fid": float(batch_idx)}
+
+    class Reads(Hook):
+        reads = ("eval_scores",)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            states.append(dict(run_state_of(trainer).eval_scores))
+
+    train([Reads(), Writes()], steps=3)
+
+    assert states == [{"fid": 0.0}, {"fid": 1.0}, {"fid": 2.0}]
+
+
+def test_the_run_state_travels_in_a_checkpoint(train, tmp_path):
+    class Writes(Hook):
+        writes = ("eval_scores", "own_fact")
+
+        def on_train_start(self, trainer, pl_module):
+            state = run_state_of(trainer)
+            state.eval_scores, state.extra["own_fact"] = {"fid": 3.0}, [1, 2]
+
+    trainer = train([Writes()], steps=2)
+    run_state_of(trainer).epoch = 5
+    trainer.save_checkpoint(tmp_path / "c.ckpt", weights_only=False)
+
+    import torch
+
+    checkpoint = torch.load(tmp_path / "c.ckpt", weights_only=False)
+    fresh = fake_trainer()
+    Hook().on_load_checkpoint(fresh, None, checkpoint)
+
+    assert run_state_of(fresh).eval_scores == {"fid": 3.0}
+    assert run_state_of(fresh).extra == {"own_fact": [1, 2]}
+    assert run_state_of(fresh).epoch == 5
+
+
+def test_a_resumed_run_keeps_its_own_name_and_attempt_and_forgets_why_the_last_one_stopped():
+    before, after = fake_trainer(), fake_trainer()
+    run_state_of(before).run_id, run_state_of(before).attempt = "old", 1
+    run_state_of(before).stop_reason, run_state_of(before).agent_step = "preempted", 77
+    checkpoint = {}
+    Hook().on_save_checkpoint(before, None, checkpoint)
+
+    run_state_of(after).run_id, run_state_of(after).attempt = "new", 2
+    Hook().on_load_checkpoint(after, None, checkpoint)
+
+    state = run_state_of(after)
+    assert (state.run_id, state.attempt, state.stop_reason, state.agent_step) == ("new", 2, None, 77)
+
+
+def test_a_run_without_a_name_takes_that_of_its_checkpoint():
+    trainer = fake_trainer()
+
+    Hook().on_load_checkpoint(trainer, None, {RUN_STATE_KEY: {"run_id": "saved"}})
+
+    assert run_state_of(trainer).run_id == "saved"
+
+
+def test_a_checkpoint_of_somebody_else_changes_nothing():
+    trainer = fake_trainer()
+    before = run_state_of(trainer).state_dict()
+
+    Hook().on_load_checkpoint(trainer, None, {})
+
+    assert run_state_of(trainer).state_dict() == before

@@ -1,0 +1,166 @@
+"""Data workers that heed no stop signal: what is left of what torch and the user make them."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from genlight.callbacks.stop import data_workers
+from genlight.callbacks.stop.data_workers import protect_workers, release_workers, start_workers
+
+
+@pytest.fixture
+def protected():
+    protect_workers()
+    yield
+    release_workers()
+
+
+class Doing(Dataset):
+    """Each item is what a function returns in a worker."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.function(index)
+
+
+def loader_of(function, **options):
+    return DataLoader(Doing(function), **{"batch_size": None, "num_workers": 1, **options})
+
+
+def facts(index):
+    return index, get_worker_info().seed, torch.rand(()).item(), os.environ.get("WORKER")
+
+
+def note_worker(worker):
+    os.environ["WORKER"] = str(worker)
+
+
+def test_batches_are_those_of_an_unprotected_loader_and_the_loader_stays_as_it_was():
+    loader = loader_of(facts, num_workers=2, worker_init_fn=note_worker)
+    torch.manual_seed(3)
+    expected = list(loader)
+    protect_workers()
+    torch.manual_seed(3)
+    try:
+        assert list(loader) == expected
+    finally:
+        release_workers()
+    assert expected[1][3] == "1"
+    assert loader.worker_init_fn is note_worker
+
+
+def test_loaders_are_torchs_own_again_after_the_last_span():
+    before = DataLoader._get_iterator
+    protect_workers()
+    protect_workers()
+    release_workers()
+    assert DataLoader._get_iterator is start_workers
+    release_workers()
+    assert DataLoader._get_iterator is before
+
+
+def signalled(index):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return index
+
+
+def test_workers_heed_no_stop_signal(protected):
+    assert list(loader_of(signalled)) == list(range(8))
+
+
+class Forked(DataLoader):
+    """Makes its iterators itself, as torchdata's ``StatefulDataLoader`` does."""
+
+    def _get_iterator(self):
+        return _MultiProcessingDataLoaderIter(self)
+
+
+class Extended(DataLoader):
+    """Adds something to what its base does."""
+
+    def _get_iterator(self):
+        self.asked = True
+        return super()._get_iterator()
+
+
+@pytest.mark.parametrize("kind", [Forked, Extended])
+def test_workers_of_a_loader_that_makes_its_iterators_itself_heed_none_either(kind, protected):
+    assert list(kind(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
+
+
+def test_nor_do_those_of_a_kind_of_loader_that_is_defined_later(protected):
+    class Later(Forked):
+        def _get_iterator(self):
+            return _MultiProcessingDataLoaderIter(self)
+
+    assert list(Later(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
+
+
+def test_kinds_of_loaders_are_their_own_again_after_the_last_span():
+    own = [vars(kind)["_get_iterator"] for kind in (Forked, Extended)]
+    protect_workers()
+
+    class Later(Forked):
+        def _get_iterator(self):
+            return _MultiProcessingDataLoaderIter(self)
+
+    release_workers()
+    assert [vars(kind)["_get_iterator"] for kind in (Forked, Extended)] == own
+    assert vars(Later)["_get_iterator"].__qualname__.endswith("Later._get_iterator")
+    assert "__init_subclass__" not in vars(DataLoader)
+
+
+def terminate_a_program(_):
+    return subprocess.run(["sh", "-c", "kill -TERM $$; echo still there"], capture_output=True, check=False).returncode
+
+
+def test_a_program_that_a_worker_starts_ends_on_sigterm_as_usual(protected):
+    assert next(iter(loader_of(terminate_a_program))) == -signal.SIGTERM
+
+
+def say_who_and_hang(index):
+    if index == 0:
+        return os.getpid()
+    return time.sleep(600)
+
+
+def test_a_worker_that_hangs_ends_after_its_iterator(protected, monkeypatch):
+    monkeypatch.setattr(data_workers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    batches = iter(loader_of(say_who_and_hang))
+    pid = next(batches)
+    worker = next(child for child in multiprocessing.active_children() if child.pid == pid)
+    del batches
+    gc.collect()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+held = []
+
+
+def leave_workers_behind():
+    protect_workers()
+    held.append(iter(loader_of(int, persistent_workers=True)))
+    next(held[0])
+
+
+def test_a_process_ends_with_workers_that_nobody_told_to():
+    process = multiprocessing.get_context("fork").Process(target=leave_workers_behind)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

@@ -1,0 +1,176 @@
+"""Ranks agree on a number after the same step, seldom, and without waiting for each other's clocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.callbacks.stop.rank_agreement import MOST_STEPS, ROUND_S, Agreement, steps_within
+
+STEP_S = (1 / 1024, 1 / 128)
+"""What a step takes on each of two ranks, by its own clock."""
+APART = math.ceil(ROUND_S / max(STEP_S))
+"""Steps from one round to the next, once they have found it."""
+
+
+class Rank:
+    """One rank of a process group that lives in a thread."""
+
+    def __init__(self, number, store, step_s):
+        self.number = number
+        self.step_s = step_s
+        self.group = dist.ProcessGroupGloo(store, number, len(STEP_S))
+        self.now = 0.0
+        self.rounds = []
+        self.step = 0
+        self.agreed = None
+        self.agreement = Agreement(self, clock=lambda: self.now)
+
+    def allreduce(self, *arguments):
+        """What the agreement asks its group for."""
+        self.rounds.append(self.step)
+        return self.group.allreduce(*arguments)
+
+    def train(self, steps, says_at=None):
+        """Train until a number is agreed on, which `agreed` then holds with the step; say 2 from step `says_at` on."""
+        for self.step in range(1, steps + 1):
+            self.now += self.step_s
+            number = 2 if says_at is not None and self.step >= says_at else 0
+            agreed = self.agreement.after_step(lambda number=number: number)
+            if agreed:
+                self.agreed = agreed, self.step
+                break
+        self.agreement.leave()
+
+
+@pytest.fixture
+def ranks():
+    """Let two ranks do something at the same time, each in a thread of its own."""
+
+    def run(action, step_s=STEP_S):
+        store, made, errors = dist.HashStore(), [None] * len(STEP_S), []
+
+        def rank(number):
+            try:
+                made[number] = Rank(number, store, step_s[number])
+                action(made[number])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(len(STEP_S))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), "a rank waits for ever"
+        assert not errors
+        return made
+
+    return run
+
+
+def apart(steps):
+    """How many steps lie between one round and the next."""
+    return [after - before for before, after in itertools.pairwise(steps)]
+
+
+def test_ranks_of_different_speed_begin_the_same_rounds_and_not_more_often_than_the_slowest_needs(ranks):
+    fast, slow = ranks(lambda rank: rank.train(1000))
+
+    assert fast.rounds == slow.rounds
+    in_steps = [step for step in slow.rounds if step < 1000]
+    assert in_steps[:3] == [1, 3, 7]
+    assert len(in_steps) <= 4 + 1000 / APART
+    assert max(apart(in_steps)) == APART
+
+
+@pytest.mark.parametrize("told", range(len(STEP_S)))
+@pytest.mark.parametrize("says_at", [1, 2, 3, 37, 500])
+def test_what_one_rank_says_all_know_after_the_same_step_within_one_round(ranks, told, says_at):
+    fast, slow = ranks(lambda rank: rank.train(1000, says_at if rank.number == told else None))
+
+    assert fast.agreed == slow.agreed
+    number, step = fast.agreed
+    assert number == 2
+    assert says_at < step <= says_at + min(says_at, APART) + 1
+
+
+def test_nobody_begins_a_round_once_something_was_agreed_on(ranks):
+    fast, slow = ranks(lambda rank: rank.train(1000, 37 if rank.number == 0 else None))
+
+    assert fast.rounds == slow.rounds
+    assert fast.rounds[-1] == fast.agreed[1] - 1
+
+
+def test_rounds_stay_near_for_steps_that_take_no_time(ranks):
+    fast, slow = ranks(lambda rank: rank.train(1000), step_s=(0.0, 0.0))
+
+    assert fast.rounds == slow.rounds
+    assert max(apart(fast.rounds)) == MOST_STEPS
+
+
+def test_steps_that_become_slow_are_followed_with_the_next_round(ranks):
+    def train(rank):
+        for rank.step in range(1, 400):
+            rank.now += 0.0005 if rank.step <= 200 else 10.0
+            rank.agreement.after_step(lambda: 0)
+        rank.agreement.leave()
+
+    fast, _ = ranks(train)
+    late = [step for step in fast.rounds if step > 200]
+    assert late[0] <= 200 + MOST_STEPS
+    assert apart(late)[1:10] == [1] * 9
+
+
+@pytest.mark.parametrize("early", range(len(STEP_S)))
+@pytest.mark.parametrize("says_at", [None, 300])
+def test_a_rank_that_ends_early_lets_the_others_go_on(ranks, early, says_at):
+    made = ranks(lambda rank: rank.train(*((7,) if rank.number == early else (400, says_at))))
+
+    assert made[early].step == 7
+    assert made[1 - early].step == 400 if says_at is None else made[1 - early].agreed[0] == 2
+
+
+def test_ranks_can_agree_at_once_and_the_first_round_comes_after_the_first_step(ranks):
+    def train(rank):
+        rank.agreed = rank.agreement.now(0)
+        rank.train(3)
+
+    assert [(rank.agreed, rank.rounds[:3]) for rank in ranks(train)] == [(0, [0, 1, 3])] * 2
+
+
+def test_what_is_agreed_on_at_once_is_the_largest_number(ranks):
+    def ask(rank):
+        rank.agreed = rank.agreement.now(rank.number)
+
+    assert [rank.agreed for rank in ranks(ask)] == [1, 1]
+
+
+def test_how_long_it_takes_until_a_number_is_heeded_is_known(ranks):
+    def train(rank):
+        rank.agreement.now(0)
+        for _ in range(20):
+            rank.now += rank.step_s
+            rank.agreement.after_step(lambda: 0)
+        rank.agreed = rank.agreement.took_s
+        rank.agreement.leave()
+
+    assert [rank.agreed for rank in ranks(train, step_s=(1.0, 3.0))] == [1.0, 3.0]
+
+
+SECONDS = st.floats(0, 1000)
+
+
+@given(seconds=SECONDS, steps=st.integers(1, 64), took_s=SECONDS, most=st.integers(1, 64))
+def test_so_many_steps_fit_as_the_pace_says_but_no_more_than_twice_as_many_as_were_seen(seconds, steps, took_s, most):
+    fitting = steps_within(seconds, steps=steps, took_s=took_s, most=most)
+
+    assert 1 <= fitting <= min(most, 2 * steps)
+    if fitting > 1:
+        assert (fitting - 1) * took_s <= seconds * steps * (1 + 1e-9)

@@ -1,0 +1,131 @@
+"""When a run must stop so that its last checkpoint is durable before its time is over."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from genlight.adapter.contract.exceptions import TrainingCanceled
+from genlight.callbacks import Checkpoint, Hook, StopRequests
+from genlight.callbacks.stop.sources import Deadline, process_age_s, slurm_end_time_s
+
+
+def deadline_in(seconds, **facts):
+    made = Deadline(environ={})
+    made.at = 1000.0 + seconds
+    for name, value in facts.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_without_a_limit_it_is_never_over():
+    assert not Deadline(environ={}).is_over(1e12)
+
+
+def test_a_run_that_saves_nothing_uses_all_its_time():
+    deadline = deadline_in(10, save_s=100.0)
+
+    assert not deadline.is_over(1009.9)
+    assert deadline.is_over(1010.0)
+
+
+def test_time_is_left_for_a_save_half_as_long_again_as_the_longest():
+    deadline = deadline_in(100, saves=True, save_s=20.0)
+
+    assert not deadline.is_over(1069.0)
+    deadline = deadline_in(100, saves=True, save_s=20.0)
+    assert deadline.is_over(1070.0)
+
+
+def test_time_is_left_for_one_more_step_too():
+    """A step that takes ten seconds is looked at every ten: what is not stopped now is stopped ten later."""
+    deadline = deadline_in(100, saves=True, save_s=20.0)
+    answers = [deadline.is_over(1000.0 + at) for at in range(0, 70, 10)]
+
+    assert answers == [False] * 6 + [True]
+
+
+def test_time_is_left_until_the_ranks_have_agreed():
+    """What a look finds is heeded a step later; a delay is forgotten as slowly as a slow step."""
+    deadline = deadline_in(100, saves=True, save_s=20.0)
+    deadline.note_delay(5.0)
+    assert not deadline.is_over(1064.0)
+    assert deadline_in(100, saves=True, save_s=20.0, _delay_s=5.0).is_over(1065.0)
+    for _ in range(1000):
+        deadline.note_delay(0.1)
+    assert deadline.margin_s == pytest.approx(30.1)
+
+
+def test_a_slow_first_step_is_forgotten_slowly():
+    deadline = deadline_in(1e6, saves=True, save_s=0.0)
+    deadline.is_over(1000.0)
+    deadline.is_over(1100.0)
+    assert deadline.margin_s == 100.0
+    for at in range(1, 1001):
+        deadline.is_over(1100.0 + at * 0.1)
+    assert deadline.margin_s == pytest.approx(0.1)
+
+
+def test_before_the_first_save_a_share_of_the_time_is_left():
+    deadline = Deadline(process_age_s() + 100.0, environ={})
+    deadline.saves = True
+
+    assert deadline.margin_s == pytest.approx(5.0, abs=0.1)
+    long = Deadline(1e6, environ={})
+    long.saves = True
+    assert long.margin_s == 30.0
+
+
+def test_the_end_of_a_slurm_job_is_a_limit_and_the_earlier_one_counts():
+    now = time.monotonic()
+    slurm = {"SLURM_JOB_END_TIME": str(int(time.time()) + 1000)}
+
+    assert Deadline(environ=slurm).at == pytest.approx(now + 1000, abs=5)
+    assert Deadline(process_age_s() + 10, environ=slurm).at == pytest.approx(now + 10, abs=5)
+    assert Deadline(process_age_s() + 9999, environ=slurm).at == pytest.approx(now + 1000, abs=5)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "NONE", "²"])
+def test_an_end_time_that_says_nothing_is_none(text):
+    assert slurm_end_time_s({"SLURM_JOB_END_TIME": text}) is None
+
+
+# in a run
+
+
+class Look(StopRequests):
+    """Looks at the clock in every step."""
+
+    poll_s = 0.0
+
+
+def test_the_time_that_saves_take_is_measured(fit, counting_trainer, tmp_path):
+    stop = StopRequests()
+    fit(counting_trainer(), [stop, Checkpoint(tmp_path, every_n_steps=2)], enable_checkpointing=True)
+
+    assert stop.deadline.saves
+    assert stop.deadline.save_s > 0
+
+
+def test_a_run_without_checkpoints_leaves_no_time_for_them(fit, counting_trainer):
+    stop = StopRequests()
+    fit(counting_trainer(), [stop])
+
+    assert not stop.deadline.saves
+
+
+def test_a_run_stops_before_its_limit_with_a_durable_checkpoint(fit, counting_trainer, tmp_path):
+    """The limit is far, but a save has taken longer than what is left."""
+    stop = Look(max_runtime_s=process_age_s() + 3600)
+
+    class Slow(Hook):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 3:
+                stop.deadline.save_s = 3000.0
+
+    with pytest.raises(TrainingCanceled) as caught:
+        fit(counting_trainer(), [Slow(), stop, Checkpoint(tmp_path)], steps=10, enable_checkpointing=True)
+
+    assert caught.value.reason == "timeout"
+    assert [path.name for path in tmp_path.glob("*.json")] == ["step-00000003.json"]

@@ -1,0 +1,48 @@
+"""Names that another package takes away are told by an import, and not in the middle of a run."""
+
+from importlib import metadata, util
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from packaging.requirements import Requirement
+from torch.utils.data import DataLoader
+
+from genlight.callbacks.lightning_internals import SUPPORTED
+
+
+def other_constructor(trainer):
+    """Sets nothing."""
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name", "package"),
+    [
+        ("callbacks.stop.data_workers", DataLoader, "_get_iterator", "torch"),
+        ("callbacks.stop.stop_requests", _SignalConnector, "register_signal_handlers", "lightning"),
+        ("callbacks.stop.stop_requests", pl.Trainer, "_signal_connector", "lightning"),
+        ("adapter.loop.fit_loop", _FitLoop, "on_advance_end", "lightning"),
+        ("adapter.loop.fit_loop", _TrainingEpochLoop, "update_restart_stage", "lightning"),
+    ],
+)
+def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, owner, name, package, monkeypatch):
+    if hasattr(owner, name):
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, "__init__", other_constructor)
+    spec = util.find_spec(f"genlight.{module}")
+    with pytest.raises(ImportError) as raised:
+        spec.loader.exec_module(util.module_from_spec(spec))
+
+    found = f"{package} {metadata.version(package)} has no {owner.__name__}.{name}"
+    assert str(raised.value).startswith(
+        f"{found}, which genlight uses; install a release that it supports: {package}>="
+    )
+
+
+def test_the_releases_that_are_named_are_those_that_an_installation_takes():
+    taken = {required.name: required for required in map(Requirement, metadata.requires("genlight") or ())}
+    for package, supported in SUPPORTED.items():
+        assert taken[package].specifier == Requirement(supported).specifier

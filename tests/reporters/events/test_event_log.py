@@ -1,0 +1,546 @@
+"""What the writer of an event log accepts, writes and refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import threading
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.adapter.contract.types import TrainingReporter
+from genlight.reporters.events.event_log import EventLog
+from genlight.reporters.events.reader import read_events
+from genlight.reporters.events.validation import validate_events
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics" / "events.jsonl"
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_whole_attempt_reads_back_line_by_line(path):
+    ticks = itertools.count(1_700_000_000_000_000_000, 1_000_000)
+    with EventLog(path, run_id="r", clock=lambda: next(ticks)) as log:
+        log.started()
+        log.metric(name="train/loss", value=0.5, step=1)
+        log.checkpoint(path=Path("/c/step-1"), step=1)
+        log.sample(path="/s/1.json", step=1)
+        log.completed(step=1, final_checkpoint=None, stopped="data_exhausted")
+    assert path.read_text().splitlines() == [
+        '{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1700000000000}',
+        (
+            '{"event":"metric","name":"train/loss","run_id":"r","schema_version":"trainer_event.v1","seq":2,"step":1,'
+            '"timestamp_ms":1700000000001,"value":0.5}'
+        ),
+        (
+            '{"event":"checkpoint","path":"/c/step-1","run_id":"r","schema_version":"trainer_event.v1","seq":3,"step":1,'
+            '"timestamp_ms":1700000000002}'
+        ),
+        (
+            '{"event":"sample","path":"/s/1.json","run_id":"r","schema_version":"trainer_event.v1","seq":4,"step":1,'
+            '"timestamp_ms":1700000000003}'
+        ),
+        (
+            '{"event":"completed","final_checkpoint":null,"run_id":"r","schema_version":"trainer_event.v1","seq":5,'
+            '"step":1,"stopped":"data_exhausted","timestamp_ms":1700000000004}'
+        ),
+    ]
+    assert validate_events(path) == []
+
+
+def test_seq_and_attempt_go_on_after_a_restart(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a", value=1, step=1)
+    with EventLog(path, run_id="r") as log:
+        assert (log.attempt, log.seq) == (2, 2)
+        log.started()
+        log.failed(step=1, error="canceled", resumable=True)
+    written = lines(path)
+    assert [event["seq"] for event in written] == [1, 2, 3, 4]
+    assert "attempt" not in written[0]
+    assert written[2]["attempt"] == 2
+    assert (written[3]["category"], written[3]["resumable"]) == ("canceled", True)
+    assert validate_events(path) == []
+
+
+def test_attempts_are_counted_per_run_and_only_when_they_started(path):
+    for run_id in ("a", "b", "a"):
+        with EventLog(path, run_id=run_id) as log:
+            log.started()
+            log.completed(step=0, final_checkpoint=None)
+    with EventLog(path, run_id="a") as log:
+        log.failed(step=0, error="bad spec", category="startup")
+    with EventLog(path, run_id="a") as log:
+        assert log.attempt == 3
+    with EventLog(path, run_id="b") as log:
+        assert log.attempt == 2
+    assert validate_events(path) == []
+
+
+def test_a_text_that_quotes_a_started_line_is_not_counted_as_an_attempt(path):
+    with EventLog(path, run_id="r") as log:
+        log.failed(step=0, error='{"event":"started","run_id":"r"}', category="input")
+    with EventLog(path, run_id="r") as log:
+        assert log.attempt == 1
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b'{"event":"met', b'{"event":"started","run_id":"r"}', b"\0" * 4096, b"\0\0\n\0\0", b"{\xff", b"{"],
+    ids=["half a line", "a line without its newline", "lost blocks", "lost blocks with newline", "bytes", "a brace"],
+)
+@pytest.mark.parametrize("whole_lines", [0, 2])
+def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, whole_lines):
+    path.parent.mkdir()
+    path.touch()
+    if whole_lines:
+        with EventLog(path, run_id="r") as log:
+            log.started()
+            log.metric(name="a", value=1, step=1)
+    with path.open("ab") as file:
+        file.write(tail)
+    with EventLog(path, run_id="r") as log:
+        log.started()
+    assert [event["seq"] for event in lines(path)] == list(range(1, whole_lines + 2))
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a shopping list", "does not hold JSON lines"),
+        (b"eggs\nmilk\n", "is not a JSON object"),
+        (b'["a"]\n', "is not a JSON object"),
+        (b'{"a":"\xff"}\n', "is not a JSON object"),
+        (b'{"event":"heartbeat"}\n', "is no event log of trainer_event.v1"),
+        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "is no event log of trainer_event.v1"),
+        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "is no event log of trainer_event.v1"),
+    ],
+)
+def test_a_file_that_is_no_event_log_is_refused_and_left_as_it_was(path, content, message):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(EventLogError, match=message):
+        EventLog(path, run_id="r")
+    assert path.read_bytes() == content
+
+
+def test_a_second_writer_is_refused_with_path_and_holder(path):
+    with EventLog(path, run_id="r"), pytest.raises(EventLogError) as caught:
+        EventLog(path, run_id="r")
+    assert str(path) in str(caught.value)
+    assert f"process {os.getpid()}" in str(caught.value)
+
+
+def test_a_refused_writer_leaves_no_descriptor_open(path, open_files):
+    with EventLog(path, run_id="r"):
+        before = open_files(path.parent)
+        assert before
+        with pytest.raises(EventLogError):
+            EventLog(path, run_id="r")
+        assert open_files(path.parent) == before
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["directory", "fifo"])
+def test_what_is_not_a_regular_file_is_refused_by_name(tmp_path, make):
+    make(tmp_path / "events")
+    with pytest.raises(EventLogError, match=f"cannot open {tmp_path}/events"):
+        EventLog(tmp_path / "events", run_id="r")
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EventLogError, match=f"cannot open {tmp_path}/file/x/events.jsonl"):
+        EventLog(tmp_path / "file" / "x" / "events.jsonl", run_id="r")
+
+
+def test_nothing_but_failed_may_come_before_started(path):
+    with EventLog(path, run_id="r") as log:
+        for write in (
+            lambda: log.metric(name="a", value=1, step=0),
+            lambda: log.checkpoint(path="c", step=0),
+            lambda: log.sample(path="s", step=0),
+            lambda: log.completed(step=0, final_checkpoint=None),
+        ):
+            with pytest.raises(EventLogError, match="has not started"):
+                write()
+        log.failed(step=0, error="no such file", category="input")
+    assert [event["event"] for event in lines(path)] == ["failed"]
+
+
+def test_an_attempt_starts_once(path):
+    with EventLog(path, run_id="r") as log:
+        log.started(run_id="r")
+        with pytest.raises(EventLogError, match="already started"):
+            log.started()
+    assert len(lines(path)) == 1
+
+
+def test_a_start_under_another_run_id_is_refused(path):
+    with EventLog(path, run_id="r") as log, pytest.raises(EventLogError, match="run 'q' cannot start"):
+        log.started(run_id="q")
+
+
+def test_a_run_without_identity_can_only_fail(path):
+    with EventLog(path, run_id="") as log:
+        with pytest.raises(EventLogError, match="cannot start"):
+            log.started()
+        log.failed(step=0, error="not JSON", category="startup")
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize("first", ["completed", "failed"])
+def test_nothing_follows_the_terminal_event(path, first):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        if first == "completed":
+            log.completed(step=1, final_checkpoint="/c/final")
+        else:
+            log.failed(step=1, error="boom")
+        assert log.phase == "ended"
+        for write in (
+            lambda: log.started(),
+            lambda: log.metric(name="a", value=1, step=1),
+            lambda: log.checkpoint(path="c", step=1),
+            lambda: log.sample(path="s", step=1),
+            lambda: log.completed(step=1, final_checkpoint=None),
+            lambda: log.failed(step=1, error="again"),
+        ):
+            with pytest.raises(EventLogError, match="already has its terminal event"):
+                write()
+    assert len(lines(path)) == 2
+
+
+def test_a_closed_log_refuses_every_event(path):
+    log = EventLog(path, run_id="r")
+    log.started()
+    log.close()
+    log.close()
+    assert log.closed
+    with pytest.raises(EventLogError, match="closed"):
+        log.metric(name="a", value=1, step=1)
+    with pytest.raises(EventLogError, match="closed"):
+        log.failed(step=1, error="boom")
+
+
+def test_a_metric_after_the_checkpoint_of_its_step_is_refused(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a", value=1, step=2)
+        log.checkpoint(path="c", step=1)
+        with pytest.raises(EventLogError, match="comes after a checkpoint of that step"):
+            log.metric(name="a", value=1, step=1)
+        log.metric(name="a", value=1, step=2)
+    assert validate_events(path) == []
+
+
+def test_the_metrics_of_a_step_are_lines_in_their_order_each_written_by_itself(path, monkeypatch):
+    written = []
+    write = os.write
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        monkeypatch.setattr(os, "write", lambda descriptor, line: written.append(line) or write(descriptor, line))
+        log.metrics({"loss": 0.5, "count": 3, "norm": float("inf"), "rate": torch.tensor(0.25)}, step=1)
+        monkeypatch.undo()
+
+    metrics = lines(path)[1:]
+    assert [(m["seq"], m["name"], m["value"], m.get("value_text")) for m in metrics] == [
+        (2, "loss", 0.5, None),
+        (3, "count", 3.0, None),
+        (4, "norm", None, "inf"),
+        (5, "rate", 0.25, None),
+    ]
+    assert written == path.read_bytes().splitlines(keepends=True)[1:]
+    assert validate_events(path) == []
+
+
+def test_of_metrics_of_which_one_is_refused_none_is_written(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with pytest.raises(TypeError, match="metric 'b'"):
+            log.metrics({"a": 1.0, "b": "high"}, step=1)
+        log.metrics({"a": 1.0}, step=1)
+
+    assert [(line["seq"], line["event"]) for line in lines(path)] == [(1, "started"), (2, "metric")]
+
+
+def test_where_an_attempt_resumed_is_said_once_and_truly(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with pytest.raises(EventLogError, match="its value is its step"):
+            log.metric(name="trainer/resumed_from_step", value=7, step=8)
+        log.metric(name="trainer/resumed_from_step", value=7, step=7)
+        with pytest.raises(EventLogError, match="once in an attempt"):
+            log.metric(name="trainer/resumed_from_step", value=7, step=7)
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 3.0),
+        (True, 1.0),
+        (2**60, float(2**60)),
+        (np.float32(0.5), 0.5),
+        (np.array([2.5]), 2.5),
+        (np.int64(4), 4.0),
+        (torch.tensor(1.5, requires_grad=True), 1.5),
+        (torch.tensor([1.5]), 1.5),
+        (torch.tensor(2.5, dtype=torch.bfloat16), 2.5),
+        (torch.tensor(True), 1.0),
+        (Decimal("0.25"), 0.25),
+    ],
+    ids=str,
+)
+def test_numbers_of_every_kind_become_json_numbers(path, value, expected):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a", value=value, step=np.int64(1))
+    assert lines(path)[1]["value"] == expected
+    assert "value_text" not in lines(path)[1]
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(float("nan"), "nan"), (torch.tensor(float("inf")), "inf"), (np.float64("-inf"), "-inf")],
+)
+def test_a_value_that_json_has_no_number_for_is_null_with_its_name(path, value, text):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a", value=value, step=1)
+    assert (lines(path)[1]["value"], lines(path)[1]["value_text"]) == (None, text)
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"value": "1.5"}, TypeError, "metric 'a'. Expected a number, but received '1.5'"),
+        ({"value": None}, TypeError, "metric 'a'. Expected one number, but received NoneType"),
+        ({"value": 1j}, TypeError, "Expected one number, but received complex"),
+        ({"value": torch.zeros(2)}, TypeError, "Expected one number, but received Tensor"),
+        ({"value": np.zeros(2)}, TypeError, "Expected one number, but received ndarray"),
+        ({"value": 10**400}, ValueError, "an integer of 1329 bits"),
+        ({"name": 3}, TypeError, "Invalid `name`. Expected a text"),
+        ({"name": ""}, ValueError, "Invalid `name`. Expected a text that is not empty"),
+        ({"step": 1.5}, TypeError, "Invalid `step`. Expected an integer >= 0"),
+        ({"step": -1}, ValueError, "Invalid `step`"),
+        ({"step": 2**63}, ValueError, "Invalid `step`"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused_by_name_and_leaves_no_trace(path, wrong, error, message):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with pytest.raises(error, match=message):
+            log.metric(**{"name": "a", "value": 1, "step": 1} | wrong)
+        log.metric(name="a", value=1, step=1)
+    assert [event["seq"] for event in lines(path)] == [1, 2]
+
+
+def test_half_surrogate_pairs_are_spelled_out(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a\ud800b", value=1, step=1)
+        log.sample(path=b"/s/\xff.png", step=1)
+        log.failed(step=1, error="\udcffboom")
+    assert [event["name"] for event in read_events(path) if event["event"] == "metric"] == ["a\\ud800b"]
+    assert [event["path"] for event in read_events(path) if event["event"] == "sample"] == ["/s/\\udcff.png"]
+    assert validate_events(path) == []
+
+
+def test_texts_with_newlines_and_controls_stay_on_one_line(path):
+    with EventLog(path, run_id="r\n\0\u2028") as log:
+        log.started()
+        log.failed(step=1, error='two\nlines\r and "quotes" \x1b[31m')
+    assert [event["run_id"] for event in read_events(path)] == ["r\n\0\u2028"] * 2
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize("run_id", [None, 3, b"r"])
+def test_a_run_id_that_is_no_text_is_refused(path, run_id):
+    with pytest.raises(TypeError, match="Invalid `run_id`"):
+        EventLog(path, run_id=run_id)
+    assert not path.exists()
+
+
+def test_a_run_id_that_utf8_cannot_hold_is_refused(path):
+    with pytest.raises(ValueError, match="Invalid `run_id`"):
+        EventLog(path, run_id="\ud800")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "category"),
+    [
+        ({"error": "boom"}, "train-step:boom", "train-step"),
+        ({"error": "input:no file", "category": "input"}, "input:no file", "input"),
+        ({"error": "no file", "category": "input"}, "input:no file", "input"),
+        ({"error": "preempted"}, "preempted", "preempted"),
+        ({"error": "timeout", "category": "timeout"}, "timeout", "timeout"),
+        ({"error": "canceled", "category": "train-step"}, "train-step:canceled", "train-step"),
+    ],
+)
+def test_a_failure_says_its_category_in_its_text(path, given, error, category):
+    with EventLog(path, run_id="r") as log:
+        log.failed(step=0, **given)
+    assert (lines(path)[0]["error"], lines(path)[0]["category"]) == (error, category)
+    assert validate_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"error": "boom", "category": "weather"}, "Invalid `category`. Expected one of auth, canceled"),
+        ({"error": "boom", "category": "canceled"}, "Invalid `error`. Expected 'canceled'"),
+    ],
+)
+def test_a_failure_that_contradicts_itself_is_refused(path, given, message):
+    with EventLog(path, run_id="r") as log, pytest.raises(ValueError, match=message):
+        log.failed(step=0, **given)
+
+
+def test_an_event_log_serves_as_a_training_reporter(path):
+    def train(reporter: TrainingReporter) -> None:
+        reporter.started(run_id="r")
+        reporter.metric(name="loss", value=0.1, step=1)
+        assert not reporter.is_canceled()
+        reporter.failed(step=1, error="the exception's own text")
+
+    with EventLog(path, run_id="r") as log:
+        train(log)
+    assert validate_events(path) == []
+
+
+def test_threads_share_one_log_without_a_gap(path):
+    def write(thread: int) -> None:
+        for step in range(200):
+            log.metric(name=f"thread-{thread}", value=step, step=step)
+
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        log.completed(step=200, final_checkpoint=None)
+    assert len(lines(path)) == 802
+    assert validate_events(path) == []
+    assert [e["step"] for e in lines(path) if e.get("name") == "thread-2"] == list(range(200))
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["written at once", "let wait"])
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda log: log.checkpoint(path="/c", step=5),
+        lambda log: log.completed(step=5, final_checkpoint=None),
+        lambda log: log.failed(step=5, error="boom"),
+    ],
+    ids=["checkpoint", "completed", "failed"],
+)
+def test_metrics_that_another_thread_overtakes_are_left_out_with_a_warning(path, caplog, meanwhile, quick):
+    """Between the look whether they may be written and the note that they are to be; there they ask for the time."""
+    overtakes = [False]
+
+    def clock():
+        if overtakes.pop() if overtakes else False:
+            other = threading.Thread(target=meanwhile, args=(log,))
+            other.start()
+            other.join()
+        return 1_700_000_000_000_000_000
+
+    with EventLog(path, run_id="r", flush_every_s=3600.0, clock=clock) as log:
+        log.started()
+        for step in range(1, 4) if quick else ():
+            log.metrics({"a": 1.0}, step=step)
+        overtakes.append(True)
+        log.metrics({"late": 1.0, "later": 2.0}, step=5)
+
+    assert validate_events(path) == []
+    assert not [event for event in lines(path) if "late" in event.get("name", "")]
+    assert [event["step"] for event in lines(path) if event.get("name") == "a"] == ([1, 2, 3] if quick else [])
+    assert f"metrics late, later of step 5 came too late for {path}" in caplog.text
+
+
+def test_metrics_that_a_close_overtakes_are_refused(path):
+    closes = [False]
+
+    def clock():
+        if closes.pop() if closes else False:
+            log.close()
+        return 1_700_000_000_000_000_000
+
+    log = EventLog(path, run_id="r", flush_every_s=3600.0, clock=clock)
+    log.started()
+    closes.append(True)
+    with pytest.raises(EventLogError, match=r"cannot write 'metric' to .*: the log is closed"):
+        log.metrics({"a": 1.0}, step=1)
+    assert validate_events(path) == []
+
+
+def test_metrics_of_many_threads_beside_checkpoints_make_a_log_that_holds_what_was_not_refused(path, caplog):
+    written, refused = [], []
+
+    def train(thread: int) -> None:
+        for step in range(1, 1500):
+            try:
+                log.metrics({f"thread-{thread}": 1.0}, step=step)
+            except EventLogError:
+                refused.append((thread, step))
+            else:
+                written.append((thread, step))
+                newest[0] = step
+
+    def save() -> None:
+        while any(thread.is_alive() for thread in threads):
+            log.checkpoint(path="/c", step=newest[0])
+
+    newest, interval = [1], sys.getswitchinterval()
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with EventLog(path, run_id="r") as log:
+            log.started()
+            for thread in threads:
+                thread.start()
+            save()
+            log.completed(step=1500, final_checkpoint=None)
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert validate_events(path) == []
+    late = sum("came too late" in record.getMessage() for record in caplog.records)
+    assert len([event for event in lines(path) if event["event"] == "metric"]) == len(written) - late
+    assert len(written) + len(refused) == 3 * 1499
+
+
+def test_closing_ends_the_background_thread(path):
+    before = set(threading.enumerate())  # some of which may end meanwhile
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metric(name="a", value=1, step=1)
+        begun = {thread for thread in threading.enumerate() if thread.name == f"flush {path.name}"} - before
+        assert len(begun) == 1
+    assert not begun & set(threading.enumerate())
+
+
+def test_a_log_that_was_moved_aside_does_not_block_a_new_one(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        path.rename(path.with_name("old.jsonl"))
+        with EventLog(path, run_id="r") as fresh:
+            assert (fresh.attempt, fresh.seq) == (1, 0)

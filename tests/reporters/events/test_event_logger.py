@@ -1,0 +1,418 @@
+"""`EventLogger` in plain Lightning runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from genlight.adapter.contract.exceptions import (
+    AuthError,
+    EventLogError,
+    InputError,
+    TrainingCanceled,
+    UploadError,
+)
+from genlight.reporters.events.event_log import EventLog
+from genlight.reporters.events.event_logger import EventLogger
+from genlight.reporters.events.reader import read_events
+from genlight.reporters.events.validation import validate_events
+
+
+class Line(pl.LightningModule):
+    """Fits a line; logs a metric each step and one each validation."""
+
+    def __init__(self, raises: BaseException | None = None, at: int = 3) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.raises, self.at = raises, at
+
+    def training_step(self, batch, batch_idx):
+        if self.raises and self.global_step == self.at:
+            raise self.raises
+        loss = self.layer(batch).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.layer(batch).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 1), batch_size=2)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def make_trainer(tmp_path: Path, *callbacks: Callback, logger=None, **options) -> pl.Trainer:
+    options = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0} | options
+    return pl.Trainer(
+        logger=logger or EventLogger(run_id="r", save_dir=tmp_path),
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def sound_events(path: Path) -> list[dict]:
+    assert validate_events(path) == []
+    return list(read_events(path))
+
+
+def of_kind(events: list[dict], kind: str) -> list[dict]:
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_fit_is_one_whole_attempt(tmp_path, path):
+    make_trainer(tmp_path).fit(Line())
+    events = sound_events(path)
+    assert [event["event"] for event in events] == ["started", *["metric"] * 6, "completed"]
+    assert {event["name"] for event in of_kind(events, "metric")} == {"train/loss"}
+    assert [event["step"] for event in of_kind(events, "metric")] == list(range(6))
+    assert (events[-1]["step"], events[-1]["final_checkpoint"]) == (6, None)
+    assert "stopped" not in events[-1]
+
+
+def test_checkpoints_are_reported_after_the_metrics_of_their_step(tmp_path, path):
+    checkpoints = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    make_trainer(tmp_path, checkpoints, val_check_interval=2, limit_val_batches=1).fit(Line())
+    events = sound_events(path)
+    reported = of_kind(events, "checkpoint")
+    assert [event["step"] for event in reported] == [2, 4, 6]
+    assert all(os.path.isfile(event["path"]) for event in reported)
+    assert events[-1]["final_checkpoint"] == reported[-1]["path"]
+    assert [event["step"] for event in of_kind(events, "metric") if event["name"] == "val/loss"] == [1, 3, 5]
+
+
+def test_a_checkpoint_is_on_disk_when_it_is_reported(tmp_path, path, monkeypatch):
+    synced = set()
+    sync = os.fsync
+
+    def record(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3)).fit(Line())
+    final = sound_events(path)[-1]["final_checkpoint"]
+    assert {final, os.path.dirname(final)} <= synced
+
+
+def test_a_checkpoint_that_retention_deleted_is_not_reported(tmp_path, path):
+    checkpoints = ModelCheckpoint(every_n_train_steps=1, save_top_k=1, filename="{step}")
+    make_trainer(tmp_path, checkpoints, max_steps=3).fit(Line())
+    events = sound_events(path)
+    assert [event["step"] for event in of_kind(events, "checkpoint")] == [3]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, path):
+    make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3)).fit(Line())
+    checkpoint = sound_events(path)[-1]["final_checkpoint"]
+    trainer = make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=3), max_steps=8)
+    trainer.fit(Line(), ckpt_path=checkpoint, weights_only=False)
+    events = sound_events(path)
+    second = events[[event.get("attempt") for event in events].index(2) :]
+    assert [(e["name"], e["step"]) for e in of_kind(second, "metric")] == [
+        ("trainer/resumed_from_step", 6),
+        ("train/loss", 6),
+        ("train/loss", 7),
+    ]
+    assert second[1]["value"] == 6
+    assert not any(type(callback).__name__ == "_FitWatch" for callback in trainer.callbacks)
+
+
+def test_a_trainer_can_fit_again(tmp_path, path):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    module = Line()
+    trainer.fit(module)
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module)
+    assert [event["event"] for event in sound_events(path)].count("completed") == 2
+
+
+def test_a_test_after_the_fit_is_an_attempt_of_its_own(tmp_path, path):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    module = Line()
+    trainer.fit(module)
+    trainer.test(module, verbose=False)
+    events = sound_events(path)
+    assert [event["event"] for event in events[-3:]] == ["started", "metric", "completed"]
+    assert events[-2]["name"] == "test/loss"
+
+
+def test_a_prediction_that_logs_nothing_writes_nothing(tmp_path, path):
+    module = Line()
+    module.predict_step = lambda batch, batch_idx: batch
+    make_trainer(tmp_path).predict(module, DataLoader(torch.ones(2, 1)))
+    assert sound_events(path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "category", "text"),
+    [
+        (ValueError("bad shape\nof something"), "train-step", "train-step:ValueError: bad shape"),
+        (RuntimeError(), "train-step", "train-step:RuntimeError"),
+        (InputError("no column `x`"), "input", "input:no column `x`"),
+        (AuthError("refused"), "auth", "auth:refused"),
+        (UploadError("gone"), "upload", "upload:gone"),
+        (UploadError("gone", auth=True), "auth", "auth:gone"),
+    ],
+    ids=repr,
+)
+def test_an_exception_ends_the_attempt_as_failed(tmp_path, path, error, category, text):
+    with pytest.raises(type(error)):
+        make_trainer(tmp_path).fit(Line(raises=error))
+    last = sound_events(path)[-1]
+    assert (last["event"], last["step"], last["resumable"]) == ("failed", 3, False)
+    assert (last["category"], last["error"]) == (category, text)
+
+
+@pytest.mark.parametrize("reason", ["canceled", "timeout", "preempted"])
+@pytest.mark.parametrize("checkpoints", [0, 2])
+def test_a_stop_is_reported_by_its_reason(tmp_path, path, reason, checkpoints):
+    callbacks = [ModelCheckpoint(every_n_train_steps=checkpoints)] if checkpoints else []
+    with pytest.raises(TrainingCanceled):
+        make_trainer(tmp_path, *callbacks).fit(Line(raises=TrainingCanceled(reason)))
+    last = sound_events(path)[-1]
+    assert (last["error"], last["category"], last["resumable"]) == (reason, reason, bool(checkpoints))
+
+
+@pytest.fixture
+def signal_handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_ctrl_c_is_reported_as_canceled(tmp_path, path, signal_handlers):
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path).fit(Line(raises=KeyboardInterrupt()))
+    assert sound_events(path)[-1]["error"] == "canceled"
+
+
+class Terminate(Callback):
+    def on_train_batch_end(self, trainer, *_args):
+        if trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_is_reported_as_preempted(tmp_path, path, signal_handlers):
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    with pytest.raises(SIGTERMException):
+        make_trainer(tmp_path, Terminate()).fit(Line())
+    assert sound_events(path)[-1]["error"] == "preempted"
+
+
+def test_an_attempt_that_fails_before_it_starts_has_its_failed_line_alone(tmp_path, path):
+    module = Line()
+
+    def setup(stage):
+        raise InputError("no such data")
+
+    module.setup = setup
+    with pytest.raises(InputError):
+        make_trainer(tmp_path).fit(module)
+    assert [event["event"] for event in sound_events(path)] == ["failed"]
+
+
+class StopEarly(Callback):
+    def on_train_batch_end(self, trainer, *_args):
+        trainer.should_stop = trainer.global_step == 2
+
+
+def test_a_fit_that_lightning_stops_is_completed_and_says_so(tmp_path, path):
+    make_trainer(tmp_path, StopEarly()).fit(Line())
+    last = sound_events(path)[-1]
+    assert (last["event"], last["step"], last["stopped"]) == ("completed", 2, "should_stop")
+
+
+def test_a_log_that_another_writer_holds_stops_the_fit_before_it_trains(tmp_path, path):
+    module = Line(raises=AssertionError("trained"), at=0)
+    with EventLog(path, run_id="r"), pytest.raises(EventLogError, match="is being written"):
+        make_trainer(tmp_path).fit(module)
+
+
+def test_the_cause_of_a_failure_survives_a_log_that_cannot_take_it(tmp_path, path, monkeypatch, caplog):
+    def refuse(*_args):
+        raise OSError(28, "No space left on device")
+
+    class FillTheDisk(Callback):
+        def on_exception(self, *_args):
+            monkeypatch.setattr(os, "write", refuse)
+
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="the cause"):
+        make_trainer(tmp_path, FillTheDisk()).fit(Line(raises=ValueError("the cause")))
+    assert "could not be written" in caplog.text
+    monkeypatch.undo()
+    EventLog(path, run_id="r").close()
+
+
+def test_lightning_flushing_its_loggers_from_a_signal_handler_ends_nothing(tmp_path, path):
+    class Flush(Callback):
+        def on_train_batch_end(self, trainer, *_args):
+            trainer.logger.finalize("finished")
+
+    make_trainer(tmp_path, Flush()).fit(Line())
+    assert [event["event"] for event in sound_events(path)] == ["started", *["metric"] * 6, "completed"]
+
+
+def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_warning(tmp_path, path, caplog):
+    class LogEpochAsStep(Callback):
+        def on_train_batch_end(self, trainer, *_args):
+            if trainer.global_step > 4:
+                trainer.logger.log_metrics({"late": 1.0}, step=2)
+
+    checkpoints = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    with caplog.at_level(logging.WARNING):
+        make_trainer(tmp_path, LogEpochAsStep(), checkpoints).fit(Line())
+    assert not [event for event in sound_events(path) if event.get("name") == "late"]
+    assert caplog.text.count("metrics late of step 2") == 1
+
+
+def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_path, path):
+    with EventLog(path, run_id="r") as event_log:
+        event_log.started()
+        logger = EventLogger.attached(event_log)
+        trainer = make_trainer(tmp_path, ModelCheckpoint(every_n_train_steps=2), logger=logger)
+        trainer.fit(Line())
+        assert event_log.phase == "started"
+        event_log.completed(step=6, final_checkpoint=None)
+    assert [event["event"] for event in sound_events(path)] == ["started", *["metric"] * 6, "completed"]
+    assert (logger.run_id, logger.path) == ("r", path)
+
+
+def test_a_logger_can_be_used_without_a_trainer(path):
+    logger = EventLogger(path, run_id="r")
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"a": 1, "epoch": 0}, step=4)
+    logger.log_metrics({"b": 2})
+    logger.finalize("success")
+    events = sound_events(path)
+    assert [(event.get("name"), event.get("step")) for event in events] == [
+        (None, None),
+        ("a", 4),
+        ("b", 4),
+        (None, 4),
+    ]
+
+
+def test_other_ranks_open_and_write_nothing(path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = EventLogger(path, run_id="r")
+    logger.log_metrics({"a": 1}, step=1)
+    logger.experiment.metric(name="a", value=1, step=1)
+    logger.finalize("success")
+    assert not path.exists()
+
+
+RANKS = """
+import sys
+import lightning.pytorch as pl
+import torch
+from genlight.reporters.events.event_logger import EventLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Logging(BoringModel):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("train/loss", loss)
+        return loss
+
+pl.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=4, limit_val_batches=0, log_every_n_steps=1,
+    logger=EventLogger(run_id="r", save_dir=sys.argv[1]), default_root_dir=sys.argv[1],
+    callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)], enable_progress_bar=False,
+).fit(Logging())
+"""
+
+
+@pytest.mark.slow
+def test_several_ranks_write_one_log(tmp_path, path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120, env=environ)
+    kinds = [event["event"] for event in sound_events(path)]
+    assert (kinds.count("started"), kinds.count("metric"), kinds.count("checkpoint")) == (1, 4, 2)
+    assert kinds[-1] == "completed"
+
+
+def test_nothing_is_opened_before_the_first_use(path):
+    EventLogger(path, run_id="r")
+    assert not path.exists()
+
+
+def test_the_path_is_relative_to_the_save_dir_and_the_run_names_its_checkpoints(tmp_path):
+    logger = EventLogger("logs/e.jsonl", run_id="r", save_dir=tmp_path)
+    assert logger.path == tmp_path / "logs" / "e.jsonl"
+    assert (logger.save_dir, logger.name, logger.version) == (str(tmp_path), "genlight", "r")
+
+
+@pytest.mark.parametrize(("run_id", "error"), [("", ValueError), (3, TypeError)])
+def test_a_run_id_that_is_none_is_refused(run_id, error):
+    with pytest.raises(error, match="Invalid `run_id`"):
+        EventLogger(run_id=run_id)
+
+
+def test_a_run_without_a_name_gets_one_of_its_own():
+    assert EventLogger().run_id != EventLogger().run_id
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch):
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which the command line sets
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(sys, "argv", ["program"])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"""
+        seed_everything: 0
+        trainer:
+          accelerator: cpu
+          max_steps: 2
+          enable_progress_bar: false
+          enable_model_summary: false
+          enable_checkpointing: false
+          limit_val_batches: 0
+          log_every_n_steps: 1
+          default_root_dir: {tmp_path}
+          logger:
+            class_path: genlight.reporters.events.event_logger.EventLogger
+            init_args:
+              path: events.jsonl
+              run_id: from-yaml
+              save_dir: {tmp_path}
+        """
+    )
+    LightningCLI(Line, args=["fit", "--config", str(config)], save_config_kwargs={"overwrite": True})
+    assert {event["run_id"] for event in sound_events(path)} == {"from-yaml"}

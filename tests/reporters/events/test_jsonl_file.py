@@ -1,0 +1,452 @@
+"""The event log against kills, full disks, forks, interrupts and power cuts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.event_log import EventLog
+from genlight.reporters.events.jsonl_file import LineFile
+from genlight.reporters.events.reader import read_events
+from genlight.reporters.events.validation import validate_events
+
+WRITER = """
+import itertools, sys
+from genlight.reporters.events.event_log import EventLog
+log = EventLog(sys.argv[1], run_id="r")
+log.started()
+for step in itertools.count():
+    if sys.argv[2] == "at once":
+        log.metric(name="train/loss", value=step / 7, step=step)
+    else:
+        log.metrics({"train/loss": step / 7, "train/lr": 0.5}, step=step)
+    if step % 50 == 49:
+        log.checkpoint(path=f"/c/{step}", step=step)
+"""
+
+LIMITED_WRITER = """
+import resource, sys
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.event_log import EventLog
+with EventLog(sys.argv[1], run_id="r") as log:
+    log.started()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), hard))
+    refused = 0
+    for step in range(100):
+        try:
+            log.metric(name="train/loss", value=step, step=step)
+        except EventLogError as error:
+            assert sys.argv[1] in str(error) and "File too large" in str(error), error
+            refused += 1
+    try:
+        log.completed(step=100, final_checkpoint=None)
+    except EventLogError:
+        assert log.phase == "started"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    log.metric(name="after", value=refused, step=100)
+    log.completed(step=100, final_checkpoint=None)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def wait_until(condition, *, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.002)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def refusing(code: int) -> Callable[..., None]:
+    """A system call that fails."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+def kill_while_writing(path: Path, how: str, delay_s: float) -> None:
+    before = size_of(path)
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), how]) as process:
+        try:
+            wait_until(lambda: size_of(path) > before or process.poll() is not None)
+            time.sleep(delay_s)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", ["at once", "in bursts"])
+def test_a_log_whose_writer_is_killed_ten_times_stays_sound(path, how):
+    randomness = random.Random(0)
+    for _ in range(10):
+        kill_while_writing(path, how, randomness.uniform(0, 0.06))
+    with EventLog(path, run_id="r") as log:
+        assert log.attempt == 11
+        log.started()
+        log.completed(step=1, final_checkpoint=None)
+    assert validate_events(path) == []
+    events = list(read_events(path))
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert sum(event["event"] == "started" for event in events) == 11
+
+
+def test_a_writer_in_another_process_is_named_by_its_pid_and_the_lock_dies_with_it(path):
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "at once"]) as process:
+        try:
+            wait_until(lambda: size_of(path) > 0)
+            with pytest.raises(EventLogError, match=f"process {process.pid}"):
+                EventLog(path, run_id="r")
+        finally:
+            process.kill()
+    EventLog(path, run_id="r").close()
+
+
+@pytest.mark.parametrize("limit", range(130, 2000, 311))
+def test_a_disk_that_fills_up_costs_lines_but_never_tears_one(path, limit):
+    subprocess.run([sys.executable, "-c", LIMITED_WRITER, str(path), str(limit)], check=True, timeout=120)
+    assert validate_events(path) == []
+    events = list(read_events(path))
+    written = sum(event.get("name") == "train/loss" for event in events)
+    assert written + int(events[-2]["value"]) == 100
+    assert written < 100
+    assert events[-1]["event"] == "completed"
+
+
+def test_a_torn_line_that_cannot_be_cut_off_is_cut_off_before_the_next(path, monkeypatch):
+    truncate, write, refuse = os.ftruncate, os.write, refusing(errno.EIO)
+
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:10])) and refuse())
+            patch.setattr(os, "ftruncate", refuse)
+            with pytest.raises(EventLogError, match="cannot write"):
+                log.metric(name="a", value=1, step=1)
+            with pytest.raises(EventLogError, match="cannot cut a torn line"):
+                log.metric(name="a", value=1, step=1)
+        assert os.ftruncate is truncate
+        log.metric(name="b", value=1, step=1)
+    assert [event.get("name") for event in read_events(path)] == [None, "b"]
+    assert validate_events(path) == []
+
+
+class Interrupt(BaseException):
+    """Stands for a KeyboardInterrupt, which pytest would take for its own."""
+
+
+@pytest.mark.timeout(300, method="thread")  # the signal method needs the very timer that interrupts here
+@pytest.mark.parametrize("write", ["metric", "metrics"])
+def test_an_interrupt_at_any_moment_leaves_a_sound_log(path, write):
+    def interrupt(_signal, _frame):
+        raise Interrupt
+
+    interrupts = 0
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # an interrupt that lands in a finalizer is lost, and told as an error of that
+    try:
+        with EventLog(path, run_id="r") as log:
+            log.started()
+            randomness = random.Random(0)
+            for step in range(600):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, randomness.uniform(1e-6, 3e-5))
+                    for _ in range(100):
+                        if write == "metric":
+                            log.metric(name="a", value=1.0, step=step)
+                        else:
+                            log.metrics({"a": 1.0, "b": 2.0}, step=step)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupt:
+                    interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            log.completed(step=600, final_checkpoint=None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        gc.enable()
+    assert interrupts > 300
+    assert validate_events(path) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
+    log = EventLog(path, run_id="r")
+    log.started()
+    parent_end, child_end = socket.socketpair()
+    child = os.fork()
+    if child == 0:  # a data loader worker that outlives its parent
+        status = 1
+        try:
+            try:
+                log.metric(name="a", value=1, step=1)
+            except EventLogError as error:
+                status = 0 if log.closed and str(os.getpid()) in str(error) else 2
+            log.close()
+            parent_end.close()
+            child_end.sendall(b"ready")
+            child_end.recv(1)
+        finally:
+            os._exit(status)
+    with parent_end:
+        child_end.close()
+        assert parent_end.recv(5) == b"ready"
+        log.metric(name="a", value=1, step=1)
+        with pytest.raises(EventLogError, match="is being written"):
+            EventLog(path, run_id="r")
+        log.close()
+        EventLog(path, run_id="r").close()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert validate_events(path) == []
+
+
+def test_a_file_that_is_moved_aside_before_it_is_locked_is_not_written(path, monkeypatch):
+    lock = fcntl.flock
+    path.touch()
+    aside = path.with_suffix(".aside")
+
+    def lock_late(descriptor, operation):
+        if not aside.exists():
+            path.rename(aside)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with EventLog(path, run_id="r") as log:
+        log.started()
+    assert (len(list(read_events(path))), aside.stat().st_size) == (1, 0)
+
+
+@pytest.fixture
+def synced_sizes(monkeypatch, path):
+    """Sizes of the file at the moments at which it was made durable."""
+    sizes = []
+    sync = os.fdatasync
+
+    def record(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        sync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            sizes.append(size)
+
+    monkeypatch.setattr(os, "fdatasync", record)
+    return sizes
+
+
+def test_started_checkpoint_and_the_terminal_event_are_durable_when_the_call_returns(path, synced_sizes):
+    with EventLog(path, run_id="r") as log:
+        for write in (
+            lambda: log.started(),
+            lambda: log.checkpoint(path="c", step=1),
+            lambda: log.completed(step=1, final_checkpoint=None),
+        ):
+            write()
+            assert size_of(path) in synced_sizes
+    with EventLog(path, run_id="q") as log:
+        log.failed(step=0, error="boom")
+        assert size_of(path) in synced_sizes
+
+
+def test_a_metric_becomes_durable_on_its_own(path, synced_sizes):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        for step in range(3):
+            log.metric(name="a", value=1, step=step)
+            wait_until(lambda: size_of(path) in synced_sizes)
+
+
+def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001, sync_every_s=0.001) as file:
+        file.append(b"{}\n")
+        wait_until(lambda: synced_sizes)
+        time.sleep(0.05)
+        assert len(synced_sizes) == 1
+
+
+def flush_now(log: EventLog) -> None:
+    """Have the flusher of a log come by twice that has an hour of time; at the second time it writes what waits."""
+    for _ in range(2):
+        log._file._closing.put(False)
+
+
+def seqs(path: Path) -> list[int]:
+    return [event["seq"] for event in read_events(path)]
+
+
+def metrics_in_quick_succession(log: EventLog, *, upto: int) -> None:
+    """Report as the loop of a tiny model does; the first call finds an idle log and is written at once."""
+    for step in range(1, upto + 1):
+        log.metrics({"a": 1.0}, step=step)
+
+
+def test_metrics_in_quick_succession_wait_for_each_other(path):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        metrics_in_quick_succession(log, upto=10)
+        assert seqs(path) == [1, 2]
+
+
+def test_what_waits_is_soon_written_and_durable_without_another_call(path, synced_sizes):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        metrics_in_quick_succession(log, upto=10)
+        wait_until(lambda: seqs(path) == list(range(1, 12)))
+        wait_until(lambda: size_of(path) in synced_sizes)
+        wait_until(lambda: log._is_due)
+        log.metrics({"a": 1.0}, step=11)
+        assert seqs(path)[-1] == 12, "after a pause a metric is written at once"
+
+
+def test_no_more_than_256_calls_wait(path):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        metrics_in_quick_succession(log, upto=256)
+        assert seqs(path) == [1, 2]
+        log.metrics({"a": 1.0}, step=257)
+        assert seqs(path) == list(range(1, 256 + 3))
+
+
+@pytest.mark.parametrize(
+    "bring",
+    [
+        lambda log: log.metric(name="b", value=1, step=9),
+        lambda log: log.sample(path="s", step=9),
+        lambda log: log.checkpoint(path="c", step=9),
+        lambda log: log.completed(step=9, final_checkpoint=None),
+        lambda log: log.failed(step=9, error="boom"),
+        lambda log: log.flush(),
+        lambda log: log.close(),
+    ],
+    ids=["metric", "sample", "checkpoint", "completed", "failed", "flush", "close"],
+)
+def test_what_waits_comes_before_any_other_event(path, bring):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        metrics_in_quick_succession(log, upto=9)
+        bring(log)
+        steps = [event["step"] for event in list(read_events(path))[1:10]]
+    assert steps == list(range(1, 10))
+    assert validate_events(path) == []
+
+
+def test_what_waits_is_written_when_the_interpreter_ends(path):
+    script = f"""
+from genlight.reporters.events.event_log import EventLog
+log = EventLog({str(path)!r}, run_id="r", flush_every_s=3600.0)
+log.started()
+for step in range(1, 60):
+    log.metrics({{"a": 1.0}}, step=step)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert seqs(path) == list(range(1, 61))
+
+
+def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_metrics(path, monkeypatch):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            log.metrics({"a": 1.0}, step=1)
+            patch.setattr(os, "write", refusing(errno.ENOSPC))
+            log.metrics({"a": 1.0}, step=2)
+            flush_now(log)
+            wait_until(lambda: log._file._flush_error is not None)
+            with pytest.raises(EventLogError, match=r"cannot write to .*: No space left"):
+                log.metrics({"a": 1.0}, step=3)
+        log.metrics({"a": 1.0}, step=4)
+        log.completed(step=4, final_checkpoint=None)
+    assert [event.get("step") for event in read_events(path)] == [None, 1, 4, 4]
+    assert validate_events(path) == []
+
+
+def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_sync(path, monkeypatch):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", refusing(errno.EIO))
+            metrics_in_quick_succession(log, upto=3)
+            flush_now(log)
+            wait_until(lambda: log._file._flush_error is not None)
+            with pytest.raises(EventLogError, match="durable: Input/output error"):
+                log.metrics({"a": 1.0}, step=4)
+        log.metrics({"a": 1.0}, step=5)
+        log.metrics({"a": 1.0}, step=6)
+        flush_now(log)
+        wait_until(lambda: list(read_events(path))[-1].get("step") == 6)
+
+
+def test_lines_that_never_cease_are_made_durable_all_the_same(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001, sync_every_s=0.02) as file:
+        deadline = time.monotonic() + 60
+        while len(synced_sizes) < 3 and time.monotonic() < deadline:
+            file.append(b"{}\n")
+        assert len(synced_sizes) >= 3
+
+
+def test_what_was_flushed_and_not_yet_made_durable_is_when_the_file_is_closed(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.001, sync_every_s=3600.0) as file:
+        file.append(b"{}\n")
+        wait_until(lambda: not file.is_roused)
+        assert synced_sizes == []
+    assert synced_sizes == [3]
+
+
+def test_many_lines_share_a_sync(path, synced_sizes):
+    with LineFile(path, flush_every_s=0.05) as file:
+        for _ in range(1000):
+            file.append(b"{}\n")
+    assert synced_sizes[-1] == 3000
+    assert len(synced_sizes) < 500
+
+
+def test_a_disk_that_refuses_to_sync_in_the_background_is_reported_by_the_next_line(path, monkeypatch):
+    with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
+        log.started()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", refusing(errno.EIO))
+            log.metric(name="a", value=1, step=1)
+            flush_now(log)
+            wait_until(lambda: log._file._flush_error is not None)
+            with pytest.raises(EventLogError, match="durable: Input/output error"):
+                log.metric(name="a", value=1, step=2)
+        log.metric(name="a", value=1, step=3)
+        log.completed(step=3, final_checkpoint=None)
+    assert [event.get("step") for event in read_events(path)] == [None, 1, 3, 3]
+    assert validate_events(path) == []
+
+
+def test_new_directories_are_durable_with_their_names(tmp_path, monkeypatch):
+    synced = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.startswith(str(tmp_path)):
+            synced.append(name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with LineFile(tmp_path / "a" / "b" / "events.jsonl", flush_every_s=0.05):
+        pass
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]

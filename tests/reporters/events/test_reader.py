@@ -1,0 +1,143 @@
+"""Reading and following an event log."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.event_log import EventLog
+from genlight.reporters.events.reader import follow, read_events
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def write_run(path, steps: int = 2, run_id: str = "r") -> None:
+    with EventLog(path, run_id=run_id) as log:
+        log.started()
+        for step in range(1, steps + 1):
+            log.metric(name="a", value=step, step=step)
+        log.completed(step=steps, final_checkpoint=None)
+
+
+def test_events_come_as_dictionaries_in_order(path):
+    write_run(path)
+    assert [(event["event"], event["seq"]) for event in read_events(path)] == [
+        ("started", 1),
+        ("metric", 2),
+        ("metric", 3),
+        ("completed", 4),
+    ]
+
+
+@pytest.mark.parametrize("tail", [b'{"event":"met', b'{"event":"completed"}', b"\0\0\0", b"\xff"])
+def test_a_last_line_without_its_newline_is_left_out(path, tail):
+    write_run(path)
+    whole = list(read_events(path))
+    with path.open("ab") as file:
+        file.write(tail)
+    assert list(read_events(path)) == whole
+
+
+def test_every_prefix_of_a_log_can_be_read(path, tmp_path):
+    write_run(path)
+    content, cut = path.read_bytes(), tmp_path / "cut.jsonl"
+    for size in range(len(content) + 1):
+        cut.write_bytes(content[:size])
+        assert len(list(read_events(cut))) == content[:size].count(b"\n")
+
+
+def test_an_empty_log_has_no_events(path):
+    path.touch()
+    assert list(read_events(path)) == []
+
+
+def test_an_absent_log_is_reported_at_once(path):
+    with pytest.raises(EventLogError, match=f"cannot read event log {path}: No such file"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    "line", [b"eggs", b"", b"[1]", b'{"a":NaN}', b'{"a":"\xff"}', b'{"a":' + b"[" * 9999 + b"]" * 9999 + b"}"]
+)
+def test_a_broken_line_within_the_log_is_named(path, line):
+    write_run(path)
+    with path.open("ab") as file:
+        file.write(line + b"\n{}\n")
+    with pytest.raises(EventLogError, match=f"line 5 of event log {path} is not a JSON object"):
+        list(read_events(path))
+
+
+def test_following_a_finished_log_gives_all_of_it_and_ends(path):
+    write_run(path)
+    assert list(follow(path)) == list(read_events(path))
+
+
+def test_following_waits_for_the_log_and_for_each_event_until_the_terminal_one(path):
+    seen = []
+    arrived = threading.Semaphore(0)
+
+    def collect() -> None:
+        for event in follow(path, poll_every_s=0.002):
+            seen.append(event["event"])
+            arrived.release()
+
+    follower = threading.Thread(target=collect)
+    follower.start()
+    with EventLog(path, run_id="r") as log:
+        for write in (
+            lambda: log.started(),
+            lambda: log.metric(name="a", value=1, step=1),
+            lambda: log.completed(step=1, final_checkpoint=None),
+        ):
+            write()
+            assert arrived.acquire(timeout=60)
+    follower.join(timeout=60)
+    assert seen == ["started", "metric", "completed"]
+
+
+def test_following_goes_on_over_an_earlier_attempt(path):
+    write_run(path)
+    write_run(path)
+    assert [event["event"] for event in follow(path)].count("started") == 2
+
+
+def test_following_ends_when_told_to(path):
+    stop = threading.Event()
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        events = follow(path, stop=stop, poll_every_s=0.002)
+        assert next(events)["event"] == "started"
+        stop.set()
+        assert list(events) == []
+
+
+def test_following_never_gives_a_line_that_is_cut_off_later(path):
+    write_run(path, steps=1)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b'{"event":"metric","torn')
+    events = follow(path, poll_every_s=0.002)
+    assert next(events)["event"] == "started"
+    path.write_bytes(b"".join(lines))
+    assert [event["event"] for event in events] == ["metric", "completed"]
+
+
+def test_following_goes_over_to_a_file_that_took_the_place_of_the_log(path):
+    with EventLog(path, run_id="old") as log:
+        log.started()
+    events = follow(path, poll_every_s=0.002)
+    assert next(events)["run_id"] == "old"
+    path.rename(path.with_suffix(".aside"))
+    write_run(path, run_id="new")
+    assert list(events) == list(read_events(path))
+
+
+def test_following_reports_a_broken_line(path):
+    path.write_text(json.dumps({"event": "started"}) + "\nbroken\n")
+    with pytest.raises(EventLogError, match="line 2"):
+        list(follow(path))

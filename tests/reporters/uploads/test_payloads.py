@@ -1,0 +1,130 @@
+"""Addresses, keys, payloads and the patience of retries: pure functions."""
+
+import json
+import random
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.plumbing.retry import (
+    LONGEST_RETRY_AFTER_S,
+    Refused,
+    TryAgain,
+    backoff_s,
+    outcome_of_status,
+    retry_after_s,
+)
+from genlight.reporters.uploads.payloads import encode, file_url, idempotency_key, metrics_payload, remote_name
+
+KEY = "43f504f77ecb3a84a4a3e5051db1f5a3438fa5f3"
+"""Written down once: another value would make servers that saw the old one apply an upload twice."""
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def test_the_address_of_a_file_follows_the_contract():
+    name = remote_name(200, "trainer/lora.safetensors", final=False)
+    assert name == "step-00000200-trainer_lora.safetensors"
+    assert remote_name(200, "model.safetensors", final=True) == "final-model.safetensors"
+    url = file_url("https://hub.example/base/", "me", "run-1", "checkpoint", name)
+    assert url == f"https://hub.example/base/api/v1/file/v1/me/runs/run-1/checkpoints/{name}"
+    assert "/samples/" in file_url("https://h", "me", "r", "sample", "x")
+
+
+def test_a_query_of_the_store_stays_at_the_end_and_odd_characters_are_quoted():
+    url = file_url("https://h/?sig=a/b", "a b", "../r?", "sample", "ü#")
+    assert url == "https://h/api/v1/file/v1/a%20b/runs/..%2Fr%3F/samples/%C3%BC%23?sig=a/b"
+
+
+def test_a_key_is_the_same_for_the_same_content_in_every_process():
+    assert idempotency_key("r", "metrics", 1, "", "d") == KEY
+    others = [("s", "metrics", 1, "", "d"), ("r", "file", 1, "", "d"), ("r", "metrics", 2, "", "d"),
+              ("r", "metrics", 1, "n", "d"), ("r", "metrics", 1, "", "e")]  # fmt: skip
+    assert len({idempotency_key(*arguments) for arguments in others} | {KEY}) == 6
+
+
+@settings(max_examples=50)
+@given(st.tuples(st.text(), st.text(), st.text()), st.tuples(st.text(), st.text(), st.text()))
+def test_keys_differ_where_any_part_differs(one, other):
+    keys = {idempotency_key(run, "file", 1, name, digest) for run, name, digest in (one, other)}
+    assert len(keys) == len({one, other})
+
+
+def test_a_message_is_compact_json_with_sorted_keys():
+    assert encode(metrics_payload("r", 3, {"b": 1.5, "a": float("-inf")})) == (
+        b'{"kind":"metrics","metrics":{"a":null,"b":1.5},"run_id":"r","step":3}'
+    )
+    assert json.loads(encode(metrics_payload("r", 3, {"\u2028": 1.0})))["metrics"] == {"\u2028": 1.0}
+
+
+def test_a_path_that_is_no_text_is_told_as_far_as_it_is():
+    assert (
+        encode({"local_path": "/runs/\udcff/final.json", "step": 1}) == b'{"local_path":"/runs/?/final.json","step":1}'
+    )
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])
+def test_statuses_that_may_pass(status):
+    assert isinstance(outcome_of_status(status, {}, "x"), TryAgain)
+
+
+@pytest.mark.parametrize("status", [300, 304, 400, 401, 403, 404, 409, 410, 418, 422, 499])
+def test_statuses_that_are_final(status):
+    outcome = outcome_of_status(status, {}, "https://h/x")
+    assert isinstance(outcome, Refused)
+    assert outcome.auth == (status in (401, 403))
+    assert outcome.reason == f"HTTP {status} from https://h/x"
+
+
+@pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
+def test_statuses_of_success(status):
+    assert outcome_of_status(status, {}, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("", None),
+        ("7", 7.0),
+        (" 0 ", 0.0),
+        ("-5", None),
+        ("1e9", None),
+        ("soon", None),
+        ("99999999999", LONGEST_RETRY_AFTER_S),
+        ("Fri, 02 Jan 2026 03:04:35 GMT", 30.0),
+        ("Fri, 02 Jan 2026 03:04:35", 30.0),
+        ("Fri, 02 Jan 2026 03:00:00 GMT", 0.0),
+    ],
+)
+def test_retry_after_holds_seconds_or_a_date(header, seconds):
+    assert retry_after_s(header, NOW) == seconds
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=100)
+def test_retry_after_never_fails_whatever_a_server_says(text):
+    seconds = retry_after_s(text, NOW)
+    assert seconds is None or 0 <= seconds <= LONGEST_RETRY_AFTER_S
+
+
+def test_the_back_off_doubles_up_to_its_cap_and_is_spread():
+    rng = random.Random(0)
+    for failures, whole in [(1, 0.5), (2, 1.0), (5, 8.0), (9, 60.0), (10_000, 60.0)]:
+        drawn = [backoff_s(failures, 0.5, 60.0, rng) for _ in range(50)]
+        assert whole / 2 <= min(drawn) < max(drawn) <= whole
+    assert backoff_s(1, 0.0, 60.0, rng) == 0.0
+
+
+def test_a_date_with_a_zone_counts_from_that_zone():
+    at = (NOW + timedelta(seconds=10)).strftime("%a, %d %b %Y %H:%M:%S +0000")
+    assert retry_after_s(at, NOW) == 10.0
+
+
+def test_a_date_counts_from_the_clock_of_the_server_that_named_it():
+    fast = {"Date": "Sat, 01 Jan 2050 00:00:00 GMT", "Retry-After": "Sat, 01 Jan 2050 00:00:07 GMT"}
+    assert outcome_of_status(503, fast, "x").retry_after_s == 7.0
+    slow = {"Date": "Thu, 01 Jan 2004 00:00:00 GMT", "Retry-After": "Thu, 01 Jan 2004 00:00:07 GMT"}
+    assert outcome_of_status(503, slow, "x").retry_after_s == 7.0
+    assert outcome_of_status(503, {"Date": "later", "Retry-After": "3"}, "x").retry_after_s == 3.0

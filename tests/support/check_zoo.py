@@ -1,0 +1,299 @@
+"""Trainer classes with one fault each, for the tests of ``genlight check``; loaded by import path."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from genlight.adapter.contract.types import StepResult
+
+CALLS = itertools.count()
+
+
+class Sound:
+    """Everything that the contract asks for: EMA, dropout, a counter, a generator of its own."""
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1)).to(ctx.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return SimpleNamespace(model=model, ema=copy.deepcopy(model), opt=optimizer, count=0)
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"], dtype=torch.float32), torch.tensor(raw["y"], dtype=torch.float32)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state.opt.zero_grad()
+        loss.backward()
+        state.opt.step()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+    def loss(self, batch, state):
+        return (state.model(batch[0]) - batch[1]).square().mean() * (1 + 0.1 * state.count)
+
+    def state_dict(self, state):
+        return {"count": state.count}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count = payload["count"]
+
+
+class GroupsOfParameters(Sound):
+    """Both groups of the optimizer hold the same pair of betas, and one list stands at two places."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        weights, biases = ([p for p in state.model.parameters() if p.dim() == dim] for dim in (2, 1))
+        state.opt = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
+        state.losses = [1.0]
+        return state
+
+    def state_dict(self, state):
+        return {"count": state.count, "opt": state.opt.state_dict(), "losses": [state.losses, state.losses]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count = payload["count"]
+        state.opt.load_state_dict(payload["opt"])
+        state.losses = payload["losses"][0]
+
+
+class SparseGraph(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.visits = torch.zeros(3).to_sparse()
+        return state
+
+    def loss(self, batch, state):
+        state.visits = state.visits + torch.tensor([1.0, 0.0, 2.0]).to_sparse()
+        return super().loss(batch, state)
+
+    def state_dict(self, state):
+        return {"count": state.count, "visits": state.visits}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count, state.visits = payload["count"], payload["visits"]
+
+
+class BiasBeforeBatchNorm(Sound):
+    """The gradient of the bias is nothing but rounding, which Adam makes a whole step of."""
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        return SimpleNamespace(model=model, opt=torch.optim.Adam(model.parameters(), lr=0.01), count=0)
+
+
+class Lazy(Sound):
+    def configure(self, ctx):
+        model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
+        return SimpleNamespace(model=model, opt=torch.optim.SGD(model.parameters(), lr=0.01), count=0)
+
+
+class OddTypes(Sound):
+    """What torch compares neither as it is nor at all."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.odd = [torch.ones(2, dtype=torch.complex32), torch.tensor([1j]).conj(), torch.empty(0, 2)]
+        return state
+
+    def state_dict(self, state):
+        return {"count": state.count, "odd": state.odd}
+
+    def load_state_dict(self, state, payload, ctx):
+        state.count, state.odd = payload["count"], payload["odd"]
+
+
+class ForgetsALongHistory(Sound):
+    """Longer than what is searched for modules."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.history = list(range(20_000))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        state.history[-1] += 1
+        return super().train_step(batch, state, ctx)
+
+    def state_dict(self, state):
+        return {"count": state.count, "history": state.history}
+
+
+class WithoutDropout(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model[1] = nn.Identity()
+        return state
+
+
+class ArrowRows(WithoutDropout):
+    def prepare_batch(self, raw, state, ctx):
+        return super().prepare_batch(raw.to_pydict(), state, ctx)
+
+
+class ByGradient(WithoutDropout):
+    """Adam would hide a gradient that is a multiple of what it should be."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.SGD(state.model.parameters(), lr=0.01)
+        return state
+
+
+class SumLoss(ByGradient):
+    def loss(self, batch, state):
+        return (state.model(batch[0]) - batch[1]).square().sum()
+
+
+class Forgetful(Sound):
+    """Does not save its counter."""
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
+
+
+class WrittenNotRead(Sound):
+    """Saves its counter and does not take it back."""
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
+
+
+class HiddenState(Sound):
+    """Keeps a counter where nobody looks."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        hidden = itertools.count(1)
+        state.model[0].register_forward_pre_hook(lambda m, x: (x[0] + 0.01 * next(hidden),))
+        return state
+
+
+class Unseeded(Sound):
+    def setup(self, ctx):
+        torch.manual_seed(next(CALLS))
+
+
+class Unstorable(Sound):
+    def state_dict(self, state):
+        return {"items": [1, (i for i in range(3))]}
+
+
+class HardCoded(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model.to("cuda:0")
+        return state
+
+
+class Overflowing(Sound):
+    """fp32 holds what bf16's eight bits of mantissa lose."""
+
+    def loss(self, batch, state):
+        out = state.model(batch[0])
+        # 1 where out was computed in fp32, and a division by nothing where in bf16
+        exact = (out.float() - out.float().bfloat16().float()).abs().max()
+        return (out - batch[1]).square().mean() * (exact / exact)
+
+
+class RankDependent(ByGradient):
+    def loss(self, batch, state):
+        return super().loss(batch, state) * (1 + self.world_size)
+
+    def configure(self, ctx):
+        self.world_size = ctx.world_size
+        return super().configure(ctx)
+
+
+class Drifting(WithoutDropout):
+    def configure(self, ctx):
+        self.rank = ctx.rank
+        return super().configure(ctx)
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            state.model[0].bias.add_(0.01 * self.rank)
+        return result
+
+
+class FailingOnOneRank(WithoutDropout):
+    def train_step(self, batch, state, ctx):
+        if ctx.rank == 1:
+            raise ValueError("no rows on this rank")
+        return super().train_step(batch, state, ctx)
+
+
+class WrongSignature(Sound):
+    def load_state_dict(self, state, payload):
+        pass
+
+
+class Raising(Sound):
+    def loss(self, batch, state):
+        raise ArithmeticError("mine")
+
+
+class ForgottenHead(WithoutDropout):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.Adam(state.model[0].parameters())
+        return state
+
+
+class Late(WithoutDropout):
+    def train_step(self, batch, state, ctx):
+        state.late = nn.Linear(1, 1)
+        return super().train_step(batch, state, ctx)
+
+
+class WithoutTorch:
+    def setup(self, ctx):
+        pass
+
+    def configure(self, ctx):
+        return {"seen": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["seen"] += len(batch["x"])
+        return StepResult({"seen": state["seen"]})
+
+    def state_dict(self, state):
+        return dict(state)
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+
+
+HIDDEN = {}
+
+
+class Hidden(WithoutDropout):
+    """Keeps its model and its optimizer in a variable of the module, where nobody finds them."""
+
+    def configure(self, ctx):
+        HIDDEN["state"] = super().configure(ctx)
+        return {}
+
+    def train_step(self, batch, state, ctx):
+        return super().train_step(batch, HIDDEN["state"], ctx)
+
+    def state_dict(self, state):
+        return {"model": HIDDEN["state"].model.state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        HIDDEN["state"].model.load_state_dict(payload["model"])

@@ -1,0 +1,357 @@
+"""Ranks of sharded and other runs that save checkpoints together; started once by ``test_sharded_checkpoints.py``.
+
+Reads phases from its first argument (a JSON file): each forks its ranks, which know each other by a file, do a list of
+jobs in order, and leave what each gave in ``<folder>/<phase>-rank<rank>.pt``. A forked rank has imported everything.
+"""
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from two_ranks import Ranks
+
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.module.module import ContractModule
+from genlight.callbacks.checkpoint import Checkpoint, checkpoint_io, newest_valid
+from genlight.callbacks.checkpoint.sharded import rank_channel as rank_groups
+from genlight.callbacks.checkpoint.sharded import read as slice_reading
+
+WIDTH = 300
+
+
+def network():
+    """Odd sizes, one row, tied weights, a buffer: what is awkward to cut."""
+    first, second = torch.nn.Linear(8, WIDTH + 1), torch.nn.Linear(WIDTH + 1, 1)
+    return torch.nn.Sequential(first, torch.nn.BatchNorm1d(WIDTH + 1), torch.nn.Dropout(0.5), second)
+
+
+class Toy:
+    """A trainer class that knows nothing of sharding; draws its data and its dropout from each rank's own generator."""
+
+    looks_alone = False
+
+    def setup(self, ctx):
+        self.rank = ctx.rank
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        state = {"model": network(), "ema": network(), "step": 0}
+        state["ema"].requires_grad_(False)
+        state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=0.01)
+        torch.manual_seed(1 + self.rank)
+        return state
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.randn(6, 8)
+
+    def train_step(self, batch, state, ctx):
+        loss = state["model"](batch).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for mine, theirs in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        state["step"] += 1
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        weights = state["model"].state_dict()
+        if self.looks_alone and self.rank == 0:
+            float(weights["0.weight"].sum())
+        if self.looks_alone == "only":
+            return {}
+        return {
+            "model": weights,
+            "half": {name: value.detach().cpu().half() for name, value in weights.items()},
+            "ema": state["ema"].state_dict(),
+            "optimizer": state["optimizer"].state_dict(),
+            "total": float(weights["3.weight"].sum()),
+            "step": state["step"],
+        }
+
+    def load_state_dict(self, state, payload, ctx):
+        state["model"].load_state_dict(payload["model"])
+        state["ema"].load_state_dict(payload["ema"])
+        state["optimizer"].load_state_dict(payload["optimizer"])
+        state["step"] = payload["step"]
+        assert abs(float(payload["model"]["3.weight"].sum()) - payload["total"]) < 1e-6
+        assert torch.equal(payload["half"]["0.weight"] + 0, payload["model"]["0.weight"].half())
+
+    def save_checkpoint(self, *, state, step, output_dir, final, ctx):
+        weight = state["model"].state_dict()["0.weight"]
+        (output_dir / "weight.json").write_text(json.dumps(weight.tolist()))
+        return {"primary_path": output_dir / "weight.json"}
+
+    def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
+        assert json.loads((checkpoint_dir / "weight.json").read_text()) == payload["model"]["0.weight"].tolist()
+
+
+class Net(pl.LightningModule):
+    """A LightningModule that shards itself, as Lightning's documents show."""
+
+    def __init__(self, layout="sharded"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layout = layout
+        self.body = (
+            network()
+            if layout != "parallel"
+            else torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        )
+
+    def configure_model(self):
+        torch.manual_seed(1 + self.global_rank)
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
+            return
+        if self.layout == "parallel":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.body, self.device_mesh["tensor_parallel"], plan)
+        is_replicated = self.layout == "replicated" and self.device_mesh.size() > 1
+        fully_shard(self.body, mesh=self.device_mesh if is_replicated else self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        if self.layout == "parallel":
+            torch.manual_seed(self.global_step)  # Ranks that share a model in tensor parallel need the same rows.
+        return self.body(torch.randn(6, 8)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Act(pl.Callback):
+    """Does to a run what its job says, after a step."""
+
+    def __init__(self, job, checkpoint):
+        self.job, self.checkpoint = job, checkpoint
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        step = trainer.global_step
+        if step == self.job.get("save_at") or batch_idx == self.job.get("save_after_batch"):
+            self.checkpoint.save(trainer, pl_module, wait=True)
+            raise Interrupted
+        if step in (self.job.get("kill_at"), self.job.get("fail_at")):
+            self.checkpoint.wait(trainer)  # For the one before, so that the next one is hit.
+        if step == self.job.get("kill_at") and trainer.global_rank == self.job["kill_rank"]:
+            kill_in_the_middle_of_a_part()
+        if step == self.job.get("fail_at") and trainer.global_rank == self.job["fail_rank"]:
+            find_the_disk_full_once()
+
+
+def kill_in_the_middle_of_a_part():
+    """Die by SIGKILL in the thread that writes, with half of the bytes of a slice in the file."""
+    write = os.writev
+
+    def half(descriptor, buffers):
+        write(descriptor, [buffers[0][: len(buffers[0]) // 2]])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.writev = half
+
+
+def find_the_disk_full_once():
+    write = os.writev
+
+    def full(descriptor, buffers):
+        os.writev = write
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.writev = full
+
+
+class Counters:
+    """Bytes that this rank gathered, copied and read since the last look."""
+
+    def __init__(self):
+        self.gathered = self.copied = self.read = 0
+        gather, read, copy = DTensor.full_tensor, os.preadv, checkpoint_io.HostBuffer.copy
+
+        def full_tensor(tensor, **options):
+            self.gathered += tensor.numel() * tensor.element_size()
+            return gather(tensor, **options)
+
+        def preadv(descriptor, buffers, offset):
+            count = read(descriptor, buffers, offset)
+            self.read += count
+            return count
+
+        def counted_copy(buffer, entries):
+            self.copied += sum(entry.nbytes for entry in entries)
+            return copy(buffer, entries)
+
+        DTensor.full_tensor = full_tensor
+        slice_reading.os = _OsWith(preadv)
+        checkpoint_io.HostBuffer.copy = counted_copy
+
+    def take(self):
+        taken = {"gathered": self.gathered, "copied": self.copied, "read": self.read}
+        self.gathered = self.copied = self.read = 0
+        return taken
+
+
+class _OsWith:
+    """The module ``os`` with one function watched."""
+
+    def __init__(self, preadv):
+        self.preadv = preadv
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+class EqualBatches(list):
+    """Of which it makes no difference where a resumed run begins."""
+
+    begins_anew = True
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def strategy_of(name, rank, world_size):
+    environment = Ranks(rank, world_size)
+    if name == "single":
+        return "auto"
+    if name == "ddp":
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    tensor = 2 if name == "fsdp in pairs" else 1
+    strategy = ModelParallelStrategy(world_size // tensor, tensor, process_group_backend="gloo")
+    strategy.cluster_environment = environment
+    return strategy
+
+
+def run(job, rank, world_size, counters):
+    messages = Messages()
+    logging.getLogger("genlight").addHandler(messages)
+    checkpoint = Checkpoint(
+        job["directory"],
+        every_n_steps=job.get("every", 0),
+        save_final=job.get("final", False),
+        asynchronous=job.get("asynchronous", True),
+        on_error=job.get("on_error", "stop"),
+    )
+    trainer = pl.Trainer(
+        strategy=strategy_of(job["strategy"], rank, world_size),
+        accelerator="cpu",
+        devices=1 if job["strategy"] == "single" else world_size,
+        max_steps=job["steps"],
+        callbacks=[Act(job, checkpoint), checkpoint],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=job.get("accumulate", 1),
+    )
+    if job["kind"] == "contract":
+        toy = Toy()
+        toy.looks_alone = job.get("looks_alone", False)
+        module = ContractModule(toy, TrainingJobSpec(run_id="sharded", max_steps=job["steps"], metric_every=0))
+    else:
+        module = Net(job["kind"])
+    resume_from = newest_valid(job["directory"])[0].path if job.get("resume") else None
+    counters.take()
+    result = {"problem": "", "steps": 0}
+    try:
+        with contextlib.suppress(Interrupted):
+            trainer.fit(module, EqualBatches([0] * 20), ckpt_path=resume_from)
+    except Exception as error:
+        result["problem"] = f"{type(error).__name__}: {error}"
+        if job.get("trace"):
+            traceback.print_exc()
+    result |= {"steps": trainer.global_step, "messages": messages.texts, **counters.take()}
+    logging.getLogger("genlight").removeHandler(messages)
+    if not result["problem"]:
+        result["weights"] = weights_of(module)
+        if rank and job["kind"] != "contract":
+            # What is not sharded is saved by rank zero, and nobody makes these statistics equal.
+            result["weights"] = {name: t for name, t in result["weights"].items() if "running" not in name}
+        result["moments"] = moments_of(trainer.optimizers[0])
+        result["held"] = held_by(module, trainer.optimizers[0])
+    return result
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(module):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: whole(tensor) for name, tensor in named}
+
+
+def moments_of(optimizer):
+    entries = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    return {f"{i}.{name}": whole(value) for i, entry in enumerate(entries) for name, value in sorted(entry.items())}
+
+
+def held_by(module, optimizer):
+    """Bytes of this rank's slices of weights and moments."""
+    tensors = [*module.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())]
+    return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
+
+
+def rank_main(rank, phase, folder):
+    if any("looks_alone" in job for job in phase["jobs"]):  # until the other one is given up
+        rank_groups.MEETING_WAIT = datetime.timedelta(seconds=20)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    store = f"file://{folder}/{phase['name']}-store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=phase["world_size"])
+    counters = Counters()
+    results = {job["key"]: run(job, rank, phase["world_size"], counters) for job in phase["jobs"]}
+    torch.save(results, folder / f"{phase['name']}-rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def fork(rank, phase, folder):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        rank_main(rank, phase, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main(file):
+    folder = file.parent
+    for phase in json.loads(file.read_text()):
+        ranks = [fork(rank, phase, folder) for rank in range(phase["world_size"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        left = {job["key"]: sorted(os.listdir(job["directory"])) for job in phase["jobs"] if "kill_at" in job}
+        print(json.dumps({"phase": phase["name"], "codes": codes, "left": left}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

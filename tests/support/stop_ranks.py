@@ -1,0 +1,116 @@
+"""One rank of the stop test; started once per rank: ``stop_ranks.py RANK WORLD_SIZE FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+
+from genlight.adapter import ContractModule, StepResult
+from genlight.adapter.contract.exceptions import TrainingCanceled
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import StopRequests
+from genlight.callbacks.stop.signals import StopSignals
+
+RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+
+
+class Environment(LightningEnvironment):
+    creates_processes_externally = True
+
+    def local_rank(self):
+        return RANK
+
+    def global_rank(self):
+        return RANK
+
+    def world_size(self):
+        return WORLD_SIZE
+
+    def set_world_size(self, size): ...
+
+
+class Told(StopRequests):
+    """Rank 1 alone is told, while it trains its third step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if RANK == 1 and batch_idx == 2:
+            self.signals.reason = "preempted"
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class Fails(StopRequests):
+    """Rank 1 fails in its third step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if RANK == 1 and batch_idx == 2:
+            raise ValueError("rank 1 broke")
+
+
+class Mine:
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(2, 1)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw_batch, state, ctx):
+        return raw_batch
+
+    def train_step(self, batch, state, ctx):
+        loss = state["model"](torch.ones(1, 2)).sum()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+def train(module, data, stop):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo"),
+        max_steps=50,
+        callbacks=[stop],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    try:
+        trainer.fit(module, data)
+    except TrainingCanceled as error:
+        return f"{error.reason} after {trainer.global_step}"
+    return f"completed {trainer.global_step}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{FOLDER}/rendezvous", rank=RANK, world_size=WORLD_SIZE
+    )
+    signals = StopSignals()
+    signals.reason = "canceled" if RANK == 1 else None
+    outcomes = [
+        train(ContractModule(Mine()), BatchStream(range(50)), Told()) + " contract",
+        train(BoringModel(), None, Told()) + " plain",
+        train(ContractModule(Mine()), BatchStream(range(50)), StopRequests(signals=signals)) + " before",
+    ]
+    (FOLDER / f"rank{RANK}").write_text(", ".join(outcomes))
+    try:
+        train(ContractModule(Mine()), BatchStream(range(50)), Fails())
+    except Exception as error:
+        (FOLDER / f"failed{RANK}").write_text(str(error))
+        os._exit(3)

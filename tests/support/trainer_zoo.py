@@ -1,0 +1,1026 @@
+"""Trainer classes of every shape, and how to run them: alone in plain torch, and as ranks under genlight.
+
+Not a test module: the strategy tests load it by path, and start it as a script once per rank
+(``trainer_zoo.py RANK WORLD_SIZE FOLDER JOBS``).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from genlight.adapter.contract.types import StepContext, StepResult, TrainingJobSpec
+
+STEPS = 4
+ROWS = 8  # a step, over all ranks
+
+
+def rows(step: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(ROWS, 6, generator=g)
+    return {"x": x, "y": x.sum(1, keepdim=True).tanh(), "kind": (torch.arange(ROWS) >= ROWS // 2).long()}
+
+
+def share(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    n = ROWS // world_size
+    return {k: v[rank * n : (rank + 1) * n] for k, v in batch.items()}
+
+
+class Shares:
+    """A loader of one rank's share of every batch; a list would be taken for several loaders."""
+
+    def __init__(self, rank: int, world_size: int, steps: int, first: int = 0) -> None:
+        self.batches = [share(rows(step), rank, world_size) for step in range(first, steps)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def mlp(inputs: int = 6, outputs: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 12), nn.Tanh(), nn.Linear(12, outputs))
+
+
+class Base:
+    """Adam on a small network; the state is a dict."""
+
+    def setup(self, ctx: StepContext) -> None:
+        torch.manual_seed(ctx.rank)  # so that ranks begin with other weights, as a careless class would
+
+    def configure(self, ctx: StepContext) -> Any:
+        model = mlp().to(ctx.device)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
+        return {k: v.to(ctx.device) for k, v in raw.items()}
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
+        pass
+
+
+class Momentum(Base):
+    def configure(self, ctx):
+        model = mlp()
+        return SimpleNamespace(net=model, opt=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state.net(batch["x"]), batch["y"])
+        state.opt.zero_grad()
+        torch.autograd.backward([loss])
+        state.opt.step()
+        return StepResult({"loss": loss.detach()})
+
+
+class Gan(Base):
+    """Two optimizers in turn; the generator's step leaves gradients in the discriminator."""
+
+    def configure(self, ctx):
+        g, d = mlp(6, 6), mlp(6, 1)
+        return {
+            "nets": {"generator": g, "discriminator": d},
+            "opts": [torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)],
+        }
+
+    def train_step(self, batch, state, ctx):
+        g, d = state["nets"].values()
+        opt_g, opt_d = state["opts"]
+        fake = g(batch["x"])
+        opt_d.zero_grad()
+        (d(fake.detach()).square().mean() + (d(batch["x"]) - 1).square().mean()).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        loss = (d(fake) - 1).square().mean()
+        loss.backward()
+        opt_g.step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ToggledGan(Gan):
+    """As many write it: the discriminator is frozen while the generator trains."""
+
+    def train_step(self, batch, state, ctx):
+        d = state["nets"]["discriminator"]
+        d.requires_grad_(True)
+        fake = state["nets"]["generator"](batch["x"])
+        state["opts"][1].zero_grad()
+        (d(fake.detach()).square().mean() + (d(batch["x"]) - 1).square().mean()).backward()
+        state["opts"][1].step()
+        d.requires_grad_(False)
+        state["opts"][0].zero_grad()
+        loss = (d(fake) - 1).square().mean()
+        loss.backward()
+        state["opts"][0].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class Accumulating(Base):
+    """Several backward calls, one update, clipped."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        parts = list(zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True))
+        for x, y in parts:
+            loss = mse_loss(state["model"](x), y) / len(parts)
+            loss.backward()
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class CompiledAccumulating(Accumulating):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "model": torch.compile(state["model"], backend="eager")}
+
+
+class LookingInBetween(Base):
+    """Two backward calls, and what is read after the first has a say in the second."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["optimizer"].zero_grad()
+        mse_loss(model(batch["x"]), batch["y"]).backward()
+        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        (0.1 * model(batch["x"]).abs().mean() / (1 + norm)).backward()
+        state["optimizer"].step()
+        return StepResult({"norm": norm})
+
+
+class AsManyCallsAsItLikes(Base):
+    """The number of backward calls depends on the rows, so ranks differ in it."""
+
+    def train_step(self, batch, state, ctx):
+        size = 1 if batch["kind"][0] == 1 else 4
+        state["optimizer"].zero_grad()
+        for x, y in zip(batch["x"].split(size), batch["y"].split(size), strict=True):
+            ((state["model"](x) - y).square().sum() / len(batch["x"])).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class EverySecondStep(Base):
+    """One update for two train_steps."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        (mse_loss(state["model"](batch["x"]), batch["y"]) / 2).backward()
+        state["calls"] += 1
+        if state["calls"] % 2 == 0:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        return StepResult({})
+
+
+class RetainedGraph(Base):
+    def train_step(self, batch, state, ctx):
+        out = state["model"](batch["x"])
+        state["optimizer"].zero_grad()
+        mse_loss(out, batch["y"]).backward(retain_graph=True)
+        (0.1 * out.abs().mean()).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Penalty(Base):
+    """A gradient penalty by torch.autograd.grad."""
+
+    def train_step(self, batch, state, ctx):
+        x = batch["x"].clone().requires_grad_()
+        out = state["model"](x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = mse_loss(out, batch["y"]) + (grad.norm(dim=1) - 1).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class WritesGradients(Base):
+    """No backward at all: torch.autograd.grad, and gradients written by hand."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = grad
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class FunctionalGradients(Base):
+    """The same by torch.func."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+
+        def loss(parameters):
+            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class GradientsOfBothKinds(Base):
+    """A backward call, and something added to its gradients by hand."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["optimizer"].zero_grad()
+        mse_loss(model(batch["x"]), batch["y"]).backward()
+        extra = torch.autograd.grad(0.1 * model(batch["x"]).abs().mean(), model[2].weight)[0]
+        model[2].weight.grad = model[2].weight.grad + extra
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Lbfgs(Base):
+    """Five iterations, for twenty make a rounding error of two half batches 1e-5 in plain torch, too."""
+
+    def configure(self, ctx):
+        model = mlp().double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        return {"model": model, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = mse_loss(state["model"](batch["x"].double()), batch["y"].double())
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class AdamClosure(Base):
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = mse_loss(state["model"](batch["x"]), batch["y"])
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class ClippedByNorm(Base):
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach(), "grad_norm": norm})
+
+
+class ClippedByValue(Base):
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_(state["model"].parameters(), 0.01)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ClampedInside(Base):
+    """Hooks of an activation and of a module change gradients inside of the graph, by what they are a row."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        first, act, _ = state["model"]
+        first.register_forward_hook(lambda _, entering, out: self.hook(out))
+        act.register_full_backward_hook(lambda _, entering, leaving: (self.clamped(entering[0], 0.2),))
+        return state
+
+    def hook(self, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.clamped(gradient, 0.1))
+
+    def clamped(self, gradient: torch.Tensor, limit: float) -> torch.Tensor:
+        return gradient.clamp(-limit / len(gradient), limit / len(gradient))
+
+
+class Scheduled(Base):
+    """A learning rate that changes with every step, and weight decay."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["scheduler"].step()
+        return result
+
+
+class Frozen(Base):
+    """Half of the network is frozen, and a teacher has no optimizer at all."""
+
+    def configure(self, ctx):
+        model, teacher = mlp(), mlp().requires_grad_(False).eval()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return {"model": model, "teacher": teacher, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        return super().train_step({**batch, "y": state["teacher"](batch["x"])}, state, ctx)
+
+
+class Adapted(Base):
+    """A frozen base with low-rank adapters; the trained parameters stand in a list of the trainer's."""
+
+    class LowRank(nn.Module):
+        def __init__(self, base: nn.Linear):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def configure(self, ctx):
+        model = mlp()
+        model[0], model[2] = self.LowRank(model[0]), self.LowRank(model[2])
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "optimizer": torch.optim.AdamW(self.trained, lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trained, 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class Factored(Base):
+    """An optimizer that looks at whole rows and columns."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.01)}
+
+
+class WithEma(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
+                average.lerp_(p, 0.1)
+        return result
+
+
+class Tied(Base):
+    """One matrix is the first layer and, transposed, the last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Linear(6, 12, bias=False)
+            self.decode = nn.Linear(12, 6, bias=False)
+            self.again = nn.Linear(6, 12, bias=False)
+            self.again.weight = self.encode.weight
+
+        def forward(self, x):
+            return self.again(self.decode(self.encode(x).tanh())).sum(1, keepdim=True)
+
+    def configure(self, ctx):
+        model = self.Net()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+
+class Compiled(Base):
+    def configure(self, ctx):
+        model = mlp()
+        compiled = torch.compile(model, backend="eager")
+        return {"model": compiled, "optimizer": torch.optim.Adam(compiled.parameters(), lr=0.01)}
+
+
+class Checkpointed(Base):
+    """Activation checkpointing, of both kinds; the reentrant kind calls backward inside of backward."""
+
+    def train_step(self, batch, state, ctx):
+        first, act, last = state["model"]
+        x = batch["x"].clone().requires_grad_()
+        hidden = checkpoint(lambda x: act(first(x)), x, use_reentrant=True)
+        out = checkpoint(last, hidden, use_reentrant=False)
+        loss = mse_loss(out, batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class OnTrainer(Base):
+    """Everything on the trainer, no state."""
+
+    def configure(self, ctx):
+        self.net = mlp()
+        self.heads = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        parameters = [p for m in (self.net, *self.heads) for p in m.parameters()]
+        self.opt = torch.optim.Adam(parameters, lr=0.01)
+
+    def train_step(self, batch, state, ctx):
+        out = sum(head(self.net(batch["x"])) for head in self.heads)
+        loss = mse_loss(out, batch["y"])
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        return StepResult({})
+
+
+class EvaluatingInside(Base):
+    def train_step(self, batch, state, ctx):
+        state["model"].eval()
+        with torch.no_grad():
+            target = state["model"](batch["x"]) * 0.5 + batch["y"] * 0.5
+        state["model"].train()
+        return super().train_step({**batch, "y": target}, state, ctx)
+
+
+@dataclass
+class SacState:
+    actor: nn.Module
+    log_alpha: torch.Tensor
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+
+
+class LooseTensor(Base):
+    """A dataclass state with a trained tensor that belongs to no module."""
+
+    def configure(self, ctx):
+        actor, log_alpha = mlp(), torch.zeros(1, requires_grad=True)
+        optimizers = {"actor": torch.optim.Adam(actor.parameters(), 0.01), "alpha": torch.optim.Adam([log_alpha], 0.1)}
+        return SacState(actor, log_alpha, optimizers)
+
+    def train_step(self, batch, state, ctx):
+        out = state.actor(batch["x"])
+        loss = mse_loss(out, batch["y"]) * state.log_alpha.exp() - 0.1 * state.log_alpha
+        for optimizer in state.optimizers.values():
+            optimizer.zero_grad()
+        loss.sum().backward()
+        for optimizer in state.optimizers.values():
+            optimizer.step()
+        return StepResult({})
+
+
+class UpdatesByHand(Base):
+    """No optimizer: weights and a loose tensor, changed by their gradients."""
+
+    def configure(self, ctx):
+        return {"model": mlp(), "scale": torch.full((1,), 1.0 + ctx.rank, requires_grad=True)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]) * state["scale"], batch["y"])
+        state["model"].zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in (*state["model"].parameters(), state["scale"]):
+                p -= 0.1 * p.grad
+            state["scale"].grad = None
+        return StepResult({"loss": loss.detach()})
+
+
+class UpdatesByHandFromAutograd(Base):
+    """No optimizer, and no gradient in ``.grad``."""
+
+    def configure(self, ctx):
+        return {"model": mlp()}
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.data.sub_(grad, alpha=0.1)
+        return StepResult({"loss": loss.detach()})
+
+
+class InClosures(Base):
+    """Only functions in the state."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step(batch):
+            loss = mse_loss(model(batch["x"]), batch["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return {"step": step, "weights": lambda: {"model": model}}
+
+    def train_step(self, batch, state, ctx):
+        return StepResult({"loss": state["step"](batch)})
+
+
+class HiddenForOneStep(Base):
+    """A latent is fitted anew in every step, by an optimizer that does not outlive it."""
+
+    def train_step(self, batch, state, ctx):
+        latent = torch.zeros_like(batch["y"], requires_grad=True)
+        inner = torch.optim.SGD([latent], lr=1.0)
+        ((latent - batch["y"]).square().sum() / 4).backward()
+        inner.step()
+        return super().train_step({**batch, "y": latent.detach()}, state, ctx)
+
+
+class UnusedOnOneRank(Base):
+    """Each kind of row has its own head, a rank sees one kind only, and a third head is never used."""
+
+    def configure(self, ctx):
+        model = nn.ModuleDict({"trunk": mlp(6, 4), "a": nn.Linear(4, 1), "b": nn.Linear(4, 1), "c": nn.Linear(4, 1)})
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)}
+
+    def train_step(self, batch, state, ctx):
+        features = state["model"]["trunk"](batch["x"])
+        loss = 0.0
+        for kind, head in enumerate("ab"):
+            mine = batch["kind"] == kind
+            if mine.any():
+                error = state["model"][head](features[mine]) - batch["y"][mine]
+                loss = loss + error.square().sum() / len(batch["x"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class SparseEmbedding(Base):
+    def configure(self, ctx):
+        model = nn.Embedding(4, 3, sparse=True)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["kind"]).sum(1, keepdim=True), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class OwnAutocast(Base):
+    def train_step(self, batch, state, ctx):
+        device = torch.device(ctx.device).type
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = state["model"](batch["x"])
+        loss = mse_loss(out.float(), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class OwnScaler(Base):
+    """Wrote mixed precision itself, as the torch documentation has it."""
+
+    def configure(self, ctx):
+        device = torch.device(ctx.device).type
+        return {**super().configure(ctx), "scaler": torch.amp.GradScaler(device, init_scale=1024.0)}
+
+    def train_step(self, batch, state, ctx):
+        scaler = state["scaler"]
+        with torch.autocast(torch.device(ctx.device).type, dtype=torch.float16):
+            out = state["model"](batch["x"])
+        loss = mse_loss(out.float(), batch["y"])
+        state["optimizer"].zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(state["optimizer"])
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        scaler.step(state["optimizer"])
+        scaler.update()
+        return StepResult({})
+
+
+class Untrainable(Base):
+    """A module that nobody trains, and no optimizer."""
+
+    def configure(self, ctx):
+        return {"model": mlp().requires_grad_(False), "seen": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["seen"] += len(batch["x"])
+        return StepResult({"seen": state["seen"]})
+
+
+class WithoutTorch(Base):
+    def configure(self, ctx):
+        return {"weights": [0.0]}
+
+    def train_step(self, batch, state, ctx):
+        state["weights"][0] += 1.0
+        return StepResult({"weight": state["weights"][0]})
+
+
+class Normalized(Base):
+    """BatchNorm: each rank's statistics are its own until the end of the step."""
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+
+
+class OwnDdp(Base):
+    """Wraps its module itself where there are ranks."""
+
+    def configure(self, ctx):
+        import torch.distributed as dist
+
+        state = super().configure(ctx)
+        self.call = state["model"].__call__
+        if ctx.world_size > 1 and dist.is_initialized():
+            self.call = nn.parallel.DistributedDataParallel(state["model"]).__call__
+        return state
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(self.call(batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class WarmOptimizer(Base):
+    """The optimizer has taken a step before training begins."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(7)
+        state["model"].load_state_dict(mlp().state_dict())
+        self.train_step(rows(99), state, ctx)
+        return state
+
+
+class SavingAndLoading(Base):
+    """Writes its state down in the middle, loses it, and takes it back."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["calls"] += 1
+        if state["calls"] == 2:
+            saved = {k: copy.deepcopy(state[k].state_dict()) for k in ("model", "optimizer")}
+            moments = [v for entry in saved["optimizer"]["state"].values() for v in entry.values()]
+            for tensor in (*saved["model"].values(), *moments):
+                assert type(tensor) is torch.Tensor, "a trainer sees whole tensors"
+            assert [tuple(t.shape) for t in saved["model"].values()] == [(12, 6), (12,), (1, 12), (1,)]
+            with torch.no_grad():
+                for p in state["model"].parameters():
+                    p.zero_()
+            for entry in state["optimizer"].state.values():
+                entry["exp_avg"].zero_()
+            state["model"].load_state_dict(saved["model"])
+            state["optimizer"].load_state_dict(saved["optimizer"])
+        return result
+
+
+class OverflowOnOneRank(Base):
+    """The second half of the rows overflows in the second step."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        error = (state["model"](batch["x"]).float() - batch["y"]).square().squeeze(1)
+        if state["calls"] == 2:
+            error = error * torch.where(batch["kind"] == 1, torch.inf, 1.0)
+        state["optimizer"].zero_grad()
+        error.mean().backward()
+        self.clip(state["model"])
+        state["optimizer"].step()
+        return StepResult({})
+
+    def clip(self, model: nn.Module) -> None:
+        pass
+
+
+class OverflowThatClippingHides(OverflowOnOneRank):
+    def clip(self, model):
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+ZOO = {
+    cls.__name__: cls
+    for cls in (
+        Base,
+        Momentum,
+        Gan,
+        ToggledGan,
+        Accumulating,
+        CompiledAccumulating,
+        LookingInBetween,
+        AsManyCallsAsItLikes,
+        EverySecondStep,
+        RetainedGraph,
+        Penalty,
+        WritesGradients,
+        FunctionalGradients,
+        GradientsOfBothKinds,
+        Lbfgs,
+        AdamClosure,
+        ClippedByNorm,
+        ClippedByValue,
+        ClampedInside,
+        Scheduled,
+        Frozen,
+        Adapted,
+        Factored,
+        WithEma,
+        Tied,
+        Compiled,
+        Checkpointed,
+        OnTrainer,
+        EvaluatingInside,
+        LooseTensor,
+        UpdatesByHand,
+        UpdatesByHandFromAutograd,
+        InClosures,
+        HiddenForOneStep,
+        UnusedOnOneRank,
+        SparseEmbedding,
+        OwnAutocast,
+        OwnScaler,
+        Untrainable,
+        WithoutTorch,
+        Normalized,
+        WarmOptimizer,
+        SavingAndLoading,
+        OwnDdp,
+    )
+}
+
+
+class LookingOnOneRank(Base):
+    """Reads a gradient between two backward calls on one rank alone."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+        if ctx.rank == 1:
+            float(state["model"][0].weight.grad.norm())
+        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+HIDDEN: dict[str, Any] = {}
+
+
+class Hidden(Base):
+    """Module and optimizer are nowhere on the trainer or in its state."""
+
+    def configure(self, ctx):
+        HIDDEN.update(super().configure(ctx))
+
+    def train_step(self, batch, state, ctx):
+        return super().train_step(batch, HIDDEN, ctx)
+
+
+class InThread(Base):
+    def train_step(self, batch, state, ctx):
+        results = []
+        worker = threading.Thread(target=lambda: results.append(Base.train_step(self, batch, state, ctx)))
+        worker.start()
+        worker.join()
+        return results[0]
+
+
+class InPrepareBatch(Base):
+    def prepare_batch(self, raw, state, ctx):
+        return super().train_step(super().prepare_batch(raw, state, ctx), state, ctx)
+
+    def train_step(self, batch, state, ctx):
+        return batch
+
+
+FAULTS = (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank, Hidden, InThread, InPrepareBatch)
+ZOO_OF_FAULTS = {cls.__name__: cls for cls in FAULTS}
+
+
+def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
+    return StepContext(job=TrainingJobSpec(run_id="plain", max_steps=STEPS), device=device, dtype=dtype)
+
+
+def plain_run(name: str, *, device: str = "cpu", steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """The class alone with torch: what its weights are after `steps` steps of whole batches."""
+    trainer, ctx = ZOO[name](), context(device)
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    for step in range(steps):
+        trainer.train_step(trainer.prepare_batch(rows(step), state, ctx), state, ctx)
+    return weights(state, trainer)
+
+
+def weights(state: Any, trainer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of the modules, by hand: not by the discovery that is under test."""
+    roots: dict[str, Any] = {}
+
+    def collect(path: str, value: Any) -> None:
+        if isinstance(value, nn.Module | torch.Tensor):
+            roots[path] = getattr(value, "_orig_mod", value)
+        elif isinstance(value, dict):
+            for k, v in value.items():
+                collect(f"{path}.{k}", v)
+        elif isinstance(value, list):
+            for i, v in enumerate(value):
+                collect(f"{path}.{i}", v)
+        elif isinstance(value, SimpleNamespace | SacState | Base):
+            collect(path, vars(value))
+        elif path == "state.weights":
+            collect("closures", value())
+
+    collect("state", state)
+    collect("trainer", trainer)
+    out = {}
+    for path, root in roots.items():
+        tensors = {"": root} if isinstance(root, torch.Tensor) else root.state_dict()
+        out |= {f"{path}.{k}": v.detach().cpu().clone() for k, v in tensors.items()}
+    return out
+
+
+def hosted_run(
+    name: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    steps: int = STEPS,
+    callbacks: Any = (),
+    policy: Any = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    **trainer_args: Any,
+):
+    """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
+    import lightning.pytorch as pl
+
+    from genlight.adapter.module.module import ContractModule
+
+    trainer_args = {"accelerator": "cpu", "devices": 1, **trainer_args}
+    trainer = pl.Trainer(
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **trainer_args,
+    )
+    module = ContractModule(
+        {**ZOO, **ZOO_OF_FAULTS}[name](),
+        TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
+        shard_policy=policy or "whole",
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found .* in eval mode")
+        warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
+        first = 2 if resume else 0
+        trainer.fit(module, Shares(rank, world_size, steps, first), ckpt_path=resume, weights_only=False)
+        if save:
+            trainer.save_checkpoint(save)
+    return module, trainer
+
+
+def ranks_environment(rank: int, world_size: int) -> Any:
+    """A cluster environment for ranks that are there already and know each other by a FileStore."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Environment(LightningEnvironment):
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+        def local_rank(self) -> int:
+            return rank
+
+        def global_rank(self) -> int:
+            return rank
+
+        def world_size(self) -> int:
+            return world_size
+
+        def set_world_size(self, size: int) -> None:
+            assert size == world_size
+
+    return Environment()
+
+
+def strategy_of(kind: str, rank: int, world_size: int) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    environment = ranks_environment(rank, world_size)
+    if kind == "ddp":
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
+    strategy.cluster_environment = environment
+    return strategy
+
+
+def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
+    """Trainer arguments; Lightning itself refuses 16-mixed on a CPU, its plugin does not."""
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+    if name == "16-mixed":
+        return {"plugins": MixedPrecision(name, device, torch.amp.GradScaler(device, init_scale=1024.0))}
+    if name == "bf16-mixed":
+        return {"plugins": MixedPrecision(name, device)}
+    return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in tensors.items()}
+
+
+def plain_ddp_run(name: str, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The class with torch's own DistributedDataParallel around its ``state["model"]``."""
+    trainer, ctx = ZOO[name](), context()
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
+    for batch in Shares(rank, world_size, STEPS):
+        trainer.train_step(batch, wrapped, ctx)
+    return weights(state, trainer)
+
+
+def rank_main(rank: int, world_size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
+    import logging
+
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results: dict[str, Any] = {}
+    for job in jobs:
+        try:
+            if job.get("strategy") == "torch's own":
+                results[job["key"]] = plain_ddp_run(job["name"], rank, world_size)
+                continue
+            arguments = {"rank": rank, "world_size": world_size, "devices": world_size}
+            arguments["policy"] = job.get("policy", "whole")
+
+            def run(job=job, arguments=arguments, **more: Any):
+                strategy = strategy_of(job.get("strategy", "ddp"), rank, world_size)
+                precision = precision_of(job.get("precision", "32-true"))
+                return hosted_run(job["name"], strategy=strategy, **precision, **arguments, **more)
+
+            resume = None
+            if job.get("interrupted"):
+                resume = folder / f"{job['key']}.ckpt"
+                run(steps=2, save=resume)
+            module, trainer = run(resume=resume)
+            assert trainer.global_step == STEPS
+            results[job["key"]] = whole(weights(module.contract_state, module.plugin))
+            if module._router is not None and module._router.scales:
+                results[job["key"]]["overflow_steps"] = torch.tensor(module._router.overflow_steps)
+        except Exception as error:
+            results[job["key"]] = f"{type(error).__name__}: {error}"
+            if job.get("trace"):
+                traceback.print_exc()
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))
