@@ -14,21 +14,19 @@ if TYPE_CHECKING:
     from .collate import to_torch
     from .data_module import ArrowDataModule
     from .ledger import Ledger, trained_rows
-    from .mock import IterableFeed, MockBatches
-    from .open_source import BatchFeed, as_feed
-    from .parquet_feeder import ParquetArrowBatchFeeder, build_feed
+    from .mock import MockBatches
+    from .parquet_feeder import ParquetArrowBatchFeeder
     from .sources import Source
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             ".arrow_feed": ("ArrowFeed",),
-            ".parquet_feeder": ("ParquetArrowBatchFeeder", "build_feed"),
+            ".parquet_feeder": ("ParquetArrowBatchFeeder",),
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
-            ".mock": ("IterableFeed", "MockBatches"),
+            ".mock": ("MockBatches",),
             ".ledger": ("Ledger", "trained_rows"),
-            ".open_source": ("BatchFeed", "as_feed"),
             ".sources": ("Source",),
         },
     )
@@ -36,14 +34,10 @@ else:
 __all__ = [
     "ArrowDataModule",
     "ArrowFeed",
-    "BatchFeed",
-    "IterableFeed",
     "Ledger",
     "MockBatches",
     "ParquetArrowBatchFeeder",
     "Source",
-    "as_feed",
-    "build_feed",
     "to_torch",
     "trained_rows",
 ]

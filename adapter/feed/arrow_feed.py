@@ -6,8 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
@@ -62,7 +63,7 @@ class ArrowFeed:
         readahead_bytes: Decoded bytes kept ready, beyond the chunk that is in use and the one being decoded.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
         collate: Called with each record batch, in the training thread; its result is handed out instead. ``torch`` is
-            `to_torch`.
+            `to_torch`, ``module:function`` is imported.
         workers: Processes that decode and collate, through a torch data loader; 0 does it in this process. Order and
             position are the same for any number.
         ledger: A folder where the rows of each step are written down; see `Ledger`.
@@ -90,7 +91,7 @@ class ArrowFeed:
         shuffle_window: int = 65_536,
         readahead_bytes: int = 256 << 20,
         filesystem: Any = None,
-        collate: Collate | Literal["torch"] | None = None,
+        collate: Collate | str | None = None,
         workers: int = 0,
         ledger: PathLike | None = None,
     ) -> None:
@@ -384,11 +385,25 @@ def _refuse_data_loader_workers() -> None:
         )
 
 
-def _collate(chosen: Collate | Literal["torch"] | None) -> Collate | None:
+def _collate(chosen: Collate | str | None) -> Collate | None:
     if chosen == "torch":
         from .collate import to_torch
 
         return to_torch
-    if chosen is not None and not callable(chosen):
-        raise TypeError(f"Invalid `collate`. Expected a callable, 'torch' or None, but received {chosen!r}.")
-    return chosen
+    found = _named(chosen) if isinstance(chosen, str) else chosen
+    if found is not None and not callable(found):
+        raise TypeError(
+            f"Invalid `collate`. Expected a callable, 'torch', 'module:function' or None, but received {chosen!r}."
+        )
+    return found
+
+
+def _named(path: str) -> Any:
+    """The function behind ``module:function``, or None where `path` names none."""
+    module, _, name = path.partition(":")
+    if not name:
+        return path
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from error

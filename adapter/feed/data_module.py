@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 from lightning.pytorch import LightningDataModule
@@ -35,7 +35,7 @@ class ArrowDataModule(LightningDataModule):
         readahead_bytes: Decoded bytes kept ready.
         val_paths: Files of the validation data, read in order; None means no validation.
         collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
-            dictionary of tensors, a callable its own result.
+            dictionary of tensors, a callable or ``module:function`` its own result.
         workers: Processes that decode and collate; 0 does it in this process.
     """
 
@@ -54,7 +54,7 @@ class ArrowDataModule(LightningDataModule):
         shuffle_window: int = 65_536,
         readahead_bytes: int = 256 << 20,
         val_paths: str | Sequence[str] | None = None,
-        collate: Callable[[pa.RecordBatch], Any] | Literal["torch"] | None = None,
+        collate: Callable[[pa.RecordBatch], Any] | str | None = None,
         workers: int = 0,
     ) -> None:
         super().__init__()

@@ -3,64 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from ..contract.exceptions import InputError
 from .files import DataFile, expand
-from .mock import IterableFeed, MockBatches
 from .parquet_source import ParquetSource
 from .sources import Source, TableSource, input_error
 
-__all__ = ["BatchFeed", "as_feed", "open_source"]
+__all__ = ["open_source"]
 
 _PATHS = (str, os.PathLike)
 _TABLES = (pa.Table, pa.RecordBatch)
 _IPC_SUFFIXES = (".arrow", ".ipc", ".feather")
-
-
-@runtime_checkable
-class BatchFeed(Protocol):
-    """What every feed of this package can do, and all that a loop needs of it."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """Seconds that the consumer has waited for batches so far."""
-        ...
-
-    def check(self) -> None:
-        """Raise `InputError` for what can be told before the first batch."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def iter_batches(self) -> Iterator[Any]:
-        """All batches from the position on."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out, as JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that position."""
-
-    def close(self) -> None:
-        """Stop reading."""
-
-
-def as_feed(batches: Any, *, rank: int = 0, world_size: int = 1) -> BatchFeed:
-    """A feed over ready-made batches: a feed as it is, a list as `MockBatches`, all else as `IterableFeed`.
-
-    Raises:
-        TypeError: `batches` is neither iterable nor has ``iter_batches()``.
-    """
-    if isinstance(batches, BatchFeed):
-        return batches
-    if isinstance(batches, list | tuple):
-        return MockBatches(batches, rank=rank, world_size=world_size)
-    return IterableFeed(batches)
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, filesystem: Any) -> Source:
@@ -102,8 +59,8 @@ def _items(given: Any) -> list[Any]:
         if not isinstance(item, kind):
             raise TypeError(
                 "Invalid `source`. Expected paths or URLs, Arrow tables or record batches, a data frame or a Hugging "
-                f"Face dataset, but received {_short(item)}{' among others' if items else ''}. For ready-made batches "
-                "there is IterableFeed."
+                f"Face dataset, but received {_short(item)}{' among others' if items else ''}. Ready-made "
+                "batches are given to the Trainer as they are."
             )
         items.append(item)
     return items

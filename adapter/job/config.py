@@ -20,7 +20,7 @@ from .errors import FaultList
 from .identity import digest_of_fields, spec_fields
 from .refs import looks_like_path
 from .sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
-from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls
+from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls, ValidateSpec
 
 __all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config"]
 
@@ -42,7 +42,7 @@ class RunConfig:
     spec_dir: Path
     """Where relative paths of the job spec start, and where the trainer's module is looked for first."""
     dataset: DatasetSpec | None
-    mock_batches: tuple[Any, ...] | None
+    mock_batches: Sequence[Any] | None
     inputs: InputsSpec = field(repr=False)
     resume_from_latest: bool
     resume_checkpoint_path: Path | None
@@ -63,7 +63,7 @@ class RunConfig:
     """Origins that may be sent the token, such as ``https://hub.example.com:443``."""
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
-    validate: Mapping[str, Any] | None
+    validate: ValidateSpec | None
     artifacts_dir: Path
     checkpoints_dir: Path
     samples_dir: Path

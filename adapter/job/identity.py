@@ -41,6 +41,7 @@ def spec_fields(
         identity["dataset"] = {
             "parquet_paths": [_reference(path, spec_dir) for path in dataset.parquet_paths],
             "columns": dataset.columns,
+            "filters": dataset.filters,
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }

@@ -115,7 +115,8 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
         for request in config.sample_prompts
     ]
-    evaluation = [] if not config.validate else [_class("genlight.callbacks.Evaluate", **config.validate)]
+    validate = None if config.validate is None else dataclasses.asdict(config.validate)
+    evaluation = [] if validate is None else [_class("genlight.callbacks.Evaluate", **validate)]
     return [
         _class(
             "genlight.callbacks.StopRequests",

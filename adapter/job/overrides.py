@@ -9,7 +9,7 @@ from typing import Any
 
 from .environment import BY_SETTING, parse_setting
 from .errors import FaultList, nearest
-from .spec_fields import NESTED_FIELDS, SPEC_FIELDS, VALIDATE_FIELDS, Rule
+from .spec_keys import ALIASES, Key, inner_keys, spec_keys
 
 __all__ = ["COMMAND_LINE_SETTINGS", "Overrides", "apply_overrides", "parse_overrides"]
 
@@ -26,7 +26,6 @@ COMMAND_LINE_SETTINGS = (
 )
 """Settings that have an environment variable and no key in the job spec; ``--set`` takes them too."""
 
-KNOWN_INNER: Mapping[str, Mapping[str, Rule]] = {**NESTED_FIELDS, "validate": VALIDATE_FIELDS}
 LONGEST_NAME = 60
 
 
@@ -64,7 +63,7 @@ def parse_overrides(texts: Sequence[str], faults: FaultList) -> Overrides:
 
 
 def _canonical(path: tuple[str, ...]) -> tuple[str, ...]:
-    return ("run_id",) if path == ("request_id",) else path
+    return (ALIASES[""].get(path[0], path[0]),) if len(path) == 1 else path
 
 
 def _decode(path: tuple[str, ...], text: str) -> Any:
@@ -73,14 +72,16 @@ def _decode(path: tuple[str, ...], text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    rule = _rule(path)
-    return text if rule is not None and rule.type is str and not isinstance(value, str | None) else value
+    key = _key(path)
+    return text if key is not None and key.is_text and not isinstance(value, str | None) else value
 
 
-def _rule(path: tuple[str, ...]) -> Rule | None:
+def _key(path: tuple[str, ...]) -> Key | None:
     if len(path) == 1:
-        return SPEC_FIELDS.get(_canonical(path)[0])
-    return NESTED_FIELDS.get(path[0], {}).get(path[1]) if len(path) == 2 else None
+        return spec_keys().get(_canonical(path)[0])
+    if len(path) > 2:
+        return None
+    return inner_keys(path[0]).get(ALIASES.get(path[0], {}).get(path[1], path[1]))
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, faults: FaultList) -> dict[str, Any]:
@@ -89,12 +90,12 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, faults: FaultL
     for path, value in overrides.spec.items():
         if path[0] == "run_id":
             merged.pop("request_id", None)
-        if path[0] not in SPEC_FIELDS:
-            offered = nearest(path[0], [*SPEC_FIELDS, *COMMAND_LINE_SETTINGS])
+        if path[0] not in spec_keys():
+            offered = nearest(path[0], [*spec_keys(), *COMMAND_LINE_SETTINGS])
             faults.add(f"Unknown key `{path[0]}` in `--set`.{offered}")
             continue
-        inner = KNOWN_INNER.get(path[0])
-        if inner is not None and len(path) > 1 and path[1] not in inner:
+        inner = {*inner_keys(path[0]), *ALIASES.get(path[0], {})}
+        if inner and len(path) > 1 and path[1] not in inner:
             faults.add(f"Unknown key `{path[0]}.{path[1]}` in `--set`.{nearest(path[1], inner)}")
             continue
         _put(merged, path, value, faults)

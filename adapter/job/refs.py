@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..contract.exceptions import InputError
 from ..plumbing.urls import is_http_url, safe_url, url_fault
-from .spec_fields import is_storable
+from .spec import is_storable
 
 __all__ = [
     "CozyRef",

@@ -16,8 +16,10 @@ from urllib.parse import quote
 from .environment import BY_SETTING, read_environment
 from .errors import FaultList, nearest
 from .overrides import Overrides, apply_overrides, parse_overrides
-from .spec import WHOLE_SPEC, JobSpec, parse_job_spec, read_job_spec
-from .spec_fields import NESTED_FIELDS
+from .spec import JobSpec
+from .spec_file import read_job_spec
+from .spec_keys import ALIASES, inner_keys
+from .spec_parsing import WHOLE_SPEC, parse_job_spec
 from .trainer_arguments import trainer_arguments
 
 __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
@@ -100,9 +102,9 @@ def read_settings(
 
 def _names(raw: Mapping[str, Any]) -> Iterator[str]:
     for name, value in raw.items():
-        yield {"request_id": "run_id"}.get(name, name)
-        if name in NESTED_FIELDS and isinstance(value, Mapping):
-            yield from (f"{name}.{inner.replace('_url', '_ref') if name == 'inputs' else inner}" for inner in value)
+        yield ALIASES[""].get(name, name)
+        if inner_keys(name) and isinstance(value, Mapping):
+            yield from (f"{name}.{ALIASES.get(name, {}).get(inner, inner)}" for inner in value)
 
 
 def _spec_path(given: str | os.PathLike[str] | None, environment: Mapping[str, Any], faults: FaultList) -> Path | None:

@@ -1,35 +1,106 @@
-"""The job spec: one JSON object that says what to train.
+"""The job spec as types: every key of a job file with its type, default, meaning and an example.
 
-`parse_job_spec` reads it field by field, so that every fault is found in one go, each with the field's name, its
-value and what was expected. An unknown key is a warning, because a newer orchestrator may write one. A field that
-is null counts as absent.
+This is the one list of keys. What parses a job, ``--set``, ``genlight doctor``, the JSON Schema that editors complete
+from and the reference in ``adapter/README.md`` all read it from the annotations below: ``Meta`` says what a key is for,
+`Rule` how an error words what was expected.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-import msgspec
+from msgspec import Meta
 
-from .errors import FaultList, nearest, render_value
-from .spec_fields import LARGEST, NESTED_FIELDS, NON_BLANK, PROMPT_FIELDS, SPEC_FIELDS, VALIDATE_FIELDS, Rule
+from ..contract.types import TRAINER_API_VERSION
+from ..plumbing.urls import url_fault
 
 __all__ = [
-    "WHOLE_SPEC",
+    "LARGEST",
+    "UPLOAD_URLS",
     "DatasetSpec",
     "InputsSpec",
     "JobSpec",
+    "Rule",
     "SampleRequest",
     "UploadUrls",
-    "parse_job_spec",
-    "read_job_spec",
+    "ValidateSpec",
+    "is_storable",
+]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, in words, and what its type cannot say."""
+
+    expected: str
+    holds: Callable[[Any], bool] = lambda _: True
+    secret: bool = False
+    """Whether no message may show the value."""
+    code: str = "startup.invalid_job_spec"
+    way_out: str = ""
+
+
+LARGEST = 2**63 - 1
+"""Of an integer: what Arrow, torch and JSON readers in other languages hold."""
+
+
+def is_storable(text: str) -> bool:
+    """Whether `text` can be a path, a header or a line of a log: UTF-8 and no control character."""
+    return _is_utf8(text) and all(ord(character) >= 32 and ord(character) != 127 for character in text)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def _is_target(url: str) -> bool:
+    return re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None
+
+
+def _rule(expected: str, holds: Callable[[Any], bool] = lambda _: True, **more: Any) -> dict[str, Any]:
+    return {"rule": Rule(expected, holds, **more)}
+
+
+Text: TypeAlias = Annotated[str, Meta(extra=_rule("a text without control characters", is_storable))]
+NonBlank: TypeAlias = Annotated[
+    str, Meta(extra=_rule("a text that is not empty", lambda text: bool(text.strip()) and is_storable(text)))
+]
+Prose: TypeAlias = Annotated[str, Meta(extra=_rule("a text", _is_utf8))]
+Flag: TypeAlias = Annotated[bool, Meta(extra=_rule("true or false"))]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST, extra=_rule("an integer >= 0"))]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST, extra=_rule("an integer >= 1"))]
+Object: TypeAlias = Annotated[dict[str, Any], Meta(extra=_rule("an object"))]
+Seconds: TypeAlias = Annotated[
+    float,
+    Meta(
+        ge=0,
+        extra=_rule(
+            "a number of seconds >= 0",
+            lambda seconds: seconds < float("inf"),
+            code="startup.invalid_timeout",
+            way_out="0 means no limit.",
+        ),
+    ),
+]
+Token: TypeAlias = Annotated[
+    str,
+    Meta(extra=_rule("a text of printable ASCII characters", lambda t: t.isascii() and is_storable(t), secret=True)),
+]
+Url: TypeAlias = Annotated[
+    str,
+    Meta(extra=_rule("an http:// or https:// URL", lambda url: not url.strip() or url_fault(url.strip()) is None)),
+]
+Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/name or s3://bucket/folder", _is_target))]
+Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
+Version: TypeAlias = Annotated[
+    str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
 ]
 
 
@@ -37,39 +108,92 @@ __all__ = [
 class DatasetSpec:
     """Which Parquet files are trained on, and how their rows become batches."""
 
-    parquet_paths: tuple[str, ...] = ()
-    batch_size: int = 32
-    """Rows a batch, per rank."""
-    readahead: int = 2
-    columns: tuple[str, ...] | None = None
-    """None means all."""
-    shuffle: bool = False
-    seed: int = 0
-    epochs: int | None = None
-    """Passes over the data; None repeats until ``max_steps``."""
-    shard: str | None = None
-    """How ranks share the rows; None leaves it to the feed."""
+    parquet_paths: Annotated[
+        tuple[NonBlank, ...],
+        Meta(description="Paths, folders, patterns or URLs of Parquet files.", examples=[["rows.parquet"]]),
+    ] = ()
+    batch_size: Annotated[Positive, Meta(description="Rows per batch, on each rank.")] = 32
+    readahead: Annotated[Count, Meta(description="Decoded chunks kept ready; 0 decodes in the training thread.")] = 2
+    columns: Annotated[
+        tuple[NonBlank, ...] | None, Meta(description="Columns to read; all by default.", examples=[["image", "label"]])
+    ] = None
+    filters: Annotated[
+        Annotated[list[Any], Meta(extra=_rule("a list of [column, operator, value]"))] | None,
+        Meta(
+            description="Rows to keep: all conditions of a list must hold, any list of a list of lists.",
+            examples=[[["label", "<", 5]]],
+        ),
+    ] = None
+    shuffle: Annotated[Flag, Meta(description="A different order in each epoch.")] = False
+    seed: Annotated[Count, Meta(description="The order depends on this and the number of the epoch alone.")] = 0
+    epochs: Annotated[
+        Positive | None,
+        Meta(description="Passes over the data; by default it repeats until `max_steps`.", examples=[3]),
+    ] = None
+    drop_last: Annotated[
+        Flag, Meta(description="Leave out the rows of an epoch that do not fill a step of all ranks.")
+    ] = False
+    shard: Annotated[
+        Shard | None,
+        Meta(
+            description="How ranks share the rows: `rows` (each step is split among them; the default) or "
+            "`row_groups` (each rank decodes its own part)."
+        ),
+    ] = None
+    shuffle_window: Annotated[Positive, Meta(description="Rows that are permuted among each other.")] = 65_536
+    readahead_bytes: Annotated[Positive, Meta(description="Decoded bytes kept ready.")] = 256 << 20
+    workers: Annotated[Count, Meta(description="Processes that decode and collate; 0 uses the training process.")] = 0
+    collate: Annotated[
+        NonBlank | None,
+        Meta(
+            description="What a record batch becomes: `torch` for a dictionary of tensors, or `module:function`; by "
+            "default the trainer gets the record batch.",
+            examples=["torch"],
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
 class InputsSpec:
-    """References that are brought to this machine before training; a URL may hold a credential, so none is shown."""
+    """References that are brought to this machine before training; a URL may hold a credential, so none is shown.
 
-    base_model_ref: str | None = field(default=None, repr=False)
-    dataset_parquet_refs: tuple[str, ...] = field(default=(), repr=False)
-    resume_checkpoint_ref: str | None = field(default=None, repr=False)
+    Each key may also end in ``_url`` instead of ``_ref``, ``_urls`` instead of ``_refs``.
+    """
+
+    base_model_ref: Annotated[
+        Text | None, Meta(description="A model, handed to the trainer in `ctx.model_handles`.", examples=["owner/name"])
+    ] = field(default=None, repr=False)
+    dataset_parquet_refs: Annotated[
+        tuple[NonBlank, ...], Meta(description="Parquet files to train on, instead of `dataset.parquet_paths`.")
+    ] = field(default=(), repr=False)
+    resume_checkpoint_ref: Annotated[
+        Text | None, Meta(description="A checkpoint record to go on from; its files lie beside it.")
+    ] = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class UploadUrls:
     """Where results are posted, None meaning not at all; a URL may hold a credential, so none is shown."""
 
-    metrics_url: str | None = field(default=None, repr=False)
-    checkpoint_url: str | None = field(default=None, repr=False)
-    sample_url: str | None = field(default=None, repr=False)
-    terminal_url: str | None = field(default=None, repr=False)
-    targets: tuple[str, ...] = field(default=(), repr=False)
-    """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
+    metrics_url: Annotated[Url | None, Meta(description="Gets a POST with the metrics at each cadence.")] = field(
+        default=None, repr=False
+    )
+    checkpoint_url: Annotated[Url | None, Meta(description="Gets a POST for each durable checkpoint.")] = field(
+        default=None, repr=False
+    )
+    sample_url: Annotated[Url | None, Meta(description="Gets a POST for each sample.")] = field(
+        default=None, repr=False
+    )
+    terminal_url: Annotated[Url | None, Meta(description="Gets one POST when the run has ended.")] = field(
+        default=None, repr=False
+    )
+    targets: Annotated[
+        tuple[Target, ...],
+        Meta(
+            description="Further destinations of checkpoints and samples.",
+            examples=[["hf://owner/name", "s3://bucket/folder"]],
+        ),
+    ] = field(default=(), repr=False)
 
 
 UPLOAD_URLS = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url")
@@ -77,293 +201,81 @@ UPLOAD_URLS = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url")
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """One sample that is drawn at every sample cadence."""
+class ValidateSpec:
+    """When the trainer's own ``evaluate`` is called."""
 
-    name: str
-    task: str = "t2i"
-    prompt: str = ""
-    negative_prompt: str = ""
-    instruction: str = ""
-    source_image: str | None = None
-    seed: int | None = None
+    every_n_steps: Annotated[Count, Meta(description="Steps between evaluations.", examples=[100])] = 0
+    critical: Annotated[Flag, Meta(description="Whether a failure of `evaluate` ends the run.")] = False
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample that is drawn at every sample cadence; a text alone is its prompt."""
+
+    name: Annotated[Text, Meta(description="Names the sample's files; its place in the list by default.")]
+    task: Annotated[Text, Meta(description="What kind of sample it is.")] = "t2i"
+    prompt: Annotated[Prose, Meta(description="The prompt.")] = ""
+    negative_prompt: Annotated[Prose, Meta(description="What the sample should not show.")] = ""
+    instruction: Annotated[Prose, Meta(description="An instruction for edits.")] = ""
+    source_image: Annotated[Text | None, Meta(description="Path of an image to start from.")] = None
+    seed: Annotated[Count | None, Meta(description="Seed of this sample; `sample_seed` by default.")] = None
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A job as its file says it; None where the file says nothing."""
 
-    run_id: str | None = None
-    trainer: str | None = None
-    trainer_api_version: str | None = None
-    max_steps: int | None = None
-    metric_every: int | None = None
-    checkpoint_every: int | None = None
-    sample_every: int | None = None
-    owner: str | None = None
-    release_ref: str | None = None
-    hyperparams: Mapping[str, Any] = field(default_factory=dict)
+    run_id: Annotated[
+        Text | None, Meta(description="Name of the run; also accepted as `request_id`.", examples=["digits-1"])
+    ] = None
+    trainer: Annotated[
+        Text | None,
+        Meta(
+            description="Import path of the trainer class, found beside the job file.", examples=["my_trainer:Trainer"]
+        ),
+    ] = None
+    trainer_api_version: Annotated[Version | None, Meta(description="Version of the trainer contract.")] = None
+    max_steps: Annotated[Positive | None, Meta(description="Steps to train.", examples=[1000])] = None
+    metric_every: Annotated[
+        Count | None, Meta(description="Steps between metrics, 10 by default; 0 turns them off.")
+    ] = None
+    checkpoint_every: Annotated[
+        Count | None, Meta(description="Steps between checkpoints; 0, the default, saves the final one alone.")
+    ] = None
+    sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0, the default, draws none.")] = None
+    owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
+    release_ref: Annotated[Text | None, Meta(description="What the trainer was released as; handed to it.")] = None
+    hyperparams: Annotated[
+        Object, Meta(description="Handed to the trainer as `ctx.job.hyperparams`.", examples=[{"lr": 0.001}])
+    ] = field(default_factory=dict)
     dataset: DatasetSpec | None = None
-    mock_batches: tuple[Any, ...] | None = None
+    mock_batches: Annotated[
+        Annotated[list[Any], Meta(extra=_rule("a list"))] | None,
+        Meta(description="Raw batches that stand in the job itself, one pass; instead of a dataset."),
+    ] = None
     inputs: InputsSpec = InputsSpec()
-    resume_from_latest: bool | None = None
-    resume_checkpoint_path: str | None = None
-    sample_prompts: tuple[SampleRequest, ...] = ()
-    sample_seed: int | None = None
-    capability_token: str | None = field(default=None, repr=False)
-    orchestrated: bool | None = None
-    max_runtime_seconds: float | None = None
-    cancel_file_path: str | None = None
+    resume_from_latest: Annotated[
+        Flag | None, Meta(description="Whether a start goes on from the newest checkpoint that proves whole.")
+    ] = None
+    resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to go on from.")] = None
+    sample_prompts: Annotated[
+        tuple[SampleRequest, ...], Meta(description="Samples to draw at each sample cadence.", examples=[["a cat"]])
+    ] = ()
+    sample_seed: Annotated[Count | None, Meta(description="Seed of samples that have none of their own.")] = None
+    capability_token: Annotated[
+        Token | None, Meta(description="Bearer token; better in `TRAINER_CAPABILITY_TOKEN` than in a file.")
+    ] = field(default=None, repr=False)
+    orchestrated: Annotated[Flag | None, Meta(description="Strict startup: a token is required.")] = None
+    max_runtime_seconds: Annotated[
+        Seconds | None, Meta(description="Limit from process start, inputs included; 0 means none.", examples=[3600])
+    ] = None
+    cancel_file_path: Annotated[Text | None, Meta(description="A file whose appearance asks the run to stop.")] = None
     uploads: UploadUrls = UploadUrls()
-    lightning: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    validate: Mapping[str, Any] | None = None
-
-
-LARGEST_SPEC_BYTES = 128 << 20
-"""Of a file; a device, or data named by mistake, would fill the memory."""
-
-MOST_DIGITS = 400
-"""Of an integer; Python itself refuses more than it was told to, which differs between processes."""
-
-WHOLE_SPEC = "job spec"
-"""Name of faults that leave no field of the spec to speak of."""
-
-_TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
-
-_YAML = (".yaml", ".yml")
-
-DEEPEST = 100
-"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
-
-
-def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
-    """The JSON object in the file at `path`; None when that is not possible, which is then a fault."""
-    try:
-        content = _content(path) if path.is_file() else _content_of_pipe(path)
-    except FileNotFoundError:
-        faults.add(
-            f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
-        )
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        faults.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
-        return None
-    if len(content) > LARGEST_SPEC_BYTES:
-        faults.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
-        return None
-    if not content.strip():
-        pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
-        faults.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
-        return None
-    try:
-        decoded = json.loads(
-            content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
-        )
-    except RecursionError:
-        faults.add(f"The job spec {str(path)!r} is nested too deeply.")
-        return None
-    except ValueError as error:
-        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
-        faults.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{way_out}")
-        return None
-    if not isinstance(decoded, dict):
-        faults.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
-        return None
-    return decoded
-
-
-def _content(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(LARGEST_SPEC_BYTES + 1)
-
-
-@functools.cache
-def _content_of_pipe(path: Path) -> bytes:
-    """Kept, for a failed start reads the spec once more to find out where to report."""
-    return _content(path)
-
-
-def _decode_reason(error: ValueError) -> str:
-    """Why decoding failed; the messages of a UnicodeDecodeError would quote the file's bytes."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start} is not {error.encoding}"
-    return str(error).rstrip(".")
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name!r} stands twice in one object")
-        found[name] = value
-    return found
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def parse_job_spec(raw: Mapping[str, Any], faults: FaultList) -> JobSpec:
-    """The typed job spec of a decoded JSON object.
-
-    Faults and warnings go to `faults`; a faulty field is left out of the result, which is then of no use beyond
-    finding further faults.
-    """
-    if _is_deeper_than(raw, DEEPEST):
-        faults.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.", name=WHOLE_SPEC)
-        return JobSpec()
-    values = _fields("", _without_alias(raw, faults), SPEC_FIELDS, faults)
-    for name, rules in NESTED_FIELDS.items():
-        if name in values:
-            values[name] = _fields(f"{name}.", values[name], rules, faults)
-    if "dataset" in values:
-        values["dataset"] = _dataset(values["dataset"], faults)
-    if "inputs" in values:
-        values["inputs"] = _inputs(values["inputs"], faults)
-    if "uploads" in values:
-        values["uploads"] = _uploads(values["uploads"], faults)
-    if "mock_batches" in values:
-        values["mock_batches"] = tuple(values["mock_batches"])
-    if "validate" in values:
-        values["validate"] = _validate(values["validate"], faults)
-    if "sample_prompts" in values:
-        values["sample_prompts"] = _sample_prompts(values["sample_prompts"], faults)
-    return JobSpec(**values)
-
-
-def _is_deeper_than(value: Any, levels: int) -> bool:
-    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
-    layer = [value]
-    for _ in range(levels):
-        layer = [
-            inner
-            for outer in layer
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not layer:
-            return False
-    return True
-
-
-def _without_alias(raw: Mapping[str, Any], faults: FaultList) -> dict[str, Any]:
-    """`raw` with ``request_id`` read as ``run_id``, which wins where both are given."""
-    renamed = dict(raw)
-    alias = renamed.pop("request_id", None)
-    if renamed.get("run_id") is None and alias is not None:
-        renamed["run_id"] = alias
-    elif alias is not None and alias != renamed["run_id"]:
-        faults.warn("`request_id` is an alias of `run_id` and differs from it; `run_id` is used.")
-    return renamed
-
-
-def _fields(prefix: str, raw: Mapping[str, Any], rules: Mapping[str, Rule], faults: FaultList) -> dict[str, Any]:
-    """The fields of one object that are present and sound; a blank text counts as absent."""
-    values = {}
-    for name, value in raw.items():
-        if name not in rules:
-            faults.warn(f"Unknown key `{prefix}{_shown(name)}` is ignored.{nearest(name, rules)}")
-        elif value is not None:
-            converted = _convert(f"{prefix}{name}", value, rules[name], faults)
-            if converted is not None and not _blank(converted):
-                values[name] = converted
-    return values
-
-
-def _shown(name: str) -> str:
-    return name.encode("ascii", "backslashreplace").decode()[:60]
-
-
-def _blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()
-
-
-def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
-    """`value` as the rule's type, or None when it is a fault."""
-    try:
-        converted = msgspec.convert(value, rule.type)
-    except (msgspec.ValidationError, OverflowError):
-        converted = None
-    if converted is None or not rule.holds(converted):
-        too_large = type(value) is int and value > LARGEST
-        expected = f"{rule.expected} and below 2**63" if too_large and ">=" in rule.expected else rule.expected
-        faults.invalid(name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
-        return None
-    return converted
-
-
-def _texts(name: str, values: list[Any], faults: FaultList) -> tuple[str, ...]:
-    converted = [_convert(f"{name}[{index}]", value, NON_BLANK, faults) for index, value in enumerate(values)]
-    return tuple(text for text in converted if text is not None)
-
-
-def _uploads(values: dict[str, Any], faults: FaultList) -> UploadUrls:
-    targets = _texts("uploads.targets", values.pop("targets", []), faults)
-    for index, target in enumerate(targets):
-        if not _TARGET.fullmatch(target):
-            expected = "a URL such as hf://owner/name or s3://bucket/folder"
-            faults.invalid(f"uploads.targets[{index}]", expected, target)
-    return UploadUrls(**{name: url.strip() for name, url in values.items()}, targets=targets)
-
-
-def _dataset(values: dict[str, Any], faults: FaultList) -> DatasetSpec:
-    for name in ("parquet_paths", "columns"):
-        if name in values:
-            values[name] = _texts(f"dataset.{name}", values[name], faults)
-    if values.get("columns") == () and not faults.concern_part("dataset.columns"):
-        faults.invalid("dataset.columns", "at least one column", [], way_out="Leave it out to read all columns.")
-    twice = [name for name, count in Counter(values.get("columns", ())).items() if count > 1]
-    if twice:
-        text = f"Expected different columns, but received {render_value(twice)} more than once. Name each once."
-        faults.add(f"Invalid `dataset.columns`. {text}", name="dataset.columns")
-    return DatasetSpec(**values)
-
-
-def _validate(given: dict[str, Any], faults: FaultList) -> dict[str, Any]:
-    values = _fields("validate.", given, VALIDATE_FIELDS, faults)
-    if given and given.get("every_n_steps") is None:
-        faults.add(
-            '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.',
-            name="validate.every_n_steps",
-        )
-    return values
-
-
-def _inputs(values: dict[str, Any], faults: FaultList) -> InputsSpec:
-    """The inputs under one name each; ``*_url`` and ``*_ref`` are two spellings of the same field."""
-    merged: dict[str, Any] = {}
-    for target in ("base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"):
-        other = target.replace("_ref", "_url")
-        if target in values and other in values and values[target] != values[other]:
-            faults.add(f"`inputs.{target}` and `inputs.{other}` name two different things. Give one of them.")
-        found = values.get(target, values.get(other))
-        if isinstance(found, list):
-            found = _texts(f"inputs.{target if target in values else other}", found, faults)
-        if found is not None:
-            merged[target] = found
-    return InputsSpec(**merged)
-
-
-def _sample_prompts(values: list[Any], faults: FaultList) -> tuple[SampleRequest, ...]:
-    requests = []
-    for index, value in enumerate(values):
-        name = f"sample_prompts[{index}]"
-        given = {"prompt": value} if isinstance(value, str) else value
-        if not isinstance(given, dict):
-            faults.invalid(name, "a text or an object", value)
-            continue
-        fields = _fields(f"{name}.", given, PROMPT_FIELDS, faults)
-        requests.append(SampleRequest(**{"name": f"{index:02d}", **fields}))
-    return tuple(requests)
+    lightning: Annotated[
+        Object,
+        Meta(
+            description="Any argument of `lightning.pytorch.Trainer`.",
+            examples=[{"accelerator": "gpu", "devices": 8, "strategy": "ddp", "precision": "bf16-mixed"}],
+        ),
+    ] = field(default_factory=dict, repr=False)
+    validate: ValidateSpec | None = None

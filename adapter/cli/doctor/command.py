@@ -20,7 +20,7 @@ from ...job.errors import FaultList
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ...job.spec import UPLOAD_URLS, DatasetSpec
-from ...job.spec_fields import NESTED_FIELDS, SPEC_FIELDS
+from ...job.spec_keys import inner_keys, spec_keys
 from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
@@ -154,13 +154,9 @@ def _table(settings: Settings, template: str) -> list[str]:
 
 def _names() -> Iterator[str]:
     """Settings of the job spec, dotted, as they are resolved."""
-    for name in SPEC_FIELDS:
-        if name == "inputs":
-            yield from (f"inputs.{inner}" for inner in NESTED_FIELDS[name] if "_ref" in inner)
-        elif name in NESTED_FIELDS:
-            yield from (f"{name}.{inner}" for inner in NESTED_FIELDS[name])
-        else:
-            yield name
+    for name in spec_keys():
+        inner = inner_keys(name) if name != "validate" else {}
+        yield from (f"{name}.{key}" for key in inner) if inner else (name,)
 
 
 def _defaults(settings: Settings, template: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.job.errors import FaultList
 from genlight.adapter.job.sources import folder_name, read_settings
 from genlight.adapter.job.spec import SampleRequest
-from genlight.adapter.job.spec_fields import NESTED_FIELDS, SPEC_FIELDS
+from genlight.adapter.job.spec_keys import inner_keys, spec_keys
 
 MINIMAL = {"run_id": "r1", "trainer": "my_trainer:Trainer", "max_steps": 5}
 
@@ -391,14 +391,14 @@ json_values = st.recursive(
 )
 nested_values = {
     name: st.dictionaries(st.sampled_from(sorted(rules)) | st.text(max_size=4), json_values, max_size=4)
-    for name, rules in NESTED_FIELDS.items()
+    for name, rules in ((block, inner_keys(block)) for block in ("dataset", "inputs", "uploads"))
 }
 field_values = st.one_of(json_values, *nested_values.values(), st.just("http://h/x"), st.integers(0, 5))
-specs = st.dictionaries(st.sampled_from([*SPEC_FIELDS, "request_id"]) | st.text(max_size=6), field_values, max_size=12)
+specs = st.dictionaries(st.sampled_from([*spec_keys(), "request_id"]) | st.text(max_size=6), field_values, max_size=12)
 overrides_strategy = st.lists(
     st.builds(
         lambda key, value: f"{key}={value}",
-        st.sampled_from([*SPEC_FIELDS, "dataset.seed", "hyperparams.x", "inputs.base_model_ref"]) | st.text(max_size=6),
+        st.sampled_from([*spec_keys(), "dataset.seed", "hyperparams.x", "inputs.base_model_ref"]) | st.text(max_size=6),
         st.text(max_size=8),
     ),
     max_size=3,

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.job.errors import FaultList
-from genlight.adapter.job.spec import JobSpec, SampleRequest, parse_job_spec, read_job_spec
-from genlight.adapter.job.spec_fields import DATASET_FIELDS, INPUT_FIELDS, PROMPT_FIELDS, SPEC_FIELDS, UPLOAD_FIELDS
+from genlight.adapter.job.spec import JobSpec, SampleRequest, ValidateSpec
+from genlight.adapter.job.spec_file import read_job_spec
+from genlight.adapter.job.spec_keys import ALIASES, inner_keys, keys_of, spec_keys
+from genlight.adapter.job.spec_parsing import parse_job_spec
 
 
 def parse(**fields):
@@ -18,18 +20,21 @@ def parse(**fields):
 
 
 def test_every_documented_key_is_known():
-    assert set(SPEC_FIELDS) | {"request_id"} == {
+    assert {*spec_keys(), *ALIASES[""]} == {
         *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
     }
-    assert set(DATASET_FIELDS) == {
-        *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard")
+    assert set(inner_keys("dataset")) == {
+        *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
+        *("filters", "drop_last", "shuffle_window", "readahead_bytes", "workers", "collate"),
     }
-    assert set(UPLOAD_FIELDS) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
-    assert {name.rpartition("_")[0] for name in INPUT_FIELDS} == {"base_model", "dataset_parquet", "resume_checkpoint"}
-    assert len(PROMPT_FIELDS) == 7
+    assert set(inner_keys("uploads")) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
+    assert set(inner_keys("inputs")) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
+    assert len(keys_of(SampleRequest)) == 7
+    assert all(key.description for block in ("dataset", "inputs", "uploads") for key in inner_keys(block).values())
+    assert all(key.description for key in spec_keys().values())
 
 
 def test_further_targets_of_uploads_are_urls():
@@ -126,11 +131,11 @@ def test_all_faults_of_a_spec_are_found_in_one_go():
     assert len(faults) == len({name for name, _, _ in WRONG})
 
 
-def test_an_unknown_key_is_a_warning_with_the_nearest_known_name():
+def test_an_unknown_key_is_a_warning_and_at_the_top_an_error_where_a_known_one_is_near():
+    """A run that drops `checkpoint_evry` in silence would train without checkpoints."""
     _, faults, warnings = parse(metrics_every=3, zzz=1, dataset={"batchsize": 4}, uploads={"metric_url": "http://h"})
-    assert faults == []
+    assert faults == ["Unknown key `metrics_every`. Did you mean `metric_every`?"]
     assert warnings == [
-        "Unknown key `metrics_every` is ignored. Did you mean `metric_every`?",
         "Unknown key `zzz` is ignored.",
         "Unknown key `dataset.batchsize` is ignored. Did you mean `batch_size`?",
         "Unknown key `uploads.metric_url` is ignored. Did you mean `metrics_url`?",
@@ -229,7 +234,7 @@ def test_a_validate_block_names_its_cadence():
     assert faults == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
     assert warnings == ["Unknown key `validate.every_n_step` is ignored. Did you mean `every_n_steps`?"]
     spec, faults, _ = parse(validate={"every_n_steps": 10, "critical": True})
-    assert (spec.validate, faults) == ({"every_n_steps": 10, "critical": True}, [])
+    assert (spec.validate, faults) == (ValidateSpec(every_n_steps=10, critical=True), [])
     assert parse(validate={})[1] == []
     assert parse(validate={"every_n_steps": "x"})[1] == [
         'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
@@ -237,7 +242,7 @@ def test_a_validate_block_names_its_cadence():
 
 
 def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):
-    monkeypatch.setattr("genlight.adapter.job.spec.LARGEST_SPEC_BYTES", 1 << 20)
+    monkeypatch.setattr("genlight.adapter.job.spec_file.LARGEST_SPEC_BYTES", 1 << 20)
     faults = FaultList()
     assert read_job_spec(Path("/dev/zero"), faults) is None
     assert [fault.text for fault in faults.faults] == [

@@ -1,0 +1,33 @@
+"""The options of a feed are one list, whoever spells it out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from genlight.adapter.job.spec import DatasetSpec
+
+OF_A_JOB_ALONE = {"parquet_paths", "epochs"}
+"""`ArrowDataModule` leaves the number of epochs to the Trainer."""
+
+
+def defaults_of(made):
+    return {name: parameter.default for name, parameter in inspect.signature(made).parameters.items()}
+
+
+def test_a_job_may_set_every_option_of_the_data_module_with_the_same_default():
+    """A feed option that a job cannot name would be lost to users of job files."""
+    options = {f.name: f.default for f in dataclasses.fields(DatasetSpec) if f.name not in OF_A_JOB_ALONE}
+    of_module = defaults_of(ArrowDataModule)
+    assert {*options} | {"parquet_paths", "val_paths"} == {*of_module}
+    assert {name: default for name, default in options.items() if name != "shard"} == {
+        name: of_module[name] for name in options if name != "shard"
+    }
+
+
+def test_the_data_module_and_the_feed_agree_on_every_default():
+    of_module, of_feed = defaults_of(ArrowDataModule), defaults_of(ArrowFeed)
+    shared = of_module.keys() & of_feed.keys()
+    assert len(shared) == 12
+    assert {name: of_module[name] for name in shared} == {name: of_feed[name] for name in shared}
