@@ -249,7 +249,7 @@ def test_every_fault_of_a_spec_is_in_the_event_beside_the_key_that_was_misspelle
     assert error.startswith("startup:startup.invalid_job_spec: 3 faults; ")
     assert "Invalid `metric_every`" in error
     assert "`max_steps` is missing" in error
-    assert "Unknown key `max_stepss` is ignored. Did you mean `max_steps`?" in error
+    assert "Unknown key `max_stepss`. Did you mean `max_steps`?" in error
 
 
 def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(

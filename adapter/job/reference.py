@@ -1,0 +1,100 @@
+"""The reference of a job's keys, made from the types in `spec`: a JSON Schema for editors, a table for readers.
+
+    python -m genlight.adapter.job.reference    # writes both anew
+
+A test holds that what stands in the repository is what this module makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .spec import JobSpec, SampleRequest
+from .spec_keys import ALIASES, Key, inner_keys, keys_of, spec_keys
+
+__all__ = ["PAGE", "SCHEMA_FILE", "job_reference", "job_schema", "put_between_markers", "schema_text"]
+
+SCHEMA_FILE = Path(__file__).with_name("job.schema.json")
+PAGE = Path(__file__).parents[1] / "README.md"
+
+_BEGIN, _END = "<!-- begin: job keys -->", "<!-- end: job keys -->"
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a job file; unknown keys are allowed, as `parse_job_spec` allows them."""
+    _, definitions = msgspec.json.schema_components([JobSpec], ref_template="#/$defs/{name}")
+    root = definitions.pop("JobSpec")
+    for block, aliases in ALIASES.items():
+        properties = root["properties"] if not block else definitions["InputsSpec"]["properties"]
+        properties |= {alias: properties[name] for alias, name in aliases.items()}
+    items = root["properties"]["sample_prompts"]
+    items["items"] = {"anyOf": [{"type": "string"}, items["items"]]}
+    definitions["SampleRequest"]["required"] = []
+    root["properties"]["$schema"] = {"type": "string", "description": "This file, for editors."}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "genlight job"}
+    return {**head, **{name: value for name, value in root.items() if name != "title"}, "$defs": definitions}
+
+
+def schema_text() -> str:
+    """`job_schema` as the file holds it."""
+    return json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def job_reference() -> str:
+    """Every key of a job as Markdown: type, default, meaning and example, one table for each block."""
+    blocks = [("", spec_keys())]
+    blocks += [(f"{name}.", inner_keys(name)) for name in spec_keys() if inner_keys(name)]
+    blocks.append(("sample_prompts[].", keys_of(SampleRequest)))
+    return "\n".join(line for prefix, keys in blocks for line in _table(prefix, keys.values()))
+
+
+def _table(prefix: str, keys: Any) -> Iterator[str]:
+    yield f"#### `{prefix}`" if prefix else "#### Top level"
+    yield ""
+    yield "| key | what | default | meaning | example |"
+    yield "|---|---|---|---|---|"
+    for key in keys:
+        example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
+        yield f"| `{key.name}` | {_what(key)} | {_default(key)} | {key.description.replace('``', '`')} | {example} |"
+    yield ""
+
+
+def _what(key: Key) -> str:
+    if key.block is not None:
+        return "an object, below"
+    if key.item is not None:
+        return (
+            "a list; each an object, below, or a text" if key.item.block else f"a list; each {key.item.rule.expected}"
+        )
+    return key.rule.expected.replace("|", "\\|")
+
+
+def _default(key: Key) -> str:
+    return "" if key.default in (None, (), {}) or key.block is not None else f"`{json.dumps(key.default)}`"
+
+
+def put_between_markers(page: str, made: str) -> str:
+    """`page` with what was made in the place of what stood between the two markers.
+
+    Raises:
+        ValueError: The page has no such markers.
+    """
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"The page has no markers {_BEGIN} and {_END}.")
+    return f"{before}{_BEGIN}\n\n{made}\n{_END}{after}"
+
+
+def _main() -> None:
+    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
+    PAGE.write_text(put_between_markers(PAGE.read_text(encoding="utf-8"), job_reference()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,66 @@
+"""The schema and the table of a job's keys are what the types say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, put_between_markers, schema_text
+from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
+from genlight.adapter.job.spec_parsing import parse_job_spec
+
+DIGITS = Path(__file__).parents[3] / "examples" / "digits" / "job.json"
+
+
+def test_the_schema_that_is_shipped_is_made_from_the_types():
+    """Editors would complete keys that a job does not take."""
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run python -m genlight.adapter.job.reference"
+
+
+def test_the_job_of_the_demo_fits_the_schema():
+    jsonschema.validate(json.loads(DIGITS.read_text()), job_schema())
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"max_steps": 0},
+        {"max_steps": "7"},
+        {"dataset": {"batch_size": 0}},
+        {"dataset": {"shard": "files"}},
+        {"resume_from_latest": "yes"},
+        {"sample_prompts": [3]},
+        {"validate": {"every_n_steps": -1}},
+    ],
+)
+def test_what_the_schema_refuses_the_parser_refuses(job):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(job, job_schema())
+    errors = FaultList()
+    parse_job_spec(job, errors)
+    assert errors.faults
+
+
+def test_a_job_may_name_its_schema_for_editors():
+    errors = FaultList()
+    parse_job_spec({"$schema": "job.schema.json", "request_id": "r"}, errors)
+    assert (errors.faults, errors.warnings) == ([], [])
+    assert "$schema" in job_schema()["properties"]
+    assert set(ALIASES[""]) < set(job_schema()["properties"])
+
+
+def test_the_table_names_every_key():
+    made = job_reference()
+    keys = [*spec_keys(), *(key for block in spec_keys() for key in inner_keys(block))]
+    assert [key for key in keys if f"| `{key}` |" not in made] == []
+
+
+def test_what_was_made_takes_the_place_between_the_markers_and_nothing_else():
+    page = "a\n<!-- begin: job keys -->\nold\n<!-- end: job keys -->\nz\n"
+    assert put_between_markers(page, "new") == "a\n<!-- begin: job keys -->\n\nnew\n<!-- end: job keys -->\nz\n"
+    with pytest.raises(ValueError, match="no markers"):
+        put_between_markers("a", "new")
