@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..run.lightning_import import import_lightning
-
 if TYPE_CHECKING:
     from ..conformance.subject import Subject
     from ..plumbing.finding import Finding
@@ -65,7 +63,6 @@ def _subject(args: argparse.Namespace) -> Subject:
     if trainer is None:
         raise ValueError("name a trainer, as MODULE:CLASS or by --job JOB.json")
     search_path = [str(Path.cwd())] if job is None else [str(job.spec_dir), str(Path.cwd())]
-    import_lightning()
     from ..conformance.subject import Subject
 
     return Subject(

@@ -18,7 +18,6 @@ from typing import Any
 from jsonargparse import set_parsing_settings
 
 from ..job.environment import rank_faults
-from ..run.lightning_import import import_lightning
 from . import INTERRUPTED
 from .config_files import config_file_fault
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
@@ -94,7 +93,6 @@ def _run(words: list[str]) -> int:
         if faults:
             sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
             return WRONG_USAGE
-        import_lightning()
         from .lightning_cli import run_lightning_cli
 
         return run_lightning_cli(words)

@@ -40,7 +40,6 @@ from ..plumbing.log_redaction import redacted_logs
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
-from .lightning_import import import_lightning
 from .outcome import Completion, Ending, log_failure
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures, watch_ranks
@@ -291,7 +290,6 @@ class _Training:
         return Completion(start.record.step, start.record.path)
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
-        import_lightning()
         from ..job.lightning_config import instantiate
         from ..module.module import ContractModule, trainer_directory
 
@@ -353,7 +351,7 @@ class _Training:
     def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.checkpoint import Checkpoint
-        from ...callbacks.hook.hook import callbacks_of, run_state_of
+        from ...callbacks.hook.events import callbacks_of, run_state_of
         from ...callbacks.record_events import RecordEvents
         from ...callbacks.stop.stop_requests import StopRequests
         from ...callbacks.upload_artifacts import UploadArtifacts

@@ -15,78 +15,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
-import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import HookOrderError, TrainingCanceled
-from ...adapter.contract.run_state import RunState
+from ...adapter.contract.exceptions import TrainingCanceled
+from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
+from .ordering import in_order
 
-__all__ = [
-    "HOOK_EVENTS",
-    "Hook",
-    "after_failure",
-    "callbacks_of",
-    "fire",
-    "listeners",
-    "order_callbacks",
-    "run_state_of",
-    "skippable",
-    "skipping_hook",
-]
+__all__ = ["POLICED_ATTRIBUTE", "Hook", "judge", "order_callbacks", "report_failures"]
 
 log = logging.getLogger(__name__)
-
-HOOK_EVENTS = (
-    "on_new_training_run",
-    "on_rollout_start",
-    "on_rollout_end",
-    "on_mb_end",
-    "on_train_phase_end",
-    "on_epoch_end",
-    "on_training_end",
-    "on_training_failed",
-    "on_checkpoint_durable",
-    "on_samples_written",
-)
-"""Events that Lightning's callbacks do not have."""
 
 RUN_STATE_KEY = "genlight_run_state"
 """Where a checkpoint holds the run state."""
 
-FIELDS_OF_THE_LOOP = frozenset(
-    {
-        "run_id",
-        "attempt",
-        "agent_step",
-        "epoch",
-        "update_epoch",
-        "minibatch_index",
-        "rollout_stats",
-        "loss_stats",
-        "stop_reason",
-    }
-)
-"""Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
-
 FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason"})
 """Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
 
-_ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
-_RUN_STATE_ATTRIBUTE = "_genlight_run_state"
-_ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
-_FIRST_RANK_ATTRIBUTE = "_genlight_is_first_rank"
-_POLICED_ATTRIBUTE = "_genlight_is_policed"
-_SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
+POLICED_ATTRIBUTE = "_genlight_is_policed"
+"""On a method whose exceptions and ranks the policy of its hook decides about."""
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
+_ORDERED_ATTRIBUTE = "_genlight_callbacks_ordered"
 
 
 class Hook(pl.Callback):
@@ -198,24 +154,24 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, trainer, *args, **kwargs)
         if is_setup:
             order_callbacks(trainer)
-        if self.ranks == "zero" and not _is_first_rank(trainer):
+        if self.ranks == "zero" and not is_rank_zero(trainer):
             return None
         self._inside_event = True
         try:
             return method(self, trainer, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the policy raises it again
-            _judge(self, name, error)
+            judge(self, name, error)
             return None
         finally:
             self._inside_event = False
             if is_last:
                 report_failures(self)
 
-    setattr(event, _POLICED_ATTRIBUTE, True)
+    setattr(event, POLICED_ATTRIBUTE, True)
     return event
 
 
-def _judge(hook: Hook, event: str, error: Exception) -> None:
+def judge(hook: Hook, event: str, error: Exception) -> None:
     """Raise `error` again if it ends the run, and note it otherwise."""
     if isinstance(error, TrainingCanceled):
         raise error
@@ -224,12 +180,6 @@ def _judge(hook: Hook, event: str, error: Exception) -> None:
         setattr(error, _ENDS_RUN_ATTRIBUTE, True)
         raise error
     _note_failure(hook, event, error)
-
-
-def _is_first_rank(trainer: pl.Trainer) -> bool:
-    """``trainer.is_global_zero``, three properties deep, as it was noted in ``setup``, when ranks are known."""
-    noted: bool | None = getattr(trainer, _FIRST_RANK_ATTRIBUTE, None)
-    return trainer.is_global_zero if noted is None else noted
 
 
 def _note_failure(hook: Hook, event: str, error: Exception) -> None:
@@ -253,149 +203,18 @@ def report_failures(hook: Hook) -> None:
         hook._reported = hook._failures.copy()
 
 
-def run_state_of(trainer: pl.Trainer) -> RunState:
-    """The run state that all hooks of `trainer` share; made at the first call."""
-    state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
-    if state is None:
-        state = RunState()
-        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
-    return state
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The callbacks of `trainer`; Lightning sets the attribute without declaring it."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
-
-
-def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
-    """Deliver one of `HOOK_EVENTS` to every callback that has it."""
-    for callback in callbacks_of(trainer):
-        method = getattr(callback, event, None)
-        if method is not None:
-            method(trainer, trainer.lightning_module, *args)
-
-
-def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
-    """The method `event` of every callback that has one of its own, to be called in each step.
-
-    A loop that calls them passes what they raise to `after_failure`: applying the policy there, and only then, is what
-    makes a hook cost one call. Hooks that do not listen on this rank are left out.
-    """
-    return [
-        _without_policy(callback, event)
-        for callback in callbacks_of(trainer)
-        if _is_own(callback, event)
-        and (not isinstance(callback, Hook) or callback.ranks == "all" or _is_first_rank(trainer))
-    ]
-
-
-def skippable(method: _Method) -> _Method:
-    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
-
-    genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
-    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, once a
-    stop was asked for, and after ``eval_scores`` changed. Lightning's own loop calls it after every step. A method that
-    a subclass puts in its place is not skipped unless it is marked as well.
-    """
-    setattr(method, _SKIPPABLE_ATTRIBUTE, True)
-    return method
-
-
-def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
-    """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
-    hook = getattr(listener, "__self__", None)
-    return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
-
-
-def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:
-    """What the policy says to an exception of one of the `listeners`: raise it again, or note it."""
-    hook = getattr(listener, "__self__", None)
-    if not isinstance(hook, Hook):
-        raise error
-    _judge(hook, event, error)
-
-
-def _is_own(callback: pl.Callback, event: str) -> bool:
-    plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
-    return event in vars(callback) or getattr(type(callback), event, None) not in plain
-
-
-def _without_policy(callback: pl.Callback, event: str) -> Callable[..., Any]:
-    """The bound method of `callback`, as it was written where that is safe."""
-    method: Callable[..., Any] = getattr(callback, event)
-    policed = [cls for cls in type(callback).__mro__ if hasattr(vars(cls).get(event), _POLICED_ATTRIBUTE)]
-    # Where a parent has the event too, a call of super() must find that it is inside of one.
-    if event in vars(callback) or len(policed) != 1 or not hasattr(method, _POLICED_ATTRIBUTE):
-        return method
-    return types.MethodType(method.__wrapped__, callback)  # type: ignore[attr-defined]
-
-
 def order_callbacks(trainer: pl.Trainer) -> None:
     """Put the hooks of `trainer` into the order that their reads and writes ask for; once per trainer.
 
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
     """
-    setattr(trainer, _FIRST_RANK_ATTRIBUTE, trainer.is_global_zero)
+    note_rank(trainer)
     registered = callbacks_of(trainer)
     if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
         return
-    hooks = [callback for callback in registered if isinstance(callback, Hook)]
-    in_order = iter(_sorted_hooks(hooks))
+    ordered = iter(in_order([callback for callback in registered if isinstance(callback, Hook)]))
     # A new list, because Lightning is iterating over the old one while it calls `setup`.
-    callbacks = [next(in_order) if isinstance(callback, Hook) else callback for callback in registered]
+    callbacks = [next(ordered) if isinstance(callback, Hook) else callback for callback in registered]
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
     setattr(trainer, _ORDERED_ATTRIBUTE, callbacks)
-
-
-def _sorted_hooks(hooks: Sequence[Hook]) -> list[Hook]:
-    """The hooks, writers first, otherwise as they were registered."""
-    # By position: a hook that is a dataclass can be neither hashed nor told from its equal.
-    waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]
-    ordered: list[int] = []
-    remaining = list(range(len(hooks)))
-    while remaining:
-        ready = next((position for position in remaining if not waits_for[position].intersection(remaining)), None)
-        if ready is None:
-            raise HookOrderError(_describe_cycle(remaining, waits_for, hooks))
-        ordered.append(ready)
-        remaining.remove(ready)
-    return [hooks[position] for position in ordered]
-
-
-def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
-    """Positions of the hooks that must run before the one at `position`.
-
-    Among hooks that both read and write a field (counters, say) the order of registration decides.
-    """
-    hook = hooks[position]
-    before: set[int] = set()
-    for field in (*hook.reads, *hook.optional_reads):
-        writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
-        if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
-            raise HookOrderError(
-                f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
-            )
-        for writer in writers:
-            both_update = field in hook.writes and field in hooks[writer].reads
-            if writer != position and (not both_update or writer < position):
-                before.add(writer)
-    return before
-
-
-def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: Sequence[Hook]) -> str:
-    """Follow who waits for whom among the `stuck` until a hook comes twice."""
-    path = [stuck[0]]
-    while path.count(path[-1]) == 1:
-        path.append(next(position for position in stuck if position in waits_for[path[-1]]))
-    cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
-    steps = [
-        f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
-        for hook, writer in itertools.pairwise(cycle)
-    ]
-    return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
-
-
-def _shared_fields(reader: Hook, writer: Hook) -> list[str]:
-    return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))

@@ -1,0 +1,62 @@
+"""What a callback can hear beside Lightning's own events, and the run state that all callbacks of a trainer share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...adapter.contract.run_state import RunState
+
+__all__ = ["HOOK_EVENTS", "callbacks_of", "fire", "is_rank_zero", "note_rank", "run_state_of"]
+
+HOOK_EVENTS = (
+    "on_new_training_run",
+    "on_rollout_start",
+    "on_rollout_end",
+    "on_mb_end",
+    "on_train_phase_end",
+    "on_epoch_end",
+    "on_training_end",
+    "on_training_failed",
+    "on_checkpoint_durable",
+    "on_samples_written",
+)
+"""Events that Lightning's callbacks do not have."""
+
+_RUN_STATE_ATTRIBUTE = "_genlight_run_state"
+_RANK_ZERO_ATTRIBUTE = "_genlight_is_rank_zero"
+
+
+def run_state_of(trainer: pl.Trainer) -> RunState:
+    """The run state that all hooks of `trainer` share; made at the first call."""
+    state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
+    if state is None:
+        state = RunState()
+        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
+    return state
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of `trainer`; Lightning sets the attribute without declaring it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
+def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
+    """Deliver one of `HOOK_EVENTS` to every callback that has it."""
+    for callback in callbacks_of(trainer):
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(trainer, trainer.lightning_module, *args)
+
+
+def note_rank(trainer: pl.Trainer) -> None:
+    """Keep what ``trainer.is_global_zero`` says, three properties deep, once ranks are known."""
+    setattr(trainer, _RANK_ZERO_ATTRIBUTE, trainer.is_global_zero)
+
+
+def is_rank_zero(trainer: pl.Trainer) -> bool:
+    """Whether this process is the first of all, as `note_rank` kept it."""
+    noted: bool | None = getattr(trainer, _RANK_ZERO_ATTRIBUTE, None)
+    return trainer.is_global_zero if noted is None else noted

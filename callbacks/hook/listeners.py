@@ -1,0 +1,73 @@
+"""Which callbacks a loop calls in each step, and what becomes of what they raise."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+
+from .events import callbacks_of, is_rank_zero
+from .hook import POLICED_ATTRIBUTE, Hook, judge
+
+__all__ = ["after_failure", "listeners", "skippable", "skipping_hook"]
+
+_SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
+    """The method `event` of every callback that has one of its own, to be called in each step.
+
+    A loop that calls them passes what they raise to `after_failure`: applying the policy there, and only then, is what
+    makes a hook cost one call. Hooks that do not listen on this rank are left out.
+    """
+    return [
+        _without_policy(callback, event)
+        for callback in callbacks_of(trainer)
+        if _is_own(callback, event)
+        and (not isinstance(callback, Hook) or callback.ranks == "all" or is_rank_zero(trainer))
+    ]
+
+
+def skippable(method: _Method) -> _Method:
+    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
+
+    genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
+    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, once a
+    stop was asked for, and after ``eval_scores`` changed. Lightning's own loop calls it after every step. A method that
+    a subclass puts in its place is not skipped unless it is marked as well.
+    """
+    setattr(method, _SKIPPABLE_ATTRIBUTE, True)
+    return method
+
+
+def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
+    """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
+    hook = getattr(listener, "__self__", None)
+    return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
+
+
+def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:
+    """What the policy says to an exception of one of the `listeners`: raise it again, or note it."""
+    hook = getattr(listener, "__self__", None)
+    if not isinstance(hook, Hook):
+        raise error
+    judge(hook, event, error)
+
+
+def _is_own(callback: pl.Callback, event: str) -> bool:
+    plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
+    return event in vars(callback) or getattr(type(callback), event, None) not in plain
+
+
+def _without_policy(callback: pl.Callback, event: str) -> Callable[..., Any]:
+    """The bound method of `callback`, as it was written where that is safe."""
+    method: Callable[..., Any] = getattr(callback, event)
+    policed = [cls for cls in type(callback).__mro__ if hasattr(vars(cls).get(event), POLICED_ATTRIBUTE)]
+    # Where a parent has the event too, a call of super() must find that it is inside of one.
+    if event in vars(callback) or len(policed) != 1 or not hasattr(method, POLICED_ATTRIBUTE):
+        return method
+    return types.MethodType(method.__wrapped__, callback)  # type: ignore[attr-defined]
