@@ -1,12 +1,44 @@
-"""Names of other packages that are not theirs to keep: looked up when a module that uses them is imported."""
+"""Everything of Lightning that is protected and that genlight reads, overrides or assigns.
+
+Each name is looked up when this module is imported, so that a release of Lightning that no longer has it is one clear
+`ImportError`, and not a run that fails, or trains wrong, in its middle. Names that are only overridden would fail in
+silence; the tests of the loop run a fit under the lowest and the highest supported release.
+"""
 
 from __future__ import annotations
 
 import inspect
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["SUPPORTED", "require_names"]
+import lightning.pytorch as pl
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
+from lightning.pytorch.loops.progress import _Progress as Progress
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
+
+__all__ = [
+    "SUPPORTED",
+    "DataFetcher",
+    "FitLoop",
+    "PrefetchDataFetcher",
+    "ProcessedTracker",
+    "Progress",
+    "ResultCollection",
+    "TrainingEpochLoop",
+    "attach_loaders",
+    "attached_trainer",
+    "received_sigterm",
+    "require_names",
+    "set_callback_metrics",
+    "set_logged_metrics",
+    "signal_connector",
+]
 
 SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.6"}
 """The releases that genlight's own requirements name."""
@@ -31,3 +63,67 @@ def require_names(package: Literal["lightning", "torch"], owner: type, *names: s
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which genlight uses; "
             f"install a release that it supports: {SUPPORTED[package]}"
         )
+
+
+_USED: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        FitLoop,
+        (
+            *("setup_data", "on_run_start", "on_run_end", "on_advance_start", "advance", "on_advance_end", "reset"),
+            *("done", "skip", "teardown", "reset_restart_stage", "restarted_mid_epoch", "_data_source"),
+            *("_load_combined_loader_states", "_combined_loader_states_to_load", "_combined_loader"),
+            *("_warn_if_modules_in_eval_mode", "_data_fetcher"),
+        ),
+    ),
+    (
+        TrainingEpochLoop,
+        (
+            *("on_run_start", "on_advance_end", "on_iteration_done", "reset", "run", "done", "global_step"),
+            *("update_restart_stage", "on_save_checkpoint", "on_load_checkpoint", "_is_training_done"),
+            *("_is_validation_done", "_save_loggers_on_train_batch_end", "_batches_that_stepped", "_results"),
+        ),
+    ),
+    (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
+    (SignalConnector, ("register_signal_handlers", "teardown", "received_sigterm")),
+    (
+        LoggerConnector,
+        ("on_batch_end", "update_train_step_metrics", "_callback_metrics", "_progress_bar_metrics", "_logged_metrics"),
+    ),
+    (pl.Trainer, ("_signal_connector", "_logger_connector", "_data_connector", "received_sigterm")),
+    (pl.LightningModule, ("_trainer", "_current_fx_name")),
+)
+
+for _owner, _names in _USED:
+    require_names("lightning", _owner, *_names)
+
+
+def received_sigterm(trainer: pl.Trainer) -> bool:
+    """What ``trainer.received_sigterm`` reads, past the property."""
+    return trainer._signal_connector.received_sigterm
+
+
+def signal_connector(trainer: pl.Trainer) -> SignalConnector:
+    """What installs Lightning's own signal handlers, and puts back those that it found."""
+    return trainer._signal_connector
+
+
+def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    """The trainer that `module` is attached to; its public property raises where there is none."""
+    return module._trainer
+
+
+def set_callback_metrics(trainer: pl.Trainer, callback: dict[str, Any], progress_bar: dict[str, Any]) -> None:
+    """Leave metrics where monitors and progress bars look outside of a step that logs them."""
+    connector = trainer._logger_connector
+    connector._callback_metrics.update(callback)
+    connector._progress_bar_metrics.update(progress_bar)
+
+
+def set_logged_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Leave numbers in ``trainer.logged_metrics``, without Lightning's search for tensors among them."""
+    trainer._logger_connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
+
+
+def attach_loaders(trainer: pl.Trainer, module: pl.LightningModule, **loaders: Any) -> None:
+    """Have ``trainer.validate`` and ``trainer.test`` use these loaders, named as their arguments are."""
+    trainer._data_connector.attach_dataloaders(module, **loaders)

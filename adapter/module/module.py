@@ -25,6 +25,7 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ...callbacks.hook.events import callbacks_of, run_state_of
+from ...callbacks.lightning_internals import set_callback_metrics
 from ...callbacks.log_metrics import LogMetrics
 from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
@@ -248,9 +249,7 @@ class ContractModule(pl.LightningModule):
 
     def feed_callback_metrics(self) -> None:
         """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
-        connector = self.trainer._logger_connector
-        connector._callback_metrics.update(self.metrics_on_device())
-        connector._progress_bar_metrics.update(self.published)
+        set_callback_metrics(self.trainer, self.metrics_on_device(), self.published)
 
     def is_canceled(self) -> bool:
         """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""

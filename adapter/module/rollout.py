@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError
-
-if TYPE_CHECKING:
-    from .module import ContractModule
+from ..loop.hosted_module import HostedModule
 
 __all__ = ["RolloutBatches"]
 
@@ -23,7 +21,7 @@ class RolloutBatches:
 
     begins_anew = True
 
-    def __init__(self, module: ContractModule) -> None:
+    def __init__(self, module: HostedModule) -> None:
         self._module = module
 
     def __iter__(self) -> Iterator[Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
@@ -21,7 +20,7 @@ from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.ticker import Ticker
-from ..lightning_internals import require_names
+from ..lightning_internals import attached_trainer, signal_connector
 from .data_workers import protect_workers, release_workers
 from .rank_agreement import Agreement
 from .signals import REASON_OF_SIGNAL, StopSignals
@@ -29,8 +28,6 @@ from .sources import Deadline, cancel_file_is_set
 
 __all__ = ["StopRequests"]
 
-require_names("lightning", pl.Trainer, "_signal_connector")
-require_names("lightning", _SignalConnector, "register_signal_handlers")
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """By code; the largest wins where ranks were told different things."""
@@ -145,7 +142,7 @@ class StopRequests(Hook):
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
             asked = weakref.ref(trainer)  # the module may be fitted again, by another one
-            add_cancel_check(lambda: pl_module._trainer is asked() and self.requested() is not None)
+            add_cancel_check(lambda: attached_trainer(pl_module) is asked() and self.requested() is not None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -209,7 +206,7 @@ class StopRequests(Hook):
         Those talk to other ranks from inside the signal, which hangs where these do something else at the moment.
         """
         early = self._undo.enter_context(ExitStack())
-        connector = trainer._signal_connector
+        connector = signal_connector(trainer)
         if not self.signals.are_handled:
             early.enter_context(self.signals.installed())
             _after_teardown(connector, self.signals.end_watch)

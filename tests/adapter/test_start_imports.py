@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 NEVER_BEFORE_THE_FIRST_STEP = {
-    "scipy.signal": "torchmetrics wants an old name of it",
-    "scipy.stats": "comes with scipy.signal",
     "pyarrow": "the batches of this job are in its spec",
     "huggingface_hub": "nothing is fetched",
     "fsspec.implementations.http": "nothing is fetched",

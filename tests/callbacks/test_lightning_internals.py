@@ -21,10 +21,10 @@ def other_constructor(trainer):
     ("module", "owner", "name", "package"),
     [
         ("callbacks.stop.data_workers", DataLoader, "_get_iterator", "torch"),
-        ("callbacks.stop.stop_requests", _SignalConnector, "register_signal_handlers", "lightning"),
-        ("callbacks.stop.stop_requests", pl.Trainer, "_signal_connector", "lightning"),
-        ("adapter.loop.fit_loop", _FitLoop, "on_advance_end", "lightning"),
-        ("adapter.loop.fit_loop", _TrainingEpochLoop, "update_restart_stage", "lightning"),
+        ("callbacks.lightning_internals", _SignalConnector, "register_signal_handlers", "lightning"),
+        ("callbacks.lightning_internals", pl.Trainer, "_signal_connector", "lightning"),
+        ("callbacks.lightning_internals", _FitLoop, "on_advance_end", "lightning"),
+        ("callbacks.lightning_internals", _TrainingEpochLoop, "update_restart_stage", "lightning"),
     ],
 )
 def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, owner, name, package, monkeypatch):
@@ -37,9 +37,8 @@ def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, 
         spec.loader.exec_module(util.module_from_spec(spec))
 
     found = f"{package} {metadata.version(package)} has no {owner.__name__}.{name}"
-    assert str(raised.value).startswith(
-        f"{found}, which genlight uses; install a release that it supports: {package}>="
-    )
+    assert str(raised.value).startswith(found)
+    assert f", which genlight uses; install a release that it supports: {package}>=" in str(raised.value)
 
 
 def test_the_releases_that_are_named_are_those_that_an_installation_takes():

@@ -1,0 +1,247 @@
+"""One step of an epoch, and what a step logs.
+
+What happens in every step of every run is written out in `Step.run` instead of being called, at the price of a long
+method: with all standard callbacks a step may cost 20 µs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.listeners import after_failure, listeners, skipping_hook
+from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection
+from .hosted_module import HostedModule
+
+if TYPE_CHECKING:
+    from .epoch_loop import ContractEpochLoop
+
+__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of"]
+
+_MAY_LOG = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""Hooks of a step in which Lightning lets a callback or a module call `log`."""
+
+
+class Step:
+    """One step of an epoch, with everything that does not change between steps looked up once."""
+
+    def __init__(self, loop: ContractEpochLoop, data_fetcher: DataFetcher) -> None:
+        trainer, module = loop.trainer, loop.module
+        self.loop = loop
+        self.trainer = trainer
+        self.module = module
+        self.names = module.__dict__
+        """Of the module, past ``nn.Module.__setattr__``, which looks for parameters and costs more than a hook."""
+        self.progress = loop.batch_progress
+        self.current, self.total = counts_of(loop.batch_progress)
+        self.batches = trainer.num_training_batches
+        self.connector = trainer._logger_connector
+        self.logged = loop._results
+        self.next_batch = _next_batch(trainer, data_fetcher)
+        self.profiler = profiler_of(trainer)
+        self.profiled = not isinstance(self.profiler, PassThroughProfiler)
+        self.train = self._train_profiled if self.profiled else module.train_raw_batch
+        self.on_start = listeners(trainer, "on_train_batch_start")
+        on_end = listeners(trainer, "on_train_batch_end")
+        self.on_end = [(hook, skipping_hook(hook)) for hook in on_end]
+        for _, waits in self.on_end:
+            if waits is not None:
+                waits.next_due_step = 0
+        self.run_state = run_state_of(trainer)
+        self.scores_before = self.run_state.eval_scores
+        self.on_mb_end = listeners(trainer, "on_mb_end")
+        self.module_on_start = _module_hook(module, "on_train_batch_start")
+        self.module_on_end = _module_hook(module, "on_train_batch_end")
+        loop.calls_module_on_train_batch_end = self.profiled or self.module_on_end is not None
+        strategy_hook = trainer.strategy.on_train_batch_start
+        self.strategy_on_start = (
+            strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
+        )
+        self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
+        # Code that is not ours may call `pl_module.log` in any step.
+        self.has_user_hooks = any(
+            _module_hook(module, name) or any(map(_is_user_hook, listeners(trainer, name))) for name in _MAY_LOG
+        )
+        self.name_at_end = "on_train_batch_end" if self.has_user_hooks else None
+
+    def run(self) -> bool:
+        """Train one batch; False if there is none left or the module ended the epoch."""
+        loop, trainer, module, current, total = self.loop, self.trainer, self.module, self.current, self.total
+        step = loop.step_in_progress = loop.global_step + 1
+        try:
+            raw = self.next_batch()
+        except StopIteration:
+            loop.step_in_progress = None
+            return False
+        index = current.ready
+        current.ready = index + 1
+        total.ready += 1
+        self.progress.is_last_batch = index + 1 >= self.batches
+        if self.has_user_hooks:
+            self._expect_logging(raw)
+        if self.starts and not self._batch_start(raw, index):
+            loop.step_in_progress = None
+            return False
+        current.started += 1
+        total.started += 1
+        self.names["_current_fx_name"] = "training_step"
+        try:
+            outputs = self.train(raw)
+        except StopIteration as error:
+            # Lightning would take it for the end of the data and end the run as if it were complete.
+            raise RuntimeError("the trainer raised StopIteration inside a step") from error
+        current.processed += 1
+        total.processed += 1
+        loop.global_step = step
+        if self.profiled:
+            self._batch_end_profiled(outputs, raw, index)
+        else:
+            self.names["_current_fx_name"] = self.name_at_end
+            run_state = self.run_state
+            scores, self.scores_before = self.scores_before, run_state.eval_scores
+            for hook, waits in self.on_end:
+                if (
+                    waits is not None
+                    and step < waits.next_due_step
+                    and run_state.stop_reason is None
+                    and run_state.eval_scores is scores
+                ):
+                    continue
+                try:
+                    hook(trainer, module, outputs, raw, index)
+                except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
+                    after_failure(hook, "on_train_batch_end", error)
+            if self.has_user_hooks:
+                self._batch_end_of_user_hooks(outputs, raw, index)
+        if self.on_mb_end:
+            _call(self.on_mb_end, "on_mb_end", trainer, module)
+        current.completed += 1
+        total.completed += 1
+        return True
+
+    def _train_profiled(self, raw: Any) -> Any:
+        strategy = type(self.trainer.strategy).__name__
+        # Lightning's names; its profiler of torch begins with the first one that ends in `training_step`.
+        with (
+            self.profiler.profile("run_training_batch"),
+            self.profiler.profile(f"[Strategy]{strategy}.training_step"),
+        ):
+            return self.module.train_raw_batch(raw)
+
+    def _batch_start(self, raw: Any, index: int) -> bool:
+        trainer, module = self.trainer, self.module
+        if self.profiled:
+            call._call_callback_hooks(trainer, "on_train_batch_start", raw, index)
+            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", raw, index)
+            call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
+            return bool(response != -1)
+        self.names["_current_fx_name"] = "on_train_batch_start"
+        _call(self.on_start, "on_train_batch_start", trainer, module, raw, index)
+        response = self.module_on_start(raw, index) if self.module_on_start else None
+        if self.strategy_on_start is not None:
+            self.strategy_on_start(raw, index)
+        return bool(response != -1)
+
+    def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
+        call._call_callback_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
+        call._call_lightning_module_hook(self.trainer, "on_train_batch_end", outputs, raw, index)
+        self.names["_current_fx_name"] = None
+        if self.has_user_hooks:
+            self._take_over_what_was_logged()
+
+    def _batch_end_of_user_hooks(self, outputs: Any, raw: Any, index: int) -> None:
+        if self.module_on_end:
+            self.module.on_train_batch_end(outputs, raw, index)  # by name: Checkpoint puts a save behind it
+        self.names["_current_fx_name"] = None
+        self._take_over_what_was_logged()
+
+    def _expect_logging(self, raw: Any) -> None:
+        """What the connector's ``on_batch_start`` does, which looks for the running loop by comparing enums."""
+        self.connector._first_loop_iter = self.connector._first_loop_iter is None
+        self.logged.batch, self.logged.batch_size, self.logged.dataloader_idx = raw, None, None
+
+    def _take_over_what_was_logged(self) -> None:
+        if len(self.logged):
+            self.connector.on_batch_end()
+            self.connector.update_train_step_metrics()
+        else:
+            self.logged.batch = self.logged.batch_size = None
+
+
+class LoggedInSteps(ResultCollection):
+    """What user callbacks logged, and the metrics of the last step for whoever looks at ``trainer.callback_metrics``.
+
+    Lightning asks this object at each look, so that a step whose metrics nobody looks at makes no tensors of them. In
+    ``trainer.progress_bar_metrics`` are those that were sent to loggers last.
+    """
+
+    def __init__(self, module: HostedModule) -> None:
+        super().__init__(training=True)
+        self._module = module
+
+    def __bool__(self) -> bool:
+        return bool(len(self)) or self._module.step_result is not None
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        metrics = super().metrics(on_step)
+        metrics["callback"] = {**self._module.metrics_on_device(), **metrics["callback"]}
+        metrics["pbar"] = {**self._module.published, **metrics["pbar"]}
+        return metrics
+
+
+def counts_of(progress: Progress) -> tuple[ProcessedTracker, ProcessedTracker]:
+    """The counters of this run of the loop and of all; Lightning declares them as a base class with fewer fields."""
+    assert isinstance(progress.current, ProcessedTracker)
+    assert isinstance(progress.total, ProcessedTracker)
+    return progress.current, progress.total
+
+
+def _next_batch(trainer: pl.Trainer, data_fetcher: DataFetcher) -> Callable[[], Any]:
+    """A function that returns the next batch or raises StopIteration."""
+    combined = data_fetcher.combined_loader
+    alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
+    if alone and isinstance(profiler_of(trainer), PassThroughProfiler):
+        assert combined._iterator is not None
+        iterator: Iterator[Any] = combined._iterator.iterators[0]
+        return iterator.__next__
+    return lambda: next(data_fetcher)[0]
+
+
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """The profiler of `trainer`; Lightning sets the attribute without declaring it."""
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return profiler
+
+
+def _call(hooks: list[Callable[..., Any]], event: str, *args: Any) -> None:
+    for hook in hooks:
+        try:
+            hook(*args)
+        except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
+            after_failure(hook, event, error)
+
+
+def _module_hook(module: HostedModule, name: str) -> Callable[..., Any] | None:
+    hook: Callable[..., Any] = getattr(module, name)
+    return hook if getattr(hook, "__func__", hook) is not getattr(pl.LightningModule, name) else None
+
+
+def _is_user_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is not genlight's own."""
+    ours = __name__.rpartition(".adapter")[0] + "."
+    return not type(getattr(hook, "__self__", None)).__module__.startswith(ours)
