@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format faults shake lock clean
+.PHONY: demo test check format reference faults shake lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -22,6 +22,9 @@ check: $(INSTALLED)  ## lint, format, types, import contracts
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+reference: $(INSTALLED)  ## the parts of the package READMEs that are made from docstrings and types
+	$(BIN)/python examples/make_reference.py
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults

@@ -1,8 +1,6 @@
 """The reference of a job's keys, made from the types in `spec`: a JSON Schema for editors, a table for readers.
 
-    python -m genlight.adapter.job.reference    # writes both anew
-
-A test holds that what stands in the repository is what this module makes.
+``make reference`` writes both anew, and a test holds that what stands in the repository is what this module makes.
 """
 
 from __future__ import annotations
@@ -17,12 +15,9 @@ import msgspec
 from .spec import JobSpec, SampleRequest
 from .spec_keys import ALIASES, Key, inner_keys, keys_of, spec_keys
 
-__all__ = ["PAGE", "SCHEMA_FILE", "job_reference", "job_schema", "put_between_markers", "schema_text"]
+__all__ = ["SCHEMA_FILE", "job_reference", "job_schema", "schema_text"]
 
 SCHEMA_FILE = Path(__file__).with_name("job.schema.json")
-PAGE = Path(__file__).parents[1] / "README.md"
-
-_BEGIN, _END = "<!-- begin: job keys -->", "<!-- end: job keys -->"
 
 
 def job_schema() -> dict[str, Any]:
@@ -76,25 +71,3 @@ def _what(key: Key) -> str:
 
 def _default(key: Key) -> str:
     return "" if key.default in (None, (), {}) or key.block is not None else f"`{json.dumps(key.default)}`"
-
-
-def put_between_markers(page: str, made: str) -> str:
-    """`page` with what was made in the place of what stood between the two markers.
-
-    Raises:
-        ValueError: The page has no such markers.
-    """
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"The page has no markers {_BEGIN} and {_END}.")
-    return f"{before}{_BEGIN}\n\n{made}\n{_END}{after}"
-
-
-def _main() -> None:
-    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
-    PAGE.write_text(put_between_markers(PAGE.read_text(encoding="utf-8"), job_reference()), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _main()

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from genlight.adapter.job.errors import FaultList
-from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, put_between_markers, schema_text
+from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, schema_text
 from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
 from genlight.adapter.job.spec_parsing import parse_job_spec
 
@@ -18,7 +18,7 @@ DIGITS = Path(__file__).parents[3] / "examples" / "digits" / "job.json"
 
 def test_the_schema_that_is_shipped_is_made_from_the_types():
     """Editors would complete keys that a job does not take."""
-    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run python -m genlight.adapter.job.reference"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run make reference"
 
 
 def test_the_job_of_the_demo_fits_the_schema():
@@ -57,10 +57,3 @@ def test_the_table_names_every_key():
     made = job_reference()
     keys = [*spec_keys(), *(key for block in spec_keys() for key in inner_keys(block))]
     assert [key for key in keys if f"| `{key}` |" not in made] == []
-
-
-def test_what_was_made_takes_the_place_between_the_markers_and_nothing_else():
-    page = "a\n<!-- begin: job keys -->\nold\n<!-- end: job keys -->\nz\n"
-    assert put_between_markers(page, "new") == "a\n<!-- begin: job keys -->\n\nnew\n<!-- end: job keys -->\nz\n"
-    with pytest.raises(ValueError, match="no markers"):
-        put_between_markers("a", "new")
