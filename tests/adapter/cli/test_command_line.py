@@ -376,3 +376,10 @@ def test_a_directory_that_is_not_there_is_named(genlight, command):
     assert done.returncode == 2
     assert re.fullmatch(r"genlight \w+: .*nowhere.*\n", done.stderr)
     assert "Errno" not in done.stderr
+
+
+def test_the_command_runs_as_a_module_too():
+    """Where the console script is not on the path, as in a container that calls python alone."""
+    for module in ("genlight", "genlight.adapter.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout.split()[0]) == (0, "genlight")

@@ -1,0 +1,1 @@
+../../adapter/cli/namespace_main.py
