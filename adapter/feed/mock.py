@@ -57,6 +57,10 @@ class MockBatches:
             self._next, self._fresh = place + self._world_size, False
             yield self._batches[place + self._rank]
 
+    def __getitem__(self, step: int) -> Any:
+        """The batch of this rank in a step."""
+        return self._batches[range(self._rank, len(self) * self._world_size, self._world_size)[step]]
+
     def iter_batches(self) -> Iterator[Any]:
         """The same as iterating."""
         return iter(self)

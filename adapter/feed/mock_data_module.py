@@ -32,3 +32,8 @@ class MockDataModule(LightningDataModule):
             rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
             self._feed = MockBatches(self._batches, rank=rank, world_size=world_size)
         return self._feed
+
+    @property
+    def feed(self) -> MockBatches:
+        """What feeds the run."""
+        return self.train_dataloader()

@@ -117,6 +117,11 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     return loop
 
 
+def training_source(trainer: pl.Trainer) -> Any:
+    """What ``fit`` was given to train on: a loader, a data module, or the module that makes its own batches."""
+    return trainer.fit_loop._data_source.instance
+
+
 class ContractFitLoop(_FitLoop):
     """Runs epochs until the contract's steps are done."""
 

@@ -44,10 +44,10 @@ class Collects(Works):
 
 class Files(Works):
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
-        (output_dir / "file").write_text(f"files of step {step}")
+        Path(output_dir, "file").write_text(f"files of step {step}")
 
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
-        Path("loaded").write_text((checkpoint_dir / "file").read_text())
+        Path("loaded").write_text(Path(checkpoint_dir, "file").read_text())
 
 
 class Unmade(Works):
