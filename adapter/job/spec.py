@@ -365,5 +365,5 @@ def _sample_prompts(values: list[Any], faults: FaultList) -> tuple[SampleRequest
             faults.invalid(name, "a text or an object", value)
             continue
         fields = _fields(f"{name}.", given, PROMPT_FIELDS, faults)
-        requests.append(SampleRequest(**{"name": f"{index:02d}", **fields}))
+        requests.append(SampleRequest(**{"name": f"sample-{index:02d}", **fields}))
     return tuple(requests)

@@ -69,9 +69,8 @@ class Trainer:
 
 CHECKPOINT_HOOKS = """
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
-        returned = self.act(
-            "save_checkpoint", state=state, step=step, output_dir=output_dir, final=final, ctx=ctx, type=type(output_dir)
-        )
+        folder = {"output_dir": output_dir, "type": type(output_dir)}
+        returned = self.act("save_checkpoint", state=state, step=step, final=final, ctx=ctx, **folder)
         (Path(output_dir) / "weights.txt").write_text(str(state["steps"]))
         return {"primary_path": output_dir + "/weights.txt", "rank": 4} if returned is ... else returned
 

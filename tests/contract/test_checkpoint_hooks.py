@@ -1,4 +1,4 @@
-"""`state_dict`, `save_checkpoint`, `load_state_dict`, `load_checkpoint`: when, with what, what they may return, errors."""
+"""`state_dict`, `save_checkpoint`, `load_state_dict`, `load_checkpoint`: when, with what, what they return, errors."""
 
 from __future__ import annotations
 
@@ -263,6 +263,14 @@ def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Pat
     record = read_record(folder / "step-00000002.json")
     assert record.trainer_folder == folder / "step-00000002"
     assert record.primary_path == folder / "step-00000002" / "weights.txt"
+
+
+@pytest.mark.parametrize("primary", ["../../secret", "/etc/hostname", "/old/{name}/../../secret"])
+def test_a_primary_path_outside_of_its_folder_is_not_reported(tmp_path: Path, primary: str) -> None:
+    """A record that came from elsewhere must not have other files uploaded."""
+    (tmp_path / "secret").touch()
+    folder = older_run(tmp_path / "c", primary=primary)
+    assert read_record(folder / "step-00000002.json").primary_path is None
 
 
 # with the caller's own reporter and writer

@@ -1,4 +1,4 @@
-"""`setup`, `configure`, `prepare_batch`, `train_step`: when each is called, with what, what it may return, its errors."""
+"""`setup`, `configure`, `prepare_batch`, `train_step`: when, with what, what they may return, their errors."""
 
 from __future__ import annotations
 

@@ -138,14 +138,16 @@ class CheckpointRecord:
 
     @property
     def primary_path(self) -> Path | None:
-        """The file or folder that the trainer's hook named for reporting and upload, as an absolute path."""
-        named = (self.trainer_checkpoint or {}).get("primary_path")
-        if not isinstance(named, (str, os.PathLike)):
+        """The file or folder that the trainer's hook named for reporting and upload, as an absolute path.
+
+        None where it named none, or one outside of its folder, which is no part of the checkpoint.
+        """
+        named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
+        if not isinstance(named, (str, os.PathLike)) or folder is None:
             return None
-        folder = self.trainer_folder
-        if self.is_old and folder is not None:
-            return _moved_with(folder, Path(named))
-        return ((self.path.parent if folder is None else folder) / named).absolute()
+        path = _moved_with(folder, Path(named)) if self.is_old else folder / named
+        path = Path(os.path.abspath(path))
+        return path if path.is_relative_to(os.path.abspath(folder)) else None
 
     @property
     def size_bytes(self) -> int:
@@ -269,8 +271,8 @@ def _moved_with(folder: Path, named: Path) -> Path:
     parts = named.parts
     if named.is_absolute() and folder.name in parts:
         last = len(parts) - 1 - parts[::-1].index(folder.name)
-        return folder.joinpath(*parts[last + 1 :]).absolute()
-    return (folder / named).absolute()
+        return folder.joinpath(*parts[last + 1 :])
+    return folder / named
 
 
 def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
