@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 
 import genlight.adapter
-from genlight.adapter import ContractError, TrainerPathError, compat, load_trainer_plugin
+from genlight.adapter import ContractError, StepContext, TrainerPathError, compat, load_trainer_plugin
+from genlight.adapter.contract.types import REQUIRED_HOOKS
 from genlight.adapter.module.plugin_loading import missing_hooks, optional_hook
 
 OLD = {
@@ -217,3 +220,44 @@ def test_a_subprocess_contract_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match="does not hold a JSON object"):
         read_subprocess_contract(tmp_path / "list.json")
+
+
+REFERENCE = (Path(genlight.adapter.__file__).parent / "README.md").read_text()
+NAMED = sorted(
+    {
+        name
+        for row in REFERENCE.partition("### Names")[2].partition("### Behaviour")[0].splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+)
+"""Names in the first column of the reference's table."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_of_the_reference_imports(name: str) -> None:
+    """From the older path; and where the table says "same", it is genlight's own."""
+    module = importlib.import_module("gen_worker.trainer")
+    assert getattr(module, name) is not None
+    (row,) = [row for row in REFERENCE.splitlines() if row.startswith("| `") and f"`{name}`" in row.split("|")[1]]
+    if row.split("|")[2].strip() == "same":
+        assert getattr(module, name) is getattr(genlight.adapter, name)
+
+
+def test_the_reference_has_every_name_and_module_of_the_older_path() -> None:
+    """And none that there is not."""
+    assert set(NAMED) == {name for _, name in PAIRS}
+    listed = REFERENCE.partition("## The old contract")[2].partition("### Names")[0]
+    assert set(compat.MODULES) <= set(re.findall(r"`([\w.]+)`", listed))
+    assert {module.removeprefix(".") for module in OLD if module} <= set(compat.MODULES)
+
+
+def test_the_reference_describes_every_hook_and_every_field_of_the_context() -> None:
+    """A section for each hook, a row for each field."""
+    hooks = [*REQUIRED_HOOKS, "save_checkpoint", "load_checkpoint", "generate_sample", "evaluate", "rollout"]
+    sections = re.findall(r"^### (\w+)$", REFERENCE.partition("## StepContext")[0], re.MULTILINE)
+    assert sorted(sections) == sorted(hooks)
+    rows = REFERENCE.partition("## StepContext")[2].partition("###")[0]
+    cells = [row.split("|")[1] for row in rows.splitlines() if row.startswith("| `")]
+    fields = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(StepContext))
