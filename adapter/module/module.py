@@ -32,7 +32,7 @@ from ..discovery.discover import Discovered, Found, check_devices, check_nothing
 from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
-from ..loop.fit_loop import ContractFitLoop, install_loop, training_source
+from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
 from .deferred_optimizers import restore_set_aside, set_aside
 from .evaluation import host_evaluation
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
@@ -426,6 +426,9 @@ class ContractModule(pl.LightningModule):
             # Lightning does it after it has loaded the weights, which fp32 would round.
             self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
+        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # an older runtime's: the trainer restores
+            checkpoint["state_dict"] = self.state_dict()
+            start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
             self._to_restore = {

@@ -8,15 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from genlight.adapter import (
     ContractError,
+    ContractModule,
     StepContext,
+    StepResult,
     TrainingJobSpec,
+    build_default_adamw_bundle,
+    load_trainable_module_checkpoint,
     run_training_loop,
+    save_trainable_module_checkpoint,
 )
 from genlight.adapter.module.trainer_files import checked_result
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import DurableCheckpointIO
 from genlight.callbacks.checkpoint import read_record, verify
 
 # save_checkpoint
@@ -271,6 +280,70 @@ def test_a_primary_path_outside_of_its_folder_is_not_reported(tmp_path: Path, pr
     (tmp_path / "secret").touch()
     folder = older_run(tmp_path / "c", primary=primary)
     assert read_record(folder / "step-00000002.json").primary_path is None
+
+
+class Adapts:
+    """A LoRA-like trainer of the older runtime, which restores its weights from its own files alone."""
+
+    def setup(self, ctx: StepContext) -> None:
+        torch.manual_seed(len(ctx.job.run_id))
+
+    def configure(self, ctx: StepContext) -> dict[str, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+        bundle = build_default_adamw_bundle(model, hyperparams={"lr": 0.1, "max_steps": 4})
+        return {"model": model, "optimizer": bundle.optimizer, "scheduler": bundle.scheduler}
+
+    def prepare_batch(self, raw_batch: Any, state: Any, ctx: StepContext) -> Any:
+        return torch.ones(1, 2)
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> Any:
+        loss = state["model"](batch).square().sum()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"scheduler": state["scheduler"].state_dict()}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None:
+        state["scheduler"].load_state_dict(payload["scheduler"])
+
+    def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: StepContext) -> None:
+        load_trainable_module_checkpoint(
+            module=state["model"], optimizer=state["optimizer"], checkpoint_dir=checkpoint_dir
+        )
+        self.loaded = {name: value.clone() for name, value in state["model"].named_parameters()}
+        self.rate = state["optimizer"].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("through", ["ckpt_path", "load_from_checkpoint"])
+def test_lightnings_own_ways_to_resume_take_an_older_record(fit: Any, quiet: Any, tmp_path: Path, through: str) -> None:
+    """Weights and optimizer from the files of the trainer, the steps from the record."""
+    before = Adapts()
+    job = TrainingJobSpec("older", max_steps=2)
+    _, module = fit(before, steps=2, job=job)
+    state = module.contract_state
+    save_trainable_module_checkpoint(
+        module=state["model"], optimizer=state["optimizer"], output_dir=tmp_path / "step-00000002", step=2
+    )
+    payload = json.loads(json.dumps(before.state_dict(state)))
+    record = tmp_path / "step-00000002.json"
+    record.write_text(json.dumps({"step": 2, "run_id": "older", "state": payload}))
+    after, job = Adapts(), TrainingJobSpec("r", max_steps=4)
+    if through == "ckpt_path":
+        plugin = DurableCheckpointIO()
+        trainer = pl.Trainer(**quiet, max_steps=4, max_epochs=1, plugins=[plugin])
+        trainer.fit(ContractModule(after, job), BatchStream(range(9)), ckpt_path=record)
+        assert trainer.global_step == 4
+    else:
+        ContractModule.load_from_checkpoint(record, plugin=after, job=job)
+    trained = {name: value for name, value in state["model"].named_parameters() if value.requires_grad}
+    assert trained
+    for name, value in trained.items():
+        assert torch.equal(after.loaded[name], value)
+    assert after.rate == pytest.approx(0.05)
 
 
 # with the caller's own reporter and writer
