@@ -31,7 +31,7 @@ __all__ = [
 
 _OPTIONAL_HOOKS = ("save_checkpoint", "load_checkpoint", "rollout", "evaluate")
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
-_STUBS = frozenset(
+_STUBS = tuple(
     stub
     for base in (TrainerPlugin, TrainerEndpointContract, CheckpointingTrainerPlugin)
     for name, stub in vars(base).items()
@@ -183,8 +183,8 @@ def missing_hooks(target: Any) -> list[str]:
 def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
     """The hook `name` of a trainer, a class or an instance; None where it does not define one."""
     hook = getattr(trainer, name, None)
-    is_own = callable(hook) and getattr(hook, "__func__", hook) not in _STUBS
-    return hook if is_own else None
+    function = getattr(hook, "__func__", hook)
+    return hook if callable(hook) and not any(function is stub for stub in _STUBS) else None
 
 
 def async_hooks(target: Any) -> list[str]:
