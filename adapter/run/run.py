@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, read_record
+from ...callbacks.checkpoint.format.record import RecordMeta, read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import Deadline, cancel_file_is_set, process_age_s
 from ...reporters.events.event_log import EventLog
 from ..contract.exceptions import (
+    BrokenCheckpointError,
     ContractError,
     EventLogError,
     FailureCategory,
@@ -305,7 +306,7 @@ class _Training:
             if self.ending.uploader is not None:
                 queue_record(self.ending.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
-        return Completion(start.finished_step, _reported_path(start.record))
+        return Completion(start.finished_step, _reported_final(self.config))
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
         import_lightning()
@@ -329,9 +330,7 @@ class _Training:
         resumes = record is not None and not record.is_old
         with self._watching_ranks(trainer), watching_meeting(trainer, self.raise_if_stopped, self.end_now):
             self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
-        final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
-        reported = _reported_path(read_record(final)) if final.exists() else None
-        return Completion(self.module.completed_steps, reported, self.module.stopped)
+        return Completion(self.module.completed_steps, _reported_final(self.config), self.module.stopped)
 
     def _fit(
         self, trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
@@ -411,10 +410,16 @@ class _Training:
         )
 
 
-def _reported_path(record: CheckpointRecord) -> Path:
-    """What stands for a checkpoint in reports: what the trainer's hook named, else the record."""
-    named = record.primary_path
-    return named if named is not None and named.exists() else record.path
+def _reported_final(config: RunConfig) -> Path | None:
+    """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
+    final = config.checkpoints_dir / f"{FINAL_NAME}.json"
+    try:
+        named = read_record(final).primary_path
+    except FileNotFoundError:
+        return None
+    except BrokenCheckpointError:  # of an earlier run, where this one saves none
+        return final
+    return named if named is not None and named.exists() else final
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -251,7 +251,12 @@ def test_an_older_record_without_files_needs_no_load_checkpoint(project: Any) ->
 
 @pytest.mark.parametrize(
     ("primary", "reported"),
-    [("weights.txt", "final/weights.txt"), ("/old/final/weights.txt", "final/weights.txt"), ("absent", "final.json")],
+    [
+        ("weights.txt", "final/weights.txt"),
+        ("/old/final/weights.txt", "final/weights.txt"),
+        ("gone.txt", "final.json"),
+        ("absent", "final.json"),
+    ],
 )
 def test_an_older_final_record_is_the_end_of_its_run_whatever_the_job_asks_for(
     project: Any, primary: str, reported: str
@@ -264,6 +269,14 @@ def test_an_older_final_record_is_the_end_of_its_run_whatever_the_job_asks_for(
     assert (project.events[-1]["step"], project.events[-1]["final_checkpoint"]) == (9, str(folder / reported))
     assert project.notes == []
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_an_older_final_record_that_names_what_is_gone_is_uploaded_all_the_same(project: Any) -> None:
+    """Its record stands for it."""
+    older_run(project.out / "checkpoints", final=True, primary="gone.txt")
+    target = (project.folder / "store").as_uri()
+    assert project.run(max_steps=9, resume_from_latest=True, uploads={"targets": [target]}) == 0
+    assert [path.name for path in (project.folder / "store").rglob("*.json")] == ["final.json"]
 
 
 def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Path) -> None:
