@@ -2,8 +2,8 @@
 
 They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
 ``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
-it is first asked for. The old package spread its names over its modules differently from release to release, so each
-module here answers to all of them.
+it is first asked for, or of `old_contract`, which has what only the old package had. The old package spread its names
+over its modules differently from release to release, so each module here answers to all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ MODULES = (
     "reporting",
     "checkpointing",
     "helpers",
+    "helpers.optim",
+    "helpers.repro",
+    "helpers.scalar",
+    "subprocess_contract",
 )
 """Modules of ``gen_worker.trainer``."""
 
@@ -48,7 +52,8 @@ def install() -> None:
     parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register(_PACKAGE, None)
     trainer = _register(_TRAINER, parent)
     for name in MODULES:
-        _register(f"{_TRAINER}.{name}", trainer)
+        folder, _, _ = name.rpartition(".")
+        _register(f"{_TRAINER}.{name}", sys.modules[f"{_TRAINER}.{folder}"] if folder else trainer)
 
 
 def _is_installed(name: str) -> bool:
@@ -60,7 +65,7 @@ def _is_installed(name: str) -> bool:
 
 def _register(name: str, parent: ModuleType | None) -> ModuleType:
     module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.adapter.")
-    is_package = name in (_PACKAGE, _TRAINER)
+    is_package = name in (_PACKAGE, _TRAINER) or any(f"{_TRAINER}.{part}".startswith(f"{name}.") for part in MODULES)
     module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
     if is_package:
         module.__path__ = []
@@ -75,12 +80,17 @@ def _register(name: str, parent: ModuleType | None) -> ModuleType:
 
 def _names() -> list[str]:
     from . import __all__ as names
+    from .old_contract import __all__ as old_names
 
-    return names
+    return sorted({*names, *old_names})
 
 
 def _resolver(module_name: str) -> Any:
     def resolve(name: str) -> Any:
+        from . import old_contract
+
+        if name in old_contract.__all__:  # first: one of them is a function of genlight's that ends differently there
+            return getattr(old_contract, name)
         if name in _names():
             return getattr(importlib.import_module(__package__), name)
         raise AttributeError(f"module {module_name!r} has no attribute {name!r}")

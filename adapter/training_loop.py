@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,12 +48,14 @@ def run_training_loop(
 
     Args:
         job: Identity, step limit and cadences.
-        ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in.
+        ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in, and
+            ``dataset``, which is `batches`, where it has none.
         trainer: The trainer.
         batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
         reporter: Receives events, and is asked before the first step and after every step whether to stop.
         artifact_writer: Writes checkpoints, samples and the final artifact.
-        uploader: Sends each of them after it was written.
+        uploader: Sends metrics, and each checkpoint and sample after it was written. The final artifact is left to the
+            caller, who tells the end as well.
         start_step: Steps that count as completed; no batch is skipped for them.
         resume_state_payload: Handed to the trainer's ``load_state_dict``.
         resume_checkpoint_path: Directory, or record beside it, for the trainer's ``load_checkpoint``.
@@ -64,7 +67,8 @@ def run_training_loop(
         TrainingCanceled: The reporter asked for a stop.
         BaseException: Whatever ended training, after ``reporter.failed``.
     """
-    module = ContractModule(trainer, job, context=ctx)
+    context = ctx if ctx.dataset is not None else dataclasses.replace(ctx, dataset=batches)
+    module = ContractModule(trainer, job, context=context)
     module.resume_from(
         step=start_step,
         payload=resume_state_payload,
@@ -115,8 +119,8 @@ def _trainer_directory(path: Path) -> Path:
     """What the trainer's ``save_checkpoint`` wrote, from its directory or from a checkpoint's record."""
     if path.is_dir():
         return path
-    beside = path.with_suffix("") / "trainer"
-    return beside if beside.is_dir() else path.parent
+    ours, older = path.with_suffix("") / "trainer", path.with_suffix("")
+    return next((folder for folder in (ours, older) if folder.is_dir()), path.parent)
 
 
 def _report_failure(reporter: TrainingReporter, step: int, cause: BaseException) -> None:
@@ -162,13 +166,11 @@ class _Caller(Hook):
         self.cause = exception
 
     def finish(self, module: ContractModule) -> None:
-        """The end as planned: final artifact, then ``completed``."""
+        """The end as planned: final artifact, then ``completed``; the caller uploads what it wants of the end."""
         step = module.completed_steps
         path = self.writer.finalize(
             state_payload=module.state_payload(), trainer=module.plugin, state=module.contract_state, ctx=module.ctx
         )
-        if path is not None and self.uploader is not None:
-            self.uploader.upload_checkpoint(local_path=path, step=step)
         self.reporter.completed(step=step, final_checkpoint=path)
 
     def _look_for_stop(self, trainer: pl.Trainer) -> None:

@@ -23,7 +23,62 @@ from .hook.listeners import skippable
 
 __all__ = ["WriteSamples"]
 
-_REQUEST_FIELDS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
+_TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
+
+
+class SampleRequest(Mapping[str, Any]):
+    """What is asked of ``generate_sample`` for one sample: attributes, which also read as a mapping.
+
+    What is not given is ``t2i`` for the task, ``sample-00`` and so on for the name, an empty text for the two prompts,
+    and None for everything else.
+
+    Args:
+        given: Any of the fields, and more of the caller's own.
+        index: The request's place among the requests.
+    """
+
+    name: str
+    task: str
+    prompt: str
+    negative_prompt: str
+    instruction: str | None
+    source_image: str | None
+    seed: int | None
+
+    def __init__(self, given: Mapping[str, Any], index: int = 0) -> None:
+        defaults = {
+            "name": f"sample-{index:02d}",
+            "task": "t2i",
+            "prompt": "",
+            "negative_prompt": "",
+            "instruction": None,
+            "source_image": None,
+            "seed": None,
+        }
+        self._fields = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+
+    @property
+    def mode(self) -> str:
+        """`task` under the name that some releases of the older runtime had for it."""
+        return self.task
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"a sample request has no {name!r}") from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return f"SampleRequest({self._fields})"
 
 
 class WriteSamples(Hook):
@@ -32,8 +87,9 @@ class WriteSamples(Hook):
     A sample is ``step-00000200-00.json`` (request, seed, what the generator returned, names of its files) and, beside
     it, the folder ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``, which has a
     temporary name until they are on disk. The JSON comes last: a sample without it does not count, and what a killed
-    run left of one is removed at the next start. Without requests, or without a generator, there is one text,
-    ``step-00000200.txt``. Random numbers that sampling draws do not change those of training.
+    run left of one is removed at the next start. Without a generator the JSON holds the request alone. Without requests
+    there is one text, ``step-00000200.txt``, and the JSON of a generator beside it. Random numbers that sampling draws
+    do not change those of training.
 
     Args:
         directory: Where samples go.
@@ -87,11 +143,11 @@ class WriteSamples(Hook):
         generate = find_generator(getattr(pl_module, "contract_state", None))
         paths: list[Path] = []
         with isolate_rng():
-            if not self.requests or generate is None:
+            if not self.requests:
                 paths += self._write_text(generate, pl_module, step)
-            else:
-                for index, request in enumerate(self.requests):
-                    paths += self._write_sample(generate, pl_module, step, f"step-{step:08d}-{index:02d}", request)
+            for index, given in enumerate(self.requests):
+                request = SampleRequest(given, index)
+                paths += self._write_sample(generate, pl_module, step, f"step-{step:08d}-{index:02d}", request)
         run_state_of(trainer).latest_sample_uris = [str(path) for path in paths]
         fire(trainer, "on_samples_written", paths, step)
         return paths
@@ -102,26 +158,27 @@ class WriteSamples(Hook):
         write_bytes_durably(text, f"{_run_id(pl_module)} step {step}\n".encode())
         return (
             [text]
-            if generate is None or self.requests
-            else [text, *self._write_sample(generate, pl_module, step, name, {})]
+            if generate is None
+            else [text, *self._write_sample(generate, pl_module, step, name, SampleRequest({}))]
         )
 
     def _write_sample(
         self,
-        generate: Callable[..., Any],
+        generate: Callable[..., Any] | None,
         pl_module: pl.LightningModule,
         step: int,
         name: str,
-        request: Mapping[str, Any],
+        request: SampleRequest,
     ) -> list[Path]:
         arriving, folder = self.directory / temporary_name(name), self.directory / name
-        seed = request.get("seed") if request.get("seed") is not None else self.seed
-        offered = {field: request.get(field) for field in _REQUEST_FIELDS}
+        seed = request.seed if request.seed is not None else self.seed
+        offered = {field: request[field] for field in _TEXTS}
         offered |= {"step": step, "ctx": getattr(pl_module, "ctx", None), "request": request, "seed": seed}
+        offered["output_dir"] = str(arriving)
         facts = {**request, "seed": seed, "run_id": _run_id(pl_module), "step": step}
         arriving.mkdir()
         try:
-            returned = call_with_accepted(generate, {**offered, "output_dir": arriving})
+            returned = None if generate is None else call_with_accepted(generate, offered, mode=request.mode)
             files = [folder / file.relative_to(arriving) for file in _durable_files(arriving, name)]
             named = [str(file.relative_to(self.directory)) for file in files]
             encoded = _encoded({**facts, **_as_mapping(returned), "files": named}, name)
@@ -150,15 +207,17 @@ def find_generator(state: Any) -> Callable[..., Any] | None:
     return generate if callable(generate) else None
 
 
-def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any], **on_demand: Any) -> Any:
     """Call `function` with those of the `offered` arguments that its signature takes.
 
-    What is offered as None is left out where the signature has a default.
+    What is offered as None is left out where the signature has a default; what is there `on_demand`, where it does not
+    name it.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {name: value for name, value in offered.items() if takes_all or name in named}
+    accepted |= {name: value for name, value in on_demand.items() if name in named}
     has_default = {name for name, default in named.items() if default is not inspect.Parameter.empty}
     return function(**{name: value for name, value in accepted.items() if value is not None or name not in has_default})
 
@@ -167,13 +226,13 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
     """Every file below `directory`, each made durable before it is named.
 
     Raises:
-        ContractError: One of them is no file that could be read, or cannot be named in JSON.
+        ContractError: One of them is not a file that could be read, or cannot be named in JSON.
     """
     for folder, _, names in sorted(os.walk(directory)):
         for name in sorted(names):
             path = Path(folder, name)
             if not path.is_file():  # a pipe would be waited for, and a link may lead nowhere
-                raise ContractError(f"generate_sample of {sample} left {name!r}, which is no file")
+                raise ContractError(f"generate_sample of {sample} left {name!r}, which is not a file")
             if not _is_utf8(name):
                 raise ContractError(f"generate_sample of {sample} left {name!r}, whose name is not UTF-8")
             with path.open("rb") as file:
@@ -211,7 +270,7 @@ def _encoded(record: Mapping[str, Any], name: str) -> bytes:
     try:
         return msgspec.json.format(msgspec.json.encode(record, enc_hook=_plain, order="sorted")) + b"\n"
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise ContractError(f"generate_sample of {name} returned a value that is no JSON: {error}") from error
+        raise ContractError(f"generate_sample of {name} returned a value that is not JSON: {error}") from error
 
 
 def _plain(value: Any) -> Any:

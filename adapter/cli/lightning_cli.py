@@ -20,12 +20,12 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.format.layout import record_paths
-from ...callbacks.checkpoint.selection import find_checkpoint, newest_valid
+from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
-from ..contract.exceptions import EventLogError, GenlightError, TrainingCanceled
+from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, TrainingCanceled
 from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
 from ..job.parser_errors import is_about_what_was_given, root_cause
 from ..run.artifact_dirs import directory_fault
@@ -132,6 +132,7 @@ class GenlightCLI(LightningCLI):
         if self._takes_named("going on after"):
             return
         if settings["resume"] == "auto":
+            self._refuse_to_train_on_an_older_end()
             if not self._take_newest("going on after") and directory is not None and record_paths(directory):
                 log.warning("no checkpoint in %s is whole: starting at step 0", directory)
         elif settings["resume"] is None and directory is not None and record_paths(directory):
@@ -139,6 +140,17 @@ class GenlightCLI(LightningCLI):
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."
             )
+
+    def _refuse_to_train_on_an_older_end(self) -> None:
+        """An older runtime's ``final.json`` tells no step, so what comes after it cannot be counted."""
+        directory = self._checkpoints()
+        with contextlib.suppress(BrokenCheckpointError, OSError):  # which the look for the newest tells
+            final = None if directory is None else find_final(directory)
+            if final is not None and final.is_old:
+                raise _UnusableConfigurationError(
+                    f"{str(final.path)!r} is the end of a run of an older runtime: there is nothing to train. Name the "
+                    "checkpoint to go on from by `--ckpt_path`, or choose another `dirpath`."
+                )
 
     def _refuse_unwritable_places(self) -> None:
         """Before anything is trained that could not be kept."""

@@ -3,6 +3,7 @@
     GenlightError
     ├── StartupContractError      a setting, spec or environment fault; exit code 2
     ├── ContractError (TypeError) a trainer class or its hook broke the contract
+    │   └── TrainerPathError (ValueError)  an import path that does not lead to one trainer
     ├── InputError                a column, file or reference that cannot be read
     │   └── AuthError             a server refused our credentials (401, 403)
     ├── CheckpointError           a checkpoint could not be written or used
@@ -43,6 +44,7 @@ __all__ = [
     "ReplicaDriftError",
     "StartupContractError",
     "StopReason",
+    "TrainerPathError",
     "TrainingCanceled",
     "TrainingHung",
     "UnstorableStateError",
@@ -80,6 +82,10 @@ class StartupContractError(GenlightError):
 
 class ContractError(GenlightError, TypeError):
     """A trainer class, or what one of its hooks returned, does not follow the trainer contract."""
+
+
+class TrainerPathError(ContractError, ValueError):
+    """An import path leads to no trainer, or to several."""
 
 
 class InputError(GenlightError):

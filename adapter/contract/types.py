@@ -92,6 +92,11 @@ class TrainingJobSpec:
         if not isinstance(self.hyperparams, Mapping):
             raise TypeError(f"Invalid `hyperparams`. Expected a mapping, but received {self.hyperparams!r}.")
 
+    @property
+    def request_id(self) -> str:
+        """`run_id` under the name that some releases of the older runtime had for it."""
+        return self.run_id
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -101,7 +106,7 @@ class StepContext:
     model_handles: Mapping[str, Any] = field(default_factory=dict)
     """Inputs that were materialised: ``base_model_dir``, ``base_model_ref`` and what else the caller put there."""
     dataset: Any = None
-    """The source of batches of this run, as the caller gave it."""
+    """What feeds the run: the feed of this rank, the loader that ``fit`` was given, or the caller's own source."""
     optimizer: Any = None
     scheduler: Any = None
     device: str = "cuda:0"

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..contract.exceptions import ContractError
+from ..contract.types import StepContext
 from .parameter_aliases import Alias, aliases, key_text
 
 __all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discover", "uncompiled", "walk"]
@@ -242,7 +243,10 @@ def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
         return ((f"{path}.__self__", value.__self__),)
     if _is_opaque(type(value)):
         return ()
-    return ((f"{path}.{name}", child) for name, child in _attributes(value))
+    attributes = ((f"{path}.{name}", child) for name, child in _attributes(value))
+    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is none of what it built
+        return ((name, child) for name, child in attributes if child is not value.dataset)
+    return attributes
 
 
 def _is_opaque(cls: type) -> bool:

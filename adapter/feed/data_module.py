@@ -102,6 +102,11 @@ class ArrowDataModule(LightningDataModule):
         assert self._train is not None
         return self._train
 
+    @property
+    def feed(self) -> ArrowFeed:
+        """What feeds the run."""
+        return self.train_dataloader()
+
     def val_dataloader(self) -> ArrowFeed:
         """One pass over the validation data each time; does not exist without `val_paths`."""
         if self._val is None:

@@ -59,6 +59,10 @@ class MockBatches:
             self._next, self._fresh = place + self._world_size, False
             yield self._batches[place + self._rank]
 
+    def __getitem__(self, step: int) -> Any:
+        """The batch of this rank in a step."""
+        return self._batches[range(self._rank, len(self) * self._world_size, self._world_size)[step]]
+
     def iter_batches(self) -> Iterator[Any]:
         """The same as iterating."""
         return iter(self)
@@ -98,6 +102,11 @@ class MockDataModule(LightningDataModule):
             rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
             self._feed = MockBatches(self._batches, rank=rank, world_size=world_size)
         return self._feed
+
+    @property
+    def feed(self) -> MockBatches:
+        """What feeds the run."""
+        return self.train_dataloader()
 
 
 def _taken(state: Mapping[str, Any], length: int) -> int:

@@ -6,6 +6,7 @@ this module costs nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import random
@@ -16,6 +17,7 @@ from .lora_checkpoint import load_trainable_module_checkpoint, save_trainable_mo
 
 if TYPE_CHECKING:
     import torch
+    from torch.optim.lr_scheduler import LambdaLR
 
 __all__ = [
     "OptimizerBundle",
@@ -25,6 +27,9 @@ __all__ = [
     "seed_everything",
     "to_float_scalar",
 ]
+
+WARMUP_START = 0.1
+"""Share of the peak learning rate at which a warm-up begins."""
 
 
 def seed_everything(seed: int) -> int:
@@ -52,7 +57,7 @@ def to_float_scalar(value: Any) -> float:
     A tensor on a device is waited for; call this at a cadence, not in every step.
 
     Raises:
-        TypeError: `value` is no number, such as a text or None.
+        TypeError: `value` is not a number, such as a text or None.
         ValueError: It has several elements, or none.
     """
     shape = tuple(getattr(value, "shape", ()))
@@ -65,14 +70,16 @@ def to_float_scalar(value: Any) -> float:
 
 
 class OptimizerBundle(NamedTuple):
-    """An optimizer and the schedule of its learning rate; unpacks as a pair."""
+    """An optimizer and the schedule of its learning rate, each None where there is none; unpacks as a pair."""
 
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizer: Any = None
+    """A `torch.optim.Optimizer`."""
+    scheduler: Any = None
+    """A `torch.optim.lr_scheduler.LRScheduler`."""
 
 
 def build_default_adamw_bundle(
-    parameters: torch.nn.Module | Iterable[Any],
+    model_or_params: torch.nn.Module | Iterable[Any] | None,
     hyperparams: Mapping[str, Any] | None = None,
     *,
     lr: float | None = None,
@@ -83,25 +90,29 @@ def build_default_adamw_bundle(
     max_steps: int | None = None,
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None,
 ) -> OptimizerBundle:
-    """AdamW over the trainable ones of `parameters`, with linear warm-up and then a schedule.
+    """AdamW over all of `model_or_params`, with a warm-up where one is asked for, and cosine decay over `max_steps`.
 
-    Each setting is the argument, else the entry of `hyperparams` with its name (for `lr` also ``learning_rate``),
-    else the default. Call ``scheduler.step()`` once after each ``optimizer.step()``.
+    Each setting is the argument, else the entry of `hyperparams` with its name (for `lr` also ``learning_rate``, which
+    comes first), else the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The scheduler also
+    takes the ``state_dict()`` of the one that the older runtime built.
 
     Args:
-        parameters: A module, parameters, or parameter groups.
+        model_or_params: A module, parameters, or parameter groups; frozen ones are kept, so that they may be unfrozen
+            later. None gives an empty bundle.
         hyperparams: Usually ``ctx.job.hyperparams``; entries of other names are left alone.
         lr: Peak learning rate. Default 1e-4.
-        weight_decay: Default 0.01.
+        weight_decay: Default 0.0.
         betas: Default (0.9, 0.999).
         eps: Default 1e-8.
-        warmup_steps: Steps over which the rate rises to its peak. Default 0.
-        max_steps: The step at which ``linear`` and ``cosine`` reach 0; ``ctx.job.max_steps`` as a rule.
-        lr_schedule: Default ``constant``.
+        warmup_steps: Steps over which the rate rises linearly from a tenth of its peak to the peak. Default 0.
+        max_steps: The step at which ``linear`` and ``cosine`` reach 0. Default 0, which means no decay.
+        lr_schedule: Default ``cosine`` where `max_steps` is given, else no scheduler at all.
 
     Raises:
-        ValueError: Nothing is trainable, a number is out of range, or the schedule is unknown or lacks `max_steps`.
+        ValueError: There are no parameters, a number is out of range, or the schedule is unknown or lacks `max_steps`.
     """
+    if model_or_params is None:
+        return OptimizerBundle()
     import torch
 
     given = hyperparams or {}
@@ -109,50 +120,54 @@ def build_default_adamw_bundle(
     def setting(name: str, value: Any, default: Any) -> Any:
         return value if value is not None else given.get(name, default)
 
+    entries = model_or_params.parameters() if isinstance(model_or_params, torch.nn.Module) else model_or_params
+    groups: list[Any] = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
+    rate = lr if lr is not None else given.get("learning_rate", given.get("lr", 1e-4))
     optimizer = torch.optim.AdamW(
-        _trainable(parameters),
-        lr=float(setting("lr", lr, given.get("learning_rate", 1e-4))),
-        weight_decay=float(setting("weight_decay", weight_decay, 0.01)),
+        groups,  # copies: AdamW writes into them
+        lr=float(rate),
+        weight_decay=float(setting("weight_decay", weight_decay, 0.0)),
         betas=tuple(setting("betas", betas, (0.9, 0.999))),
         eps=float(setting("eps", eps, 1e-8)),
     )
+    total = int(setting("max_steps", max_steps, 0))
+    schedule = setting("lr_schedule", lr_schedule, "cosine" if total > 0 else None)
     share = _learning_rate_share(
-        setting("lr_schedule", lr_schedule, "constant"),
-        warmup=int(setting("warmup_steps", warmup_steps, 0)),
-        total=setting("max_steps", max_steps, None),
+        schedule or "constant", warmup=int(setting("warmup_steps", warmup_steps, 0)), total=total
     )
-    return OptimizerBundle(optimizer=optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, share))
+    return OptimizerBundle(optimizer, None if schedule is None else _lambda_schedule()(optimizer, share))
 
 
-def _trainable(parameters: torch.nn.Module | Iterable[Any]) -> list[Any]:
-    import torch
+@functools.cache
+def _lambda_schedule() -> type[LambdaLR]:
+    """The scheduler by a function; a class made on demand, because this module does not import torch."""
+    from torch.optim.lr_scheduler import LambdaLR
 
-    entries = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    kept = [_trainable_of_group(entry) if isinstance(entry, dict) else entry for entry in entries]
-    kept = [entry for entry in kept if (entry["params"] if isinstance(entry, dict) else entry.requires_grad)]
-    if not kept:
-        raise ValueError("Invalid `parameters`. Expected at least one with requires_grad, but received none.")
-    return kept
+    class ScheduleByStep(LambdaLR):
+        """Where the older runtime's cosine and sequential schedulers stood is all that is taken of their state."""
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            if "lr_lambdas" not in state_dict:
+                kept = ("last_epoch", "_step_count", "_last_lr")
+                state_dict = {**self.state_dict(), **{name: state_dict[name] for name in kept if name in state_dict}}
+            super().load_state_dict(state_dict)
+
+    return ScheduleByStep
 
 
-def _trainable_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    params = [group["params"]] if hasattr(group["params"], "requires_grad") else list(group["params"])
-    return {**group, "params": [parameter for parameter in params if parameter.requires_grad]}
-
-
-def _learning_rate_share(schedule: str, *, warmup: int, total: int | None) -> Callable[[int], float]:
+def _learning_rate_share(schedule: str, *, warmup: int, total: int) -> Callable[[int], float]:
     """The function from a step to the share of the peak rate that applies in it."""
     if schedule not in ("constant", "linear", "cosine"):
         raise ValueError(f"Invalid `lr_schedule`. Expected constant, linear or cosine, but received {schedule!r}.")
     if warmup < 0:
         raise ValueError(f"Invalid `warmup_steps`. Expected an integer >= 0, but received {warmup}.")
-    if schedule != "constant" and not total:
+    if total < 0 or (schedule != "constant" and not total):
         raise ValueError(f"Invalid `max_steps`. Expected the number of steps for {schedule!r}, but received {total}.")
 
     def share(step: int) -> float:
         if step < warmup:
-            return (step + 1) / warmup
-        if schedule == "constant" or total is None:
+            return WARMUP_START + (1 - WARMUP_START) * step / warmup
+        if schedule == "constant":
             return 1.0
         done = min(1.0, (step - warmup) / max(1, total - warmup))
         return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))

@@ -1,15 +1,18 @@
 """The trainable part of a module, and what trains it, in three kinds of file without pickle.
 
 A checkpoint of adapter weights (LoRA and the like) leaves the frozen base out. The names of the files are those that
-existing tools look for; ``checkpoint_meta.json`` is written last, so that where it lies the others are whole.
+existing tools look for; ``checkpoint_meta.json`` is written last, so that where it lies the others are whole. What the
+older runtime wrote under these names, an ``optimizer.pt`` among them, is read as well, without unpickling.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
@@ -24,6 +27,14 @@ WEIGHTS_FILE = "lora.safetensors"
 OPTIMIZER_TENSORS_FILE = "optimizer.safetensors"
 OPTIMIZER_FILE = "optimizer.json"
 META_FILE = "checkpoint_meta.json"
+FORMAT = "lora_safetensors_v1"
+RESERVED = ("format", "files", "primary_path", "optimizer_path", "trainable")
+"""Entries of the meta file by which a checkpoint is read."""
+
+OLD_OPTIMIZER_FILE = "optimizer.pt"
+"""Where the older runtime kept the optimizer's state, by ``torch.save``."""
+OLD_WEIGHTS = {"lora_torch_v1": "lora.pt"}
+"""File of the weights by the format that an older meta file names, where that is not safetensors."""
 
 
 def save_trainable_module_checkpoint(
@@ -34,7 +45,9 @@ def save_trainable_module_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     final: bool = False,
-    meta: Mapping[str, Any] | None = None,
+    model_name_or_path: str = "",
+    metadata: Mapping[str, Any] | None = None,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Write the trainable parameters of `module`, and what trains them, into `output_dir`.
 
@@ -48,15 +61,21 @@ def save_trainable_module_checkpoint(
         optimizer: Its whole state is saved.
         scheduler: Anything whose ``state_dict()`` holds JSON values and tensors.
         final: Whether training is over.
-        meta: Facts of your own, as JSON values; `load_trainable_module_checkpoint` gives them back.
+        model_name_or_path: What the frozen base is.
+        metadata: Facts of your own, as JSON values; each becomes an entry of the meta file and of the result, in place
+            of ``step``, ``final`` or ``model_name_or_path`` where it has that name.
+        facts: The same, as keywords.
 
     Returns:
-        What a ``save_checkpoint`` hook may return as it is: ``primary_path`` (of the weights, relative to
-        `output_dir`), ``step``, ``final``, ``files``.
+        What a ``save_checkpoint`` hook may return as it is: ``primary_path`` (the weights) and, with an optimizer,
+        ``optimizer_path``, as files below `output_dir` as it was given; ``format``, ``step``, ``final``,
+        ``model_name_or_path``, ``files``, and your facts. In the meta file the two paths are names, so that the folder
+        may be moved.
 
     Raises:
         CheckpointError: The module has no trainable parameter.
         UnstorableStateError: A value is neither a JSON value nor a tensor.
+        ValueError: One of your facts has the name of an entry by which a checkpoint is read.
     """
     from safetensors.torch import save
 
@@ -71,10 +90,20 @@ def save_trainable_module_checkpoint(
     contents = {WEIGHTS_FILE: save(weights)}
     if tree:
         contents |= {OPTIMIZER_TENSORS_FILE: save(tensors), OPTIMIZER_FILE: _json_bytes(tree)}
-    told = {"step": int(step), "final": bool(final), "files": [*contents, META_FILE]}
-    facts = {**told, "trainable": sorted(weights), "meta": _checked_facts(meta or {})}
-    _write_all({**contents, META_FILE: _json_bytes(facts)}, directory)
-    return {"primary_path": WEIGHTS_FILE, **told}
+    paths = {"primary_path": WEIGHTS_FILE}
+    if optimizer is not None:
+        paths["optimizer_path"] = OPTIMIZER_TENSORS_FILE
+    told = {
+        "format": FORMAT,
+        "files": [*contents, META_FILE],
+        "step": int(step),
+        "final": bool(final),
+        "model_name_or_path": str(model_name_or_path),
+        **_checked_facts({**(metadata or {}), **facts}),
+    }
+    meta = {**told, **paths, "trainable": sorted(weights)}
+    _write_all({**contents, META_FILE: _json_bytes(meta)}, directory)
+    return {**told, **{name: str(directory / file) for name, file in paths.items()}}
 
 
 def load_trainable_module_checkpoint(
@@ -84,7 +113,7 @@ def load_trainable_module_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Take over what `save_trainable_module_checkpoint` wrote; returns its facts: step, final, trainable, files, meta.
+    """Take over what `save_trainable_module_checkpoint` wrote, this one or the older runtime's; returns its facts.
 
     Nothing is changed before everything that is asked for was found and fits.
 
@@ -97,14 +126,16 @@ def load_trainable_module_checkpoint(
     directory = Path(checkpoint_dir)
     facts = _read_json(directory / META_FILE)
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
-    weights = _read_tensors(directory / WEIGHTS_FILE)
-    _check_same_parameters(parameters, weights, directory / WEIGHTS_FILE)
+    old_weights = OLD_WEIGHTS.get(str(facts.get("format")))
+    weights_file = directory / (old_weights or WEIGHTS_FILE)
+    weights = _read_torch(weights_file) if old_weights else _read_tensors(weights_file)
+    _check_same_parameters(parameters, weights, weights_file)
     wanted = {
         name: holder for name, holder in (("optimizer", optimizer), ("scheduler", scheduler)) if holder is not None
     }
-    states = _read_states(directory, list(wanted))
+    file, states = _read_states(directory, facts, list(wanted))
     if optimizer is not None:
-        _check_same_groups(optimizer, states["optimizer"], directory / OPTIMIZER_FILE)
+        _check_same_groups(optimizer, states["optimizer"], file)
 
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -114,12 +145,15 @@ def load_trainable_module_checkpoint(
     return facts
 
 
-def _checked_facts(meta: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(meta)
-    except (TypeError, ValueError) as error:
-        raise UnstorableStateError("meta", type(meta).__qualname__, f"it must be JSON: {error}") from error
-    return dict(meta)
+def _checked_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in facts.items():
+        if name in RESERVED:
+            raise ValueError(f"Invalid `metadata`. {name!r} is an entry by which it is read; choose another name.")
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError) as error:
+            raise UnstorableStateError(name, type(value).__qualname__, f"it must be JSON: {error}") from error
+    return dict(facts)
 
 
 def _write_all(contents: Mapping[str, bytes], directory: Path) -> None:
@@ -176,23 +210,31 @@ def _join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return value
 
 
-def _read_states(directory: Path, names: list[str]) -> dict[str, Any]:
+def _read_states(directory: Path, facts: Mapping[str, Any], names: list[str]) -> tuple[Path, dict[str, Any]]:
+    """The file that describes what trained the weights, and the state of each of `names`."""
+    file = directory / OPTIMIZER_FILE
     if not names:
-        return {}
-    tree, tensors = _read_json(directory / OPTIMIZER_FILE), _read_tensors(directory / OPTIMIZER_TENSORS_FILE)
+        return file, {}
+    if PurePath(str(facts.get("optimizer_path"))).name == OLD_OPTIMIZER_FILE:
+        file = directory / OLD_OPTIMIZER_FILE
+        tree, tensors = {"optimizer": _read_torch(file)}, {}
+    else:
+        tree, tensors = _read_json(file), _read_tensors(directory / OPTIMIZER_TENSORS_FILE)
     for name in names:
         if name not in tree:
-            raise CheckpointError(f"{directory / OPTIMIZER_FILE} holds no {name}: it was saved without one")
+            raise CheckpointError(f"{file} holds no {name}: it was saved without one")
     try:
-        return {name: _join(tree[name], tensors) for name in names}
+        return file, {name: _join(tree[name], tensors) for name in names}
     except KeyError as error:
         raise BrokenCheckpointError(directory.name, f"{OPTIMIZER_TENSORS_FILE} lacks {error.args[0]!r}") from None
 
 
 def _check_same_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], file: Path) -> None:
-    saved, own = (
-        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
-    )
+    try:
+        groups = state["param_groups"]
+        saved, own = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    except (KeyError, TypeError):
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} does not hold an optimizer's state") from None
     if saved != own:
         raise CheckpointError(f"{file} is of an optimizer with {saved} parameters in its groups; this one has {own}")
 
@@ -218,9 +260,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read(file))
     except ValueError as error:
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} is no JSON: {error}") from error
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} holds no JSON object")
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} does not hold a JSON object")
     return value
 
 
@@ -231,7 +273,21 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load(_read(file))
     except SafetensorError as error:
-        raise BrokenCheckpointError(file.parent.name, f"{file.name} is no safetensors file: {error}") from error
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} is not a safetensors file: {error}") from error
+
+
+def _read_torch(file: Path) -> dict[str, Any]:
+    """What the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
+    import torch
+
+    try:
+        value = torch.load(io.BytesIO(_read(file)), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} cannot be read: {reason}") from error
+    if not isinstance(value, dict):
+        raise BrokenCheckpointError(file.parent.name, f"{file.name} does not hold a dictionary")
+    return value
 
 
 def _read(file: Path) -> bytes:

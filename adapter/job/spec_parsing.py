@@ -152,7 +152,7 @@ def _convert_sample(name: str, value: Any, item: Key, faults: FaultList) -> Any:
         return None
     assert item.block is not None
     place = int(name.rpartition("[")[2].rstrip("]"))
-    return item.block(**{"name": f"{place:02d}", **_block(f"{name}.", given, keys_of(item.block), faults)})
+    return item.block(**{"name": f"sample-{place:02d}", **_block(f"{name}.", given, keys_of(item.block), faults)})
 
 
 def _require_cadence(given: Mapping[str, Any], faults: FaultList) -> None:

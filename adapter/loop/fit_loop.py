@@ -52,7 +52,7 @@ from .epoch_loop import ContractEpochLoop
 from .hosted_module import HostedModule
 from .step import LoggedInSteps, counts_of
 
-__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop"]
+__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "start_after", "training_source"]
 
 
 def install_loop(trainer: pl.Trainer, module: HostedModule, *, start_step: int = 0) -> ContractFitLoop:
@@ -71,11 +71,22 @@ def install_loop(trainer: pl.Trainer, module: HostedModule, *, start_step: int =
         return old
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
-    loop.epoch_loop.global_step = loop.epoch_loop._batches_that_stepped = start_step
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
     loop._data_source = old._data_source
     trainer.fit_loop = loop
+    start_after(trainer, start_step)
     return loop
+
+
+def start_after(trainer: pl.Trainer, step: int) -> None:
+    """Count `step` steps as completed by the loop of `trainer`, where that is ours."""
+    if isinstance(trainer.fit_loop, ContractFitLoop):
+        trainer.fit_loop.epoch_loop.global_step = trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def training_source(trainer: pl.Trainer) -> Any:
+    """What ``fit`` was given to train on: a loader, a data module, or the module that makes its own batches."""
+    return trainer.fit_loop._data_source.instance
 
 
 class ContractFitLoop(FitLoop):

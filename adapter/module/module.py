@@ -15,14 +15,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
-from ...callbacks.checkpoint.format.record import read_record
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
-from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
@@ -34,13 +33,14 @@ from ..discovery.discover import Discovered, Found, check_devices, check_nothing
 from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
-from ..loop.fit_loop import ContractFitLoop, install_loop
+from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
 from .deferred_optimizers import restore_set_aside, set_aside
 from .evaluation import host_evaluation
-from .plugin_loading import check_instance, load_trainer_plugin
+from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rollout import RolloutBatches
 from .step_metrics import metric_name, named_scalars, scalar, validated_result
 from .supported import check_strategy, leave_unwrapped
+from .trainer_files import checked_result, trainer_directory
 
 __all__ = ["ContractModule"]
 
@@ -87,6 +87,7 @@ class ContractModule(pl.LightningModule):
             job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
         )
         self._keeps_context_dtype = context is not None
+        self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
         self.contract_state: Any = None
         """What ``configure`` returned."""
@@ -103,9 +104,9 @@ class ContractModule(pl.LightningModule):
         self._start_step = self._restored_step = 0
         self._to_restore: dict[str, Any] | None = None
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
-        if callable(getattr(self.plugin, "rollout", None)):
+        if optional_hook(self.plugin, "rollout") is not None:
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
-        if callable(getattr(self.plugin, "save_checkpoint", None)):
+        if optional_hook(self.plugin, "save_checkpoint") is not None:
             self.save_trainer_files = self._save_trainer_files
         callers_check = self.ctx.is_canceled
         self._cancel_checks: list[Callable[[], bool]] = [] if callers_check is None else [callers_check]
@@ -153,7 +154,7 @@ class ContractModule(pl.LightningModule):
             module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module._restored_step = checkpoint.get("global_step", 0)
         payload = checkpoint.get(CONTRACT_KEY, {}).get("state")
-        module._to_restore = {"state": payload, "trainer_directory": trainer_directory(checkpoint_path)}
+        module._to_restore = {"state": payload, "trainer_directory": trainer_directory(checkpoint_path, module.plugin)}
         module.restore_trainer()
         return module
 
@@ -370,6 +371,7 @@ class ContractModule(pl.LightningModule):
         return dataclasses.replace(
             self.ctx,
             job=job,
+            dataset=self._dataset(),
             device=str(trainer.strategy.root_device),
             dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
             is_canceled=_cancel_check_of(self),
@@ -377,6 +379,13 @@ class ContractModule(pl.LightningModule):
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
         )
+
+    def _dataset(self) -> Any:
+        """What feeds the run; None where the trainer collects its own batches, or nothing is trained."""
+        if self._given_dataset is not None or self.trainer.state.fn != TrainerFn.FITTING:
+            return self._given_dataset
+        source = training_source(self.trainer)
+        return None if source is self else getattr(source, "feed", source)
 
     def _register(self, discovered: Discovered) -> None:
         self.discovered = discovered
@@ -416,12 +425,15 @@ class ContractModule(pl.LightningModule):
             # Lightning does it after it has loaded the weights, which fp32 would round.
             self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
+        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # an older runtime's: the trainer restores
+            checkpoint["state_dict"] = self.state_dict()
+            start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),
                 "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
-                "trainer_directory": trainer_directory(self.trainer.ckpt_path),
+                "trainer_directory": trainer_directory(self.trainer.ckpt_path, self.plugin),
             }
             if self.discovered is not None and not self._is_sharded:
                 states = checkpoint.get("optimizer_states", [])
@@ -451,9 +463,11 @@ class ContractModule(pl.LightningModule):
         if payload is not None:
             self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
         directory = restored.get("trainer_directory")
-        load_checkpoint = getattr(self.plugin, "load_checkpoint", None)
+        load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
-            load_checkpoint(state=self.contract_state, checkpoint_dir=Path(directory), payload=payload, ctx=self.ctx)
+            load_checkpoint(
+                state=self.contract_state, checkpoint_dir=str(directory), payload=payload or {}, ctx=self.ctx
+            )
         if "optimizers" in restored:
             assert self.discovered is not None
             restore_set_aside(self.discovered.optimizers, restored["optimizers"])
@@ -481,13 +495,11 @@ class ContractModule(pl.LightningModule):
         """Let the trainer's ``save_checkpoint`` write its own files into a checkpoint.
 
         Raises:
-            ContractError: It returned something else than a mapping or None.
+            ContractError: It returned something else than a mapping or None, or a ``primary_path`` that is not there.
         """
-        save_checkpoint: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
-        result = save_checkpoint(state=self.contract_state, step=step, output_dir=output_dir, final=final, ctx=self.ctx)
-        if result is not None and not isinstance(result, Mapping):
-            raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
-        return result
+        hook: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
+        result = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
+        return checked_result(result, output_dir)
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
@@ -508,21 +520,3 @@ def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:
         return alive is not None and alive.is_canceled()
 
     return is_canceled
-
-
-def trainer_directory(checkpoint: str | Path | None) -> Path | None:
-    """Where the trainer's ``save_checkpoint`` wrote its files of `checkpoint`, if it did."""
-    if checkpoint is None:
-        return None
-    try:
-        found = find_checkpoint(checkpoint)
-    except FileNotFoundError:  # another plugin's, which lies elsewhere or is a folder
-        return None
-    if found.suffix != ".json":
-        return None
-    record = read_record(found)
-    folder = record.trainer_folder
-    if folder is not None:
-        return folder if folder.is_dir() else None
-    named = record.primary_path
-    return named if named is None or named.is_dir() else named.parent

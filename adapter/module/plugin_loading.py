@@ -8,14 +8,15 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any, cast
 
 from .. import compat
-from ..contract.exceptions import ContractError
+from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import REQUIRED_HOOKS, TrainerPlugin
+from ..old_contract import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
     "async_hooks",
@@ -25,10 +26,18 @@ __all__ = [
     "make_trainer",
     "missing_hooks",
     "on_sys_path",
+    "optional_hook",
 ]
 
 _OPTIONAL_HOOKS = ("save_checkpoint", "load_checkpoint", "rollout", "evaluate")
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
+_STUBS = tuple(
+    stub
+    for base in (TrainerPlugin, TrainerEndpointContract, CheckpointingTrainerPlugin)
+    for name, stub in vars(base).items()
+    if name in (*REQUIRED_HOOKS, *_OPTIONAL_HOOKS)
+)
+"""Hooks that a class inherits from a protocol; they do nothing, and none of them is one that it has."""
 
 
 def load_trainer_plugin(
@@ -43,8 +52,8 @@ def load_trainer_plugin(
         search_path: Folders that come first on ``sys.path`` while the trainer is loaded. None leaves it as it is.
 
     Raises:
-        ContractError: There is no such module or name, several would do, or the object does not conform; every
-            missing hook is named.
+        TrainerPathError: There is no such module or name, or several would do.
+        ContractError: The object does not conform; every missing hook is named.
         Exception: Whatever the module or the class's own constructor raises, as it is.
     """
     with on_sys_path(search_path or ()):
@@ -88,9 +97,9 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
 
 def _import(module_name: str, import_path: str) -> ModuleType:
     if not module_name or module_name.startswith("."):
-        raise ContractError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
+        raise TrainerPathError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
     if "/" in module_name or module_name.endswith(".py"):
-        raise ContractError(
+        raise TrainerPathError(
             f"trainer {import_path!r} names a file; write it as 'module:Class', such as "
             f"'{PurePath(module_name).stem}:Class', with the file's folder as working directory or beside the job spec"
         )
@@ -101,7 +110,7 @@ def _import(module_name: str, import_path: str) -> ModuleType:
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
-        raise ContractError(
+        raise TrainerPathError(
             f"trainer {import_path!r}: there is no module {missing!r}; looked in {_shown_path()}"
         ) from None
 
@@ -117,7 +126,7 @@ def _attribute(module: ModuleType, attribute: str) -> Any:
             target = getattr(target, name)
         except AttributeError:
             candidates = ", ".join(sorted(_conforming(module))) or "none"
-            raise ContractError(
+            raise TrainerPathError(
                 f"module {module.__name__!r} has no {attribute!r}; trainers found there: {candidates}"
             ) from None
     return target
@@ -131,12 +140,12 @@ def _default_trainer(module: ModuleType) -> Any:
     if len(candidates) == 1:
         return next(iter(candidates.values()))
     if not candidates:
-        raise ContractError(
+        raise TrainerPathError(
             f"module {module.__name__!r} holds no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object with "
             f"the hooks {', '.join(REQUIRED_HOOKS)}"
         )
     names = ", ".join(f"{module.__name__}:{name}" for name in sorted(candidates))
-    raise ContractError(f"module {module.__name__!r} holds several trainers; name one of {names}")
+    raise TrainerPathError(f"module {module.__name__!r} holds several trainers; name one of {names}")
 
 
 def _is_plain_module(value: Any) -> bool:
@@ -152,9 +161,7 @@ def _conforming(module: ModuleType) -> dict[str, Any]:
     """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = {
-        name: value
-        for name, value in public.items()
-        if not missing_hooks(value) and value is not TrainerPlugin and not inspect.isabstract(value)
+        name: value for name, value in public.items() if not missing_hooks(value) and not inspect.isabstract(value)
     }
     own = {name: value for name, value in found.items() if _home(value) == module.__name__}
     unique: dict[int, str] = {}
@@ -170,7 +177,14 @@ def _home(value: Any) -> str | None:
 
 def missing_hooks(target: Any) -> list[str]:
     """The required hooks that `target`, a class or an instance, lacks."""
-    return [name for name in REQUIRED_HOOKS if not callable(getattr(target, name, None))]
+    return [name for name in REQUIRED_HOOKS if optional_hook(target, name) is None]
+
+
+def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
+    """The hook `name` of a trainer, a class or an instance; None where it does not define one."""
+    hook = getattr(trainer, name, None)
+    function = getattr(hook, "__func__", hook)
+    return hook if callable(hook) and not any(function is stub for stub in _STUBS) else None
 
 
 def async_hooks(target: Any) -> list[str]:

@@ -119,6 +119,8 @@ class Ending:
         """Ends the wait for uploads by a `TrainingCanceled` when a stop is asked for."""
         self.end_ranks: Callable[[], None] = lambda: None
         """Ends the processes of other ranks that this one started."""
+        self.cause: BaseException | None = None
+        """What ended the attempt, as it was reported; None where it completed."""
         self._claim = threading.Lock()
         self._owner = 0
         self._settled = False
@@ -150,7 +152,7 @@ class Ending:
     def fail(self, error: BaseException) -> int:
         """Report what ended the run, in the training thread; returns the exit code."""
         self._claim_in_training_thread()
-        error = self._stop_behind(error) or error
+        error = self.cause = self._stop_behind(error) or error
         own = self._describe(error)
         first = own if isinstance(error, TrainingCanceled) else self.rank_failures.first_cause(own, time.time())
         return self._report(error, first)

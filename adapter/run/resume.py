@@ -32,6 +32,8 @@ class Start:
     """The checkpoint to go on from; None starts at step 0."""
     is_finished: bool = False
     """Whether `record` is the end of this very run, so that nothing is left to train."""
+    finished_step: int = 0
+    """The step at which that run ended; what the job asks for where an older runtime's record does not tell."""
     warnings: tuple[str, ...] = ()
 
 
@@ -62,9 +64,11 @@ def _start(config: RunConfig, allow_changed: bool) -> Start:
     final = _final(config)
     if final is not None:
         _check_is_ours(final, config, allow_changed)
+        if final.is_old:  # It tells neither where it ended nor what it was to reach: it is the end all the same.
+            return Start(final, is_finished=True, finished_step=final.step or config.job.max_steps)
         target = final.max_steps if final.max_steps is not None else final.step
         if config.job.max_steps <= max(target, final.step):
-            return Start(final, is_finished=True)
+            return Start(final, is_finished=True, finished_step=final.step)
     record, warnings = newest_valid(config.checkpoints_dir)
     if record is not None:
         _check_is_ours(record, config, allow_changed)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import RecordMeta
+from ...callbacks.checkpoint.format.record import RecordMeta, read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import Deadline, cancel_file_is_set, process_age_s
 from ...reporters.events.event_log import EventLog
 from ..contract.exceptions import (
+    BrokenCheckpointError,
     ContractError,
     EventLogError,
     FailureCategory,
@@ -35,7 +36,7 @@ from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress_display import shown_progress
 from ..job.config import RunConfig, resolve_run_config
 from ..job.parser_errors import is_about_what_was_given
-from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
 from ..plumbing.log_redaction import redacted_logs
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
@@ -79,12 +80,29 @@ class RunOptions:
 
 
 def run_training_runtime_from_env() -> int:
-    """Run the job that the environment describes, and return the exit code."""
+    """Run the job that the environment describes, and return the exit code.
+
+    The function of this name that `gen_worker.trainer` gives raises what ended the run instead.
+    """
     return run_job(RunOptions())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt ended."""
+
+    exit_code: int
+    error: BaseException | None = None
+    """What ended it, where it did not complete; it has been reported."""
 
 
 def run_job(options: RunOptions) -> int:
     """Run a job and return the exit code: 0 completed, 1 failed, 2 startup, 75 stopped but resumable."""
+    return attempt_job(options).exit_code
+
+
+def attempt_job(options: RunOptions) -> Attempt:
+    """Run a job, report how it ended, and tell the caller too."""
     with StopSignals().installed() as signals:
         try:
             config = resolve_run_config(
@@ -93,10 +111,10 @@ def run_job(options: RunOptions) -> int:
             with redacted_logs((config.token,), options.environ):
                 return _run(config, options, signals)
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
-            return _report_startup_failure(options, error)
+            return Attempt(_report_startup_failure(options, error), error)
 
 
-def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
+def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
     for warning in config.warnings:
         log.warning(warning)
     if not _is_first_rank():
@@ -127,7 +145,7 @@ def _is_first_rank() -> bool:
     return _rank() == 0
 
 
-def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> int:
+def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> Attempt:
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
     ranks.forget_earlier(time.time() - process_age_s())
@@ -156,9 +174,9 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             completion = training.run(allow_changed=options.allow_changed)
             code = ending.complete(completion)
         except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
-            return ending.fail(error)
+            return Attempt(ending.fail(error), ending.cause or error)
     _show_results(config, completion)
-    return code
+    return Attempt(code)
 
 
 def _start_afresh(config: RunConfig) -> None:
@@ -167,7 +185,7 @@ def _start_afresh(config: RunConfig) -> None:
         log.info("moved earlier artifacts to %s", moved)
 
 
-def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
+def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
     """A rank other than the first: trains along, and leaves every report to rank 0."""
 
     def end_now(error: Exception) -> None:
@@ -182,12 +200,12 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int
         if not training.stop_is_agreed:
             _tell_first_rank(config, options, training.stage, error)
         # A launcher ends the other processes when one leaves with an error, rank 0 while it still reports.
-        return EXIT_COMPLETED
+        return Attempt(EXIT_COMPLETED)
     except BaseException as error:  # noqa: BLE001 - rank 0 reports it
-        return _tell_first_rank(config, options, training.stage, error)
+        return Attempt(_tell_first_rank(config, options, training.stage, error), error)
     finally:
         stop_watch()
-    return EXIT_COMPLETED
+    return Attempt(EXIT_COMPLETED)
 
 
 def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
@@ -287,14 +305,15 @@ class _Training:
             if self.ending.uploader is not None:
                 queue_record(self.ending.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
-        return Completion(start.record.step, start.record.path)
+        return Completion(start.finished_step, _reported_final(self.config))
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
         from ..job.lightning_config import instantiate
-        from ..module.module import ContractModule, trainer_directory
+        from ..module.module import ContractModule
+        from ..module.trainer_files import trainer_directory
 
         trainer, data = instantiate(self.config, parquet_paths=[str(path) for path in inputs.parquet_paths])
-        if data is None and not callable(getattr(plugin, "rollout", None)):
+        if data is None and optional_hook(plugin, "rollout") is None:
             raise StartupContractError(
                 "startup.invalid_job_spec",
                 "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
@@ -304,14 +323,12 @@ class _Training:
         self._attach(trainer)
         record = start.record
         if record is not None and record.is_old:
-            self.module.resume_from(
-                step=record.step, payload=record.state, checkpoint_dir=trainer_directory(record.path)
-            )
+            folder = trainer_directory(record.path, plugin)
+            self.module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
         resumes = record is not None and not record.is_old
         with self._watching_ranks(trainer), watching_meeting(trainer, self.raise_if_stopped, self.end_now):
             self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
-        final = self.config.checkpoints_dir / f"{FINAL_NAME}.json"
-        return Completion(self.module.completed_steps, final if final.exists() else None, self.module.stopped)
+        return Completion(self.module.completed_steps, _reported_final(self.config), self.module.stopped)
 
     def _fit(
         self, trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
@@ -389,6 +406,18 @@ class _Training:
             spec_digest=config.spec_digest,
             spec=dict(config.spec_fields),
         )
+
+
+def _reported_final(config: RunConfig) -> Path | None:
+    """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
+    final = config.checkpoints_dir / f"{FINAL_NAME}.json"
+    try:
+        named = read_record(final).primary_path
+    except FileNotFoundError:
+        return None
+    except BrokenCheckpointError:  # of an earlier run, where this one saves none
+        return final
+    return named if named is not None and named.exists() else final
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -98,7 +98,9 @@ def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Ca
 def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
     """Queue a checkpoint that a kill may have kept from its queue; one that has arrived is known by its content."""
     files = [record.path.parent / file.path for file in record.files]
-    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path)
+    named = record.primary_path  # an older runtime's record may name what is gone
+    primary = named if named is not None and named.exists() else None
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary)
 
 
 def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def _load(source: _Source) -> dict[str, Any]:
     record = source.record
     if record.is_old:
-        return {"global_step": record.step, CONTRACT_KEY: {"state": record.state}}
+        # What Lightning asks of any checkpoint; its weights, if it has some, are the trainer's affair.
+        asked = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
+        return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
     content = source.read_all()
     try:
         checkpoint: dict[str, Any] = decode(content["checkpoint"], source)

@@ -36,8 +36,8 @@ PUBLIC = {
         GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobLifecycleClient LifecycleLease
         MockDataModule ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder RankFailed
         ReplicaDriftError ResolveClient ResolvedRef RunOptions RunState StartupContractError StepContext
-        StepControlHints StepResult TrainerAuthContext TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec
-        TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
+        StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin TrainingCanceled TrainingHung
+        TrainingJobSpec TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
         build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
         read_events run_job run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint
         seed_everything to_float_scalar

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from genlight.adapter import ContractModule
@@ -39,7 +41,7 @@ def test_a_run_has_started_and_its_samples_and_checkpoints_follow(log, fit, coun
 def test_a_checkpoint_is_told_by_the_path_that_the_trainers_own_hook_named(log, fit, counting_trainer, tmp_path):
     class Saving(counting_trainer):
         def save_checkpoint(self, *, state, step, output_dir, final, ctx):
-            (output_dir / "lora.bin").write_bytes(b"weights")
+            Path(output_dir, "lora.bin").write_bytes(b"weights")
             return {"primary_path": "lora.bin"}
 
     callbacks = [RecordEvents(log), Checkpoint(tmp_path / "c", every_n_steps=4)]

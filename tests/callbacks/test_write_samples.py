@@ -59,7 +59,12 @@ def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path,
 
     assert names(tmp_path) == [f"step-0000000{step}-0{i}.json" for step in (2, 4) for i in (0, 1)]
     assert record(tmp_path, "step-00000004-00.json") == {
+        "name": "sample-00",
+        "task": "t2i",
         "prompt": "a cat",
+        "negative_prompt": "",
+        "instruction": None,
+        "source_image": None,
         "seed": 3,
         "length": 5,
         "run_id": "run-7",
@@ -88,7 +93,7 @@ def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tm
 
     (call,) = calls
     assert call.pop("ctx") is module.ctx
-    assert call.pop("output_dir").parent == tmp_path
+    assert Path(call.pop("output_dir")).parent == tmp_path
     assert call.pop("request") == request
     assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
 
@@ -96,12 +101,12 @@ def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tm
 def test_what_a_request_does_not_say_is_left_to_the_generators_own_default(fit, sampling, tmp_path):
     calls = []
 
-    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction):
-        calls.append((prompt, negative_prompt, seed, instruction))
+    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction, source_image="s.png"):
+        calls.append((prompt, negative_prompt, seed, instruction, source_image))
 
     fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{"prompt": "p"}])], job=JOB)
 
-    assert calls == [("p", "blurry", 11, None)]
+    assert calls == [("p", "", 11, None, "s.png")]
 
 
 def test_a_generator_with_any_keyword_gets_all_of_them(fit, sampling, tmp_path):
@@ -123,6 +128,7 @@ def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampli
             told.append((step, [str(path.relative_to(tmp_path)) for path in paths]))
 
     def generate(output_dir):
+        output_dir = Path(output_dir)
         (output_dir / "parts").mkdir()
         (output_dir / "parts" / "b.txt").write_text("b")
         (output_dir / "a.png").write_bytes(b"png")
@@ -138,7 +144,7 @@ def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampli
 
 
 def test_a_generator_that_leaves_only_empty_folders_leaves_none(fit, sampling, tmp_path):
-    fit(sampling(lambda output_dir: (output_dir / "empty").mkdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
+    fit(sampling(lambda output_dir: Path(output_dir, "empty").mkdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004-00.json"]
 
@@ -152,7 +158,8 @@ def test_without_requests_there_is_one_text_and_with_a_generator_its_record_too(
 
     assert names(tmp_path / "with") == ["step-00000004.json", "step-00000004.txt"]
     assert record(tmp_path / "with", "step-00000004.json")["made_at"] == 4
-    assert names(tmp_path / "without") == names(tmp_path / "asked") == ["step-00000004.txt"]
+    assert names(tmp_path / "without") == ["step-00000004.txt"]
+    assert names(tmp_path / "asked") == ["step-00000004-00.json"]
     assert (tmp_path / "without" / "step-00000004.txt").read_text() == "run-7 step 4\n"
 
 
@@ -204,6 +211,7 @@ def test_random_numbers_of_training_do_not_depend_on_sampling(fit, sampling, tmp
 
 def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tmp_path):
     def generate(output_dir):
+        output_dir = Path(output_dir)
         (output_dir / "half.png").write_bytes(b"half")
         raise RuntimeError("out of memory")
 
@@ -228,9 +236,9 @@ def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(
     ("returned", "message"),
     [
         ("a path", "generate_sample returned a str; it must be a mapping or None"),
-        ({"x": object()}, "generate_sample of step-00000002-00 returned a value that is no JSON: object has no JSON"),
-        ({"x": {(1, 2): 3}}, "generate_sample of step-00000002-00 returned a value that is no JSON"),
-        ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is no JSON"),
+        ({"x": object()}, "generate_sample of step-00000002-00 returned a value that is not JSON: object has no JSON"),
+        ({"x": {(1, 2): 3}}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
+        ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
     ],
 )
 def test_a_result_that_is_no_json_is_named(fit, sampling, tmp_path, returned, message):
@@ -269,6 +277,7 @@ def test_what_an_earlier_attempt_left_of_the_same_step_is_replaced(fit, sampling
     seen = []
 
     def generate(output_dir):
+        output_dir = Path(output_dir)
         seen.append((list(output_dir.iterdir()), (tmp_path / "step-00000004-00.json").exists()))
         (output_dir / "new.png").touch()
 
@@ -318,6 +327,7 @@ def test_files_have_a_temporary_name_until_the_sample_is_whole_and_paths_in_the_
     seen = []
 
     def generate(output_dir):
+        output_dir = Path(output_dir)
         (output_dir / "a.png").touch()
         seen.extend(names(tmp_path))
         return {"grid": [str(output_dir / "a.png")], "name": output_dir.name}
@@ -346,20 +356,20 @@ def test_what_a_killed_run_left_of_a_sample_is_removed_at_the_next_start_and_not
 @pytest.mark.parametrize(
     ("leave", "message"),
     [
-        (lambda folder: os.mkfifo(folder / "pipe"), "left 'pipe', which is no file"),
-        (lambda folder: (folder / "link").symlink_to("nowhere"), "left 'link', which is no file"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "left 'pipe', which is not a file"),
+        (lambda folder: (folder / "link").symlink_to("nowhere"), "left 'link', which is not a file"),
         (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).touch(), "whose name is not UTF-8"),
     ],
     ids=["pipe", "dangling link", "name"],
 )
 def test_what_is_no_file_of_a_sample_is_named_and_not_waited_for(fit, sampling, tmp_path, leave, message):
     with pytest.raises(ContractError, match=message):
-        fit(sampling(lambda output_dir: leave(output_dir)), [WriteSamples(tmp_path, 2, requests=[{}])])
+        fit(sampling(lambda output_dir: leave(Path(output_dir))), [WriteSamples(tmp_path, 2, requests=[{}])])
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_generator_may_remove_the_folder_that_it_was_given(fit, sampling, tmp_path):
-    fit(sampling(lambda output_dir: output_dir.rmdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
+    fit(sampling(lambda output_dir: Path(output_dir).rmdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert record(tmp_path, "step-00000004-00.json")["files"] == []

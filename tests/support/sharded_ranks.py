@@ -95,11 +95,11 @@ class Toy:
 
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
         weight = state["model"].state_dict()["0.weight"]
-        (output_dir / "weight.json").write_text(json.dumps(weight.tolist()))
-        return {"primary_path": output_dir / "weight.json"}
+        Path(output_dir, "weight.json").write_text(json.dumps(weight.tolist()))
+        return {"primary_path": Path(output_dir, "weight.json")}
 
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
-        assert json.loads((checkpoint_dir / "weight.json").read_text()) == payload["model"]["0.weight"].tolist()
+        assert json.loads(Path(checkpoint_dir, "weight.json").read_text()) == payload["model"]["0.weight"].tolist()
 
 
 class Net(pl.LightningModule):

@@ -127,17 +127,27 @@ class CheckpointRecord:
 
     @property
     def trainer_folder(self) -> Path | None:
-        """What the trainer's hook got as ``output_dir``, where it wrote anything."""
+        """What the trainer's hook got as ``output_dir``, where it wrote anything.
+
+        For an older runtime's record that is the folder of the same name beside it, wherever both were moved.
+        """
+        if self.is_old:
+            beside = self.path.with_suffix("")
+            return beside if beside.is_dir() else None
         return None if self.data_path is None else self.data_path / "trainer"
 
     @property
     def primary_path(self) -> Path | None:
-        """The file or folder that the trainer's hook named for reporting and upload, as an absolute path."""
-        named = (self.trainer_checkpoint or {}).get("primary_path")
-        if not isinstance(named, (str, os.PathLike)):
+        """The file or folder that the trainer's hook named for reporting and upload, as an absolute path.
+
+        None where it named none, or one outside of its folder, which is no part of the checkpoint.
+        """
+        named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
+        if not isinstance(named, (str, os.PathLike)) or folder is None:
             return None
-        base = self.trainer_folder if self.trainer_folder is not None else self.path.parent
-        return (base / named).absolute()
+        path = _moved_with(folder, Path(named)) if self.is_old else folder / named
+        path = Path(os.path.abspath(path))
+        return path if path.is_relative_to(os.path.abspath(folder)) else None
 
     @property
     def size_bytes(self) -> int:
@@ -254,6 +264,15 @@ def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         trainer_checkpoint=trainer_checkpoint if isinstance(trainer_checkpoint, dict) else None,
         is_old=True,
     )
+
+
+def _moved_with(folder: Path, named: Path) -> Path:
+    """Where the path that a hook named lies, in a folder that may have been elsewhere when it named it."""
+    parts = named.parts
+    if named.is_absolute() and folder.name in parts:
+        last = len(parts) - 1 - parts[::-1].index(folder.name)
+        return folder.joinpath(*parts[last + 1 :])
+    return folder / named
 
 
 def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:

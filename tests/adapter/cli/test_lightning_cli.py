@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -44,10 +45,10 @@ class Collects(Works):
 
 class Files(Works):
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
-        (output_dir / "file").write_text(f"files of step {step}")
+        Path(output_dir, "file").write_text(f"files of step {step}")
 
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
-        Path("loaded").write_text((checkpoint_dir / "file").read_text())
+        Path("loaded").write_text(Path(checkpoint_dir, "file").read_text())
 
 
 class Unmade(Works):
@@ -335,6 +336,23 @@ def test_lightnings_timer_can_be_configured(genlight):
     code, words = genlight(callbacks=[timer], plugin="refused_trainer:Works")
 
     assert code == 0, words
+
+
+def test_the_end_of_a_run_of_an_older_runtime_is_not_trained_on(genlight, tmp_path):
+    """Its record tells no step; the step checkpoint beside it would be trained to the end once more."""
+    (tmp_path / "c").mkdir()
+    for name, facts in [("step-00000001", {"step": 1}), ("final", {"final": True})]:
+        (tmp_path / "c" / f"{name}.json").write_text(json.dumps({**facts, "run_id": "r", "state": {"steps": 1}}))
+    counts = {"plugin": "refused_trainer:Counts", "max_steps": 2}
+
+    code, words = genlight("fit", "--resume", "auto", **counts)
+    assert code == 2
+    assert "is the end of a run of an older runtime: there is nothing to train" in words
+    assert sorted(path.name for path in (tmp_path / "c").glob("*.json")) == ["final.json", "step-00000001.json"]
+
+    code, words = genlight("fit", "--ckpt_path", "c/step-00000001.json", callback={"dirpath": "new"}, **counts)
+    assert code == 0, words
+    assert json.loads((tmp_path / "new" / "final.json").read_text())["step"] == 2
 
 
 def test_checkpoints_of_an_earlier_fit_are_replaced_only_when_told_to(genlight, tmp_path):

@@ -14,6 +14,7 @@ from genlight.adapter.contract import exceptions
 EXAMPLES = [
     exceptions.StartupContractError("startup.invalid_job_spec", "max_steps is missing"),
     exceptions.ContractError("lacks setup"),
+    exceptions.TrainerPathError("module holds no trainer"),
     exceptions.InputError("no such file"),
     exceptions.AuthError("refused"),
     exceptions.CheckpointError("disk full"),

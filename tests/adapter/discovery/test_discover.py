@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
+from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.adapter.discovery.discover import SEARCHED_ITEMS, check_devices, check_nothing_new, discover
 
 
@@ -351,3 +352,15 @@ def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ra
     check_devices(discover({"model": model}), "cpu")
     with pytest.raises(ContractError, match=r'state\["model"\].weight lives in memory'):
         check_devices(discover({"model": model}), "cpu", world_size=2)
+
+
+def test_what_feeds_a_run_is_not_found_through_the_context_that_a_trainer_keeps():
+    handles, encoder = {"base": nn.Linear(1, 1)}, nn.Linear(1, 1)
+    job = TrainingJobSpec("r", max_steps=1)
+    context = StepContext(job=job, model_handles=handles, dataset=[{"encoder": encoder, "x": torch.ones(1)}])
+    trainer = SimpleNamespace(ctx=context)
+
+    found = discover({}, trainer)
+
+    assert [module.value for module in found.modules] == [handles["base"]]
+    assert found.tensors == ()

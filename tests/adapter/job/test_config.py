@@ -189,8 +189,8 @@ def test_sample_seed_is_the_seed_of_prompts_that_name_none(job):
     path = job(sample_seed=7, sample_prompts=["a", {"prompt": "b", "seed": 3, "source_image": "cat.png"}])
     (path.parent / "cat.png").touch()
     assert resolve(path).sample_prompts == (
-        SampleRequest(name="00", prompt="a", seed=7),
-        SampleRequest(name="01", prompt="b", seed=3, source_image=str(path.parent / "cat.png")),
+        SampleRequest(name="sample-00", prompt="a", seed=7),
+        SampleRequest(name="sample-01", prompt="b", seed=3, source_image=str(path.parent / "cat.png")),
     )
 
 

@@ -159,7 +159,7 @@ def test_sample_prompts_are_texts_or_objects():
     spec, faults, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
     assert faults == []
     assert spec.sample_prompts == (
-        SampleRequest(name="00", prompt="3"),
+        SampleRequest(name="sample-00", prompt="3"),
         SampleRequest(name="cat", task="i2i", prompt="cat", seed=4),
     )
 

@@ -43,11 +43,11 @@ class Remembers:
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
         state["seen"] = payload["seen"]
 
-    def save_checkpoint(self, *, state: Any, step: int, output_dir: Path, final: bool, ctx: Any) -> None:
-        (output_dir / "notes").write_text(f"of step {step}")
+    def save_checkpoint(self, *, state: Any, step: int, output_dir: str, final: bool, ctx: Any) -> None:
+        Path(output_dir, "notes").write_text(f"of step {step}")
 
-    def load_checkpoint(self, *, state: Any, checkpoint_dir: Path, payload: Any, ctx: Any) -> None:
-        state["files"] = (checkpoint_dir / "notes").read_text()
+    def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: Any) -> None:
+        state["files"] = Path(checkpoint_dir, "notes").read_text()
 
 
 def fit(module: ContractModule, folder: Path, *, steps: int = 3, **options: Any) -> None:

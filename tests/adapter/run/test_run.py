@@ -29,6 +29,7 @@ from genlight.reporters.events.validation import validate_events
 
 TRAINER = '''
 import time
+from pathlib import Path
 from gen_worker.trainer import StepContext, StepResult
 
 
@@ -63,11 +64,11 @@ class Summing:
         state.update(payload)
 
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
-        (output_dir / "total.txt").write_text(str(state["total"]))
+        Path(output_dir, "total.txt").write_text(str(state["total"]))
         return {"primary_path": "total.txt"}
 
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
-        assert (checkpoint_dir / "total.txt").read_text() == str(payload["total"])
+        assert Path(checkpoint_dir, "total.txt").read_text() == str(payload["total"])
 
 
 class LacksHooks:
@@ -148,7 +149,7 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job: 
     log = events(job)
     assert log[0]["event"] == "started"
     assert log[-1]["event"] == "completed"
-    assert (log[-1]["step"], log[-1]["final_checkpoint"]) == (5, str(out / "checkpoints" / "final.json"))
+    assert (log[-1]["step"], log[-1]["final_checkpoint"]) == (5, str(out / "checkpoints/final/trainer/total.txt"))
     final = verify(out / "checkpoints" / "final.json")
     assert (final.final, final.step, final.run_id, final.max_steps) == (True, 5, "sums", 5)
     assert final.state == {"total": sum(range(20)), "steps": 5}

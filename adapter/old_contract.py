@@ -1,0 +1,193 @@
+"""Names of the older runtime that only its own import path gives; genlight itself has no use for them.
+
+`compat` hands them out beside those of `genlight.adapter`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from .contract.exceptions import InputError, UploadError
+from .contract.types import BatchSource, StepContext, StepResult
+
+__all__ = [
+    "ArrowBatchFeeder",
+    "ArtifactUploadError",
+    "BatchProvider",
+    "CheckpointingTrainerPlugin",
+    "InputMaterializationError",
+    "PreparedBatchT",
+    "RawBatchT",
+    "ReporterEvent",
+    "StateT",
+    "TrainerEndpointContract",
+    "TrainerSubprocessContractV1",
+    "is_truthy",
+    "read_subprocess_contract",
+    "run_training_runtime_from_env",
+    "write_subprocess_contract",
+]
+
+StateT = TypeVar("StateT")
+"""What ``configure`` returns."""
+RawBatchT = TypeVar("RawBatchT")
+"""What the feed gives."""
+PreparedBatchT = TypeVar("PreparedBatchT")
+"""What ``prepare_batch`` returns."""
+
+BatchProvider = BatchSource
+ArrowBatchFeeder = BatchSource
+InputMaterializationError = InputError
+
+
+class CheckpointingTrainerPlugin(Protocol):
+    """The two optional hooks for files of a trainer's own."""
+
+    def save_checkpoint(
+        self, *, state: Any, step: int, output_dir: str, final: bool, ctx: StepContext
+    ) -> Mapping[str, Any] | None:
+        """Write into `output_dir`."""
+        ...
+
+    def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Mapping[str, Any], ctx: StepContext) -> None:
+        """Take over what was written there."""
+
+
+# Not contravariant in what it only takes: classes use the same variables for generics of their own.
+class TrainerEndpointContract(Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
+    """All hooks of a trainer class, generic in its state and its batches, as a base to inherit from.
+
+    A hook that a subclass does not define counts as missing: the ones here do nothing.
+    """
+
+    def setup(self, ctx: StepContext) -> None:
+        """Prepare what needs the context."""
+
+    def configure(self, ctx: StepContext) -> StateT:
+        """Build the state."""
+        ...
+
+    def prepare_batch(self, raw_batch: RawBatchT, state: StateT, ctx: StepContext) -> PreparedBatchT:
+        """Turn a raw batch into what ``train_step`` takes."""
+        ...
+
+    def train_step(self, batch: PreparedBatchT, state: StateT, ctx: StepContext) -> StepResult:
+        """One forward, backward and update."""
+        ...
+
+    def state_dict(self, state: StateT) -> dict[str, object]:
+        """What a checkpoint must hold."""
+        ...
+
+    def load_state_dict(self, state: StateT, payload: dict[str, object], ctx: StepContext) -> None:
+        """Take over what ``state_dict`` returned."""
+
+    def save_checkpoint(
+        self, *, state: StateT, step: int, output_dir: str, final: bool, ctx: StepContext
+    ) -> Mapping[str, object] | None:
+        """Write files of the trainer's own into `output_dir`."""
+        ...
+
+    def load_checkpoint(
+        self, *, state: StateT, checkpoint_dir: str, payload: Mapping[str, object], ctx: StepContext
+    ) -> None:
+        """Take over what ``save_checkpoint`` wrote."""
+
+
+class ArtifactUploadError(UploadError, RuntimeError):
+    """What an uploader of the caller's own raises where an artifact did not arrive."""
+
+
+@dataclass(frozen=True)
+class ReporterEvent:
+    """The kind of an event and its step."""
+
+    event_type: str
+    step: int
+
+
+@dataclass(frozen=True)
+class TrainerSubprocessContractV1:
+    """What a process that starts a trainer in another one hands over, as a JSON file.
+
+    Raises:
+        ValueError: The version is not ``v1``, or `trainer_plugin` or `job_spec_path` is empty.
+    """
+
+    contract_version: str = "v1"
+    trainer_plugin: str = ""
+    job_spec_path: str = ""
+    arrow_ipc_path: str = ""
+    checkpoints_dir: str = "/tmp/training/checkpoints"  # noqa: S108  # the contract's default
+    samples_dir: str = "/tmp/training/samples"  # noqa: S108
+    events_path: str | None = None
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.contract_version != "v1":
+            raise ValueError(f"Invalid `contract_version`. Expected 'v1', but received {self.contract_version!r}.")
+        for name in ("trainer_plugin", "job_spec_path"):
+            if not getattr(self, name):
+                raise ValueError(f"Invalid `{name}`. Expected a text that is not empty.")
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {**asdict(self), "extra_env": dict(self.extra_env)}
+
+    @classmethod
+    def from_json(cls, payload: Mapping[str, Any]) -> Self:
+        """From what `to_json` gave; an empty or absent field takes its default."""
+        given = {name: value for name, value in payload.items() if name in cls.__dataclass_fields__ and value}
+        return cls(**given)
+
+
+def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSubprocessContractV1) -> None:
+    """Write `contract` to `path`, whose folder is made."""
+    from .plumbing.durable import write_bytes_durably
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_durably(Path(path), json.dumps(contract.to_json(), separators=(",", ":"), sort_keys=True).encode())
+
+
+def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessContractV1:
+    """The contract that `write_subprocess_contract` wrote.
+
+    Raises:
+        ValueError: The file does not hold a JSON object, or a field cannot be used.
+    """
+    payload = json.loads(Path(path).read_bytes())
+    if not isinstance(payload, dict):
+        raise ValueError(  # noqa: TRY004  # of the file's content, as it was
+            f"{os.fspath(path)} does not hold a JSON object"
+        )
+    return TrainerSubprocessContractV1.from_json(payload)
+
+
+def is_truthy(value: object) -> bool:
+    """Whether `value` is one of the words 1, true, t, yes and y."""
+    from .job.environment import is_true
+
+    return is_true(str(value or ""))
+
+
+def run_training_runtime_from_env() -> int:
+    """Run the job that the environment describes; returns 0.
+
+    `genlight.adapter.run_training_runtime_from_env` returns the exit code instead.
+
+    Raises:
+        StartupContractError: The run could not start.
+        TrainingCanceled: It was told to stop.
+        BaseException: Whatever else ended it: the root cause, once everything was reported.
+    """
+    from .run.run import RunOptions, attempt_job
+
+    attempt = attempt_job(RunOptions())
+    if attempt.error is not None:
+        raise attempt.error
+    return attempt.exit_code
