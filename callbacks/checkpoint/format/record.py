@@ -28,6 +28,7 @@ from .layout import name_of, step_of_name
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "RECORD_MARKERS",
     "SHARDED_FORMAT_VERSION",
     "TORCH_MAGICS",
     "CheckpointRecord",
@@ -43,6 +44,8 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+RECORD_MARKERS = (b'{"format":"genlight.checkpoint"',)
+"""How every record begins."""
 TORCH_MAGICS = (b"PK", b"\x80\x02")
 """What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
@@ -85,6 +88,8 @@ class RecordMeta:
     world_size: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
+    writer: str = ""
+    """Who decides how long it stays, and may remove it unasked; empty for nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,8 @@ class CheckpointRecord:
     files: Sequence[FileEntry] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    writer: str | None = None
+    """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
 
     @property
@@ -180,6 +187,7 @@ def serialise_record(
         "world_size": meta.world_size,
         "metrics": {name: value if math.isfinite(value) else None for name, value in meta.metrics.items()},
         "versions": dict(library_versions()),
+        "writer": meta.writer,
         "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
         "state": state,
         "folder": folder,
@@ -274,7 +282,14 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
     for named in [entry.path for entry in files] + ([] if values["folder"] is None else [values["folder"]]):
         _refuse_outside(name, named)
-    return CheckpointRecord(path=path, files=files, digest=content["digest"], **values)
+    writer = content.get("writer")
+    return CheckpointRecord(
+        path=path,
+        files=files,
+        digest=content["digest"],
+        writer=writer if isinstance(writer, str) else None,
+        **values,
+    )
 
 
 _RECORD_KEYS = (
