@@ -15,9 +15,11 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
+from ...adapter.contract.exceptions import CheckpointError
 from .format.layout import record_path
 from .format.record import TORCH_MAGICS, CheckpointRecord, RecordMeta
 from .loading import MapLocation, load, load_for_slices
+from .ownership import is_stock_sharded
 from .saving import Prepared, prepare, write
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel, EndOfSave, RankGroups
@@ -226,7 +228,10 @@ class DurableCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, after the save in flight has become durable."""
+        """Remove the checkpoint at `path`, after the save in flight has become durable.
+
+        A file or folder there that is not a checkpoint stays, with a warning.
+        """
         path = _local(path)
         self.writer.afterwards(lambda: _remove(path))
 
@@ -273,11 +278,13 @@ def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, 
 
 
 def _remove(path: Path) -> None:
-    record = record_path(path)
-    if path.is_dir() and not record.exists():
-        shutil.rmtree(path)  # A sharded checkpoint of stock Lightning.
-    else:
-        delete_checkpoint(record)
+    if is_stock_sharded(path) and not path.is_symlink():
+        shutil.rmtree(path)
+        return
+    try:
+        delete_checkpoint(path)
+    except CheckpointError as error:
+        log.warning("%s", error)
 
 
 def _is_torch_file(path: Path) -> bool:

@@ -14,7 +14,7 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -28,6 +28,7 @@ from .format.layout import (
     UNCOMMITTED_FILE,
     folder_names,
     is_name_of_callback,
+    is_record_of_callback,
     name_of,
     name_of_folder,
     record_paths,
@@ -39,9 +40,11 @@ __all__ = [
     "STATE_MARKER",
     "Claims",
     "DataFolder",
+    "checkpoint_files",
     "choose_folder",
     "claims_in",
     "data_of",
+    "folders_of_checkpoints",
     "foreign_in",
     "is_checkpoint_file",
     "is_data_folder",
@@ -109,8 +112,18 @@ def is_checkpoint_file(path: Path) -> bool:
     try:
         read_record(path)
     except BrokenCheckpointError:
-        return is_data_folder(path.parent / name_of(path))  # Its start was destroyed.
+        return _lost_its_start(path)
     return True
+
+
+def _lost_its_start(path: Path) -> bool:
+    """Whether an unreadable file was the record of the data folder beside it, lest a run cannot save there again."""
+    name = name_of(path)
+    return (
+        is_record_of_callback(path)
+        and is_data_folder(path.parent / name)
+        and name not in claims_in(path.parent, but=path)
+    )
 
 
 def require_replaceable(record: Path) -> None:
@@ -121,7 +134,7 @@ def require_replaceable(record: Path) -> None:
     """
     if record.is_file() and not record.is_symlink() and not is_checkpoint_file(record):
         raise CheckpointError(
-            f"{record} is not a checkpoint, and is not replaced by one; move it away, or choose another name or directory"
+            f"{record} is not a checkpoint, and is not replaced by one; move it away, or choose another place"
         )
 
 
@@ -173,6 +186,36 @@ def data_of(record: Path) -> list[DataFolder]:
         for name in names
         if name not in claims.folders and is_data_folder(record.parent / name)
     ]
+
+
+def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
+    """The records in `directory`, whole or broken, and ``.ckpt`` files of torch, sorted; no links.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    return [path for path in record_paths(directory) if not path.is_symlink() and is_checkpoint_file(path)]
+
+
+def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
+    """The folders that the records `files` of one directory name, each once.
+
+    Of an older runtime's record that is the folder of its name, with what its trainer wrote.
+
+    Raises:
+        OSError: A record cannot be read.
+    """
+    found: dict[Path, None] = {}
+    for path in files:
+        try:
+            record = read_record(path)
+        except BrokenCheckpointError:
+            found.update(dict.fromkeys(folder.path for folder in data_of(path)))
+            continue
+        folder = path.parent / (record.name if record.is_old else record.folder or "")
+        if is_data_folder(folder) or (record.is_old and folder.is_dir() and not folder.is_symlink()):
+            found[folder] = None
+    return list(found)
 
 
 def choose_folder(record: Path) -> str:

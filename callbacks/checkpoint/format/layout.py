@@ -30,6 +30,7 @@ __all__ = [
     "UNCOMMITTED_FILE",
     "folder_names",
     "is_name_of_callback",
+    "is_record_of_callback",
     "is_temporary",
     "name_of",
     "name_of_folder",
@@ -103,6 +104,11 @@ def is_name_of_callback(name: str) -> bool:
     return _NAME_OF_CALLBACK.fullmatch(name) is not None
 
 
+def is_record_of_callback(record: Path) -> bool:
+    """Whether `record` has a path such as only the `Checkpoint` callback gives."""
+    return record.suffix == ".json" and is_name_of_callback(name_of(record))
+
+
 def is_temporary(name: str) -> bool:
     """Whether a file or folder is the unfinished work of a process of ours."""
     return _TEMPORARY.fullmatch(name) is not None
@@ -111,11 +117,8 @@ def is_temporary(name: str) -> bool:
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
     """All files in `directory` that have the name of a record, sorted; empty when there is no such directory."""
     try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    return [
-        Path(entry.path)
-        for entry in entries
-        if entry.name.endswith(RECORD_SUFFIXES) and not is_temporary(entry.name) and entry.is_file()
-    ]
+    paths = [Path(directory, name) for name in names if name.endswith(RECORD_SUFFIXES) and not is_temporary(name)]
+    return [path for path in paths if os.path.isfile(path)]  # which a link to itself, say, is not

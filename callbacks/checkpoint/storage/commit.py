@@ -98,6 +98,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     require_replaceable(staging.record)
     directory = staging.record.parent
     target = directory / folder
+    replaced = data_of(staging.record)
     _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -107,7 +108,6 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     _live.discard(staging.path.name)
     try:
         fsync_directory(directory)
-        replaced = data_of(staging.record)
         for old in replaced:
             _mark(old.path)
         _write_record(staging.record, record)
