@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.format.verification import verify
 from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_checkpoints
@@ -98,6 +99,12 @@ def _refuse_to_overwrite(config: RunConfig) -> None:
             f"{str(config.checkpoints_dir)!r} holds checkpoints already. Go on from them with "
             "`resume_from_latest`, choose another directory with `TRAINER_ARTIFACTS_DIR`, or move them aside with "
             "`genlight run --fresh`.",
+        )
+    for path in filter(is_record_of_callback, record_paths(config.checkpoints_dir)):
+        raise StartupContractError(
+            IN_USE,
+            f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or choose "
+            "another directory with `TRAINER_ARTIFACTS_DIR`.",
         )
 
 

@@ -105,8 +105,8 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         start = file.read(max(map(len, RECORD_MARKERS)))
-    if start.startswith(RECORD_MARKERS):
-        return True
+    if start and any(start.startswith(marker) or marker.startswith(start) for marker in RECORD_MARKERS):
+        return True  # or what is left of one that was cut off
     if start.startswith(TORCH_MAGICS):
         return path.suffix == ".ckpt"
     try:

@@ -382,6 +382,18 @@ def test_fresh_moves_nothing_that_no_run_wrote(write_job: Callable[..., Path]) -
     assert (checkpoints / "config.json").read_text() == "{}"
 
 
+def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    taken = job.parent / "out" / "checkpoints" / "step-00000002.json"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("{}")
+    assert run(job, fresh=True) == 2
+    failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
+    assert "startup.artifacts_in_use" in failed["error"]
+    assert "step-00000002.json' is not a checkpoint" in failed["error"]
+    assert taken.read_text() == "{}"
+
+
 def test_fresh_moves_what_an_older_runtime_wrote_with_the_folder_of_its_trainer(
     write_job: Callable[..., Path],
 ) -> None:
