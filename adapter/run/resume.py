@@ -103,8 +103,8 @@ def _refuse_to_overwrite(config: RunConfig) -> None:
     for path in filter(is_record_of_callback, record_paths(config.checkpoints_dir)):
         raise StartupContractError(
             IN_USE,
-            f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or choose "
-            "another directory with `TRAINER_ARTIFACTS_DIR`.",
+            f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or "
+            "choose another directory with `TRAINER_ARTIFACTS_DIR`.",
         )
 
 
