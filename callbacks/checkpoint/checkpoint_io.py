@@ -16,8 +16,10 @@ from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError
+from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import record_path
-from .format.record import TORCH_MAGICS, CheckpointRecord, RecordMeta
+from .format.record import CheckpointRecord, RecordMeta, is_torch_file
+from .lightning_reader import let_lightning_read
 from .loading import MapLocation, load, load_for_slices
 from .ownership import is_stock_sharded
 from .saving import Prepared, prepare, write
@@ -52,8 +54,12 @@ class DurableCheckpointIO(CheckpointIO):
 
     ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
     ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
-    ``P.ckpt`` beside a folder ``P/``. A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True``
-    whatever the caller asks for, because only then can it run no code.
+    ``P.ckpt`` beside a folder ``P/``, or ``P~1/`` where something else has that name. A ``.ckpt`` file of stock
+    Lightning is loaded too, with ``weights_only=True`` whatever the caller asks for, because only then can it run no
+    code.
+
+    Once this class is imported, Lightning loads its checkpoints also where it opens a file by itself, as in
+    ``load_from_checkpoint`` or in a Trainer without this plugin. ``torch.load`` of one says what to do instead.
 
     Args:
         asynchronous: Copy the tensors and write in the background. One save is in flight and the next waits for it;
@@ -289,7 +295,7 @@ def _remove(path: Path) -> None:
 
 def _is_torch_file(path: Path) -> bool:
     with open(path, "rb") as file:
-        return file.read(2) in TORCH_MAGICS
+        return is_torch_file(file.read(CKPT_FILE_START))
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
@@ -300,3 +306,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
             f"atomically, but received {text!r}."
         )
     return Path(text.removeprefix("file://"))
+
+
+let_lightning_read()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import (
     ARRAYS_FILE,
     MODEL_FILE,
@@ -33,7 +34,7 @@ from .format.layout import (
     name_of_folder,
     record_paths,
 )
-from .format.record import RECORD_MARKERS, TORCH_MAGICS, read_record
+from .format.record import RECORD_MARKER, TORCH_MAGICS, is_torch_file, read_record
 from .format.shard_index import rank_of
 
 __all__ = [
@@ -104,16 +105,21 @@ def is_checkpoint_file(path: Path) -> bool:
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        start = file.read(max(map(len, RECORD_MARKERS)))
-    if start and any(start.startswith(marker) or marker.startswith(start) for marker in RECORD_MARKERS):
-        return True  # or what is left of one that was cut off
+        start = file.read(CKPT_FILE_START)
     if start.startswith(TORCH_MAGICS):
         return path.suffix == ".ckpt"
+    if start and (start.startswith(RECORD_MARKER) or RECORD_MARKER.startswith(start)):
+        return True  # or what is left of one that was cut off
     try:
         read_record(path)
     except BrokenCheckpointError:
         return _lost_its_start(path)
     return True
+
+
+def _is_of_torch(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return is_torch_file(file.read(CKPT_FILE_START))
 
 
 def _lost_its_start(path: Path) -> bool:
@@ -174,7 +180,7 @@ def data_of(record: Path) -> list[DataFolder]:
     except FileNotFoundError:
         return []
     except BrokenCheckpointError:
-        if not is_checkpoint_file(record):
+        if not is_checkpoint_file(record) or _is_of_torch(record):
             return []
         names, files = _existing(record.parent, name_of(record)), None
     else:

@@ -20,7 +20,7 @@ from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
 from .format.layout import STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
+from .format.record import CheckpointRecord, FileEntry, RecordMeta, in_file, read_record, serialise_record
 from .format.safetensors_header import build_header
 from .ownership import STATE_MARKER, choose_folder
 from .storage.commit import Staging, commit, require_space, stage
@@ -157,7 +157,7 @@ def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[Fi
         created_at_ms=time.time_ns() // 1_000_000,
         is_sharded=bool(prepared.wholes),
     )
-    commit(staging, folder, record)
+    commit(staging, folder, in_file(path, record))
     return read_record(path)
 
 

@@ -1,6 +1,7 @@
 """The commit record: a checkpoint exists when its record does.
 
-A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of the file shows.
+A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows. Under
+a name that ends in ``.ckpt`` a file that torch opens holds it (see `ckpt_file`); older ones are JSON there too.
 It names every file of the checkpoint by its path relative to the record's own folder, with size and digest: a folder
 that was moved still loads. Records that an older runtime of the contract wrote have no digest and no files.
 
@@ -23,18 +24,21 @@ from typing import Any
 import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
+from .ckpt_file import CKPT_FILE_START, in_ckpt_file, record_in
 from .layout import name_of, step_of_name
 
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
-    "RECORD_MARKERS",
+    "RECORD_MARKER",
     "SHARDED_FORMAT_VERSION",
     "TORCH_MAGICS",
     "CheckpointRecord",
     "FileEntry",
     "RecordMeta",
     "digest_of",
+    "in_file",
+    "is_torch_file",
     "library_versions",
     "read_record",
     "serialise_record",
@@ -44,7 +48,7 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
-RECORD_MARKERS = (b'{"format":"genlight.checkpoint"',)
+RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """How every record begins."""
 TORCH_MAGICS = (b"PK", b"\x80\x02")
 """What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
@@ -161,6 +165,11 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def is_torch_file(start: bytes) -> bool:
+    """Whether a file that begins with `start`, at least `CKPT_FILE_START` bytes of it, is one of ``torch.save``."""
+    return start.startswith(TORCH_MAGICS) and record_in(start) is None
+
+
 def serialise_record(
     meta: RecordMeta,
     *,
@@ -200,6 +209,11 @@ def serialise_record(
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
+def in_file(path: Path, record: bytes) -> bytes:
+    """What the file at `path` holds so that it is `record`."""
+    return in_ckpt_file(record) if path.suffix == ".ckpt" else record
+
+
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """Parse the record at `path` and prove its own digest; its files are not looked at.
 
@@ -210,12 +224,13 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
     with path.open("rb") as file:
-        data = file.read(2)
-        if data in TORCH_MAGICS:  # or gigabytes would be read to find that they are no JSON
+        data = file.read(CKPT_FILE_START)
+        if is_torch_file(data):  # or gigabytes would be read to find that they are no JSON
             raise BrokenCheckpointError(
                 name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
             )
         data += file.read()
+    data = data if (held := record_in(data)) is None else held
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
