@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.hook import Hook, after_failure, fire, run_state_of, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
-from .format.layout import FINAL_NAME, TRAINER_FOLDER, is_record_of_callback, step_name
+from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_positions import warn_of_loaders_without_position
 from .ownership import require_replaceable
@@ -38,9 +38,9 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
 )
-from .retention import Retention, best, to_delete
+from .retention import WRITER, Retention, best, is_named, own_records, to_delete
 from .saving import CONTRACT_KEY
-from .selection import Listed, list_checkpoints
+from .selection import list_checkpoints
 from .sharded.boxes import is_sharded
 from .sharded.save import require_shared_directory
 from .sharded.strategy import rank_groups_of, save_through_plugin
@@ -52,8 +52,6 @@ __all__ = ["Checkpoint", "WritesTrainerFiles"]
 
 log = logging.getLogger(__name__)
 
-_WRITER = "Checkpoint"
-"""How records name this callback as the one that may remove them."""
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
 
@@ -294,7 +292,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
-        records = [] if self.dirpath is None else _own(list_checkpoints(self.directory))
+        records = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best(records, self.retention) or records[-1:]
         return str(chosen[0].path) if chosen else ""
 
@@ -470,7 +468,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             elapsed_s=self.elapsed_s,
             world_size=trainer.world_size,
             metrics=self._monitored(trainer),
-            writer=_WRITER,
+            writer=WRITER,
         )
         asynchronous = self.asynchronous and not wait
         self._io.expect(path, SaveRequest(meta, staging, asynchronous, self._on_durable))
@@ -500,9 +498,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         listed = list_checkpoints(self.directory)
         awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
         awaited |= {os.path.realpath(entry) for entry in os.scandir(self.directory) if entry.is_symlink()}
-        of_this_run = [old for old in _own(listed) if old.run_id == record.run_id]
+        of_this_run = [old for old in own_records(listed) if old.run_id == record.run_id]
         for old in to_delete(of_this_run, self.retention):
-            if old.path not in spared and not _is_named(old, awaited):
+            if old.path not in spared and not is_named(old, awaited):
                 _try_to_delete(old.path)
 
     def _report(self, trainer: pl.Trainer) -> None:
@@ -537,23 +535,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
-
-
-def _own(listed: Sequence[Listed]) -> list[CheckpointRecord]:
-    """What this callback wrote; a record that does not say who did counts where it has a name that only it gives."""
-    records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
-    return [
-        record
-        for record in records
-        if record.writer == _WRITER
-        or (record.writer is None and not record.is_old and is_record_of_callback(record.path))
-    ]
-
-
-def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:
-    """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
-    own = [record.path, *(record.path.parent / file.path for file in record.files)]
-    return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))
 
 
 def _try_to_delete(path: Path) -> None:
