@@ -197,10 +197,16 @@ def data_of(record: Path) -> list[DataFolder]:
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     """The records in `directory`, whole or broken, and ``.ckpt`` files of torch, sorted; no links.
 
-    Raises:
-        OSError: One cannot be read.
+    A file that this user may not read counts where it has a name that the `Checkpoint` callback gives.
     """
-    return [path for path in record_paths(directory) if not path.is_symlink() and is_checkpoint_file(path)]
+    return [path for path in record_paths(directory) if not path.is_symlink() and _may_be_checkpoint(path)]
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    try:
+        return is_checkpoint_file(path)
+    except PermissionError:
+        return is_record_of_callback(path)
 
 
 def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
@@ -225,7 +231,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
 
 def choose_folder(record: Path) -> str:
-    """The name for the data folder of a new checkpoint: the first that is free, or held by debris.
+    """The name for the data folder of a new checkpoint: the first that is free, or held by debris alone.
 
     Raises:
         OSError: The directory cannot be read.
@@ -236,9 +242,9 @@ def choose_folder(record: Path) -> str:
         if not os.path.lexists(path):
             return name
         claims = claims or claims_in(record.parent)
-        if is_debris(path, claims):
+        if is_debris(path, claims) and not foreign_in(DataFolder(path, None)):
             return name
-    raise AssertionError("folder_names ends")
+    raise AssertionError("unreachable: folder_names does not end")
 
 
 def foreign_in(folder: DataFolder) -> list[Path]:

@@ -21,6 +21,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
+from genlight.callbacks.checkpoint.format.layout import UNCOMMITTED_FILE
 
 
 def checkpoint_of(step):
@@ -164,6 +165,21 @@ def test_a_record_that_was_wiped_out_is_replaced_where_the_callback_saves_again(
     save(tmp_path / "step-00000001", checkpoint_of(1))
     assert verify(tmp_path / "step-00000001").step == 1
     assert len(os.listdir(tmp_path)) == 2
+
+
+def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path):
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(1))
+        (tmp_path / f"{name}.json").unlink()
+        (tmp_path / name / UNCOMMITTED_FILE).touch()
+    (tmp_path / "b" / "model.gguf").write_text("mine")
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(2))
+        assert verify(tmp_path / name).step == 2
+    assert [read_record(tmp_path / f"{name}.json").folder for name in "ab"] == ["a", "b~1"]
+    assert sweep(tmp_path) == ["b"]
+    assert os.listdir(tmp_path / "b") == ["model.gguf"]
+    assert verify(tmp_path / "a").step == verify(tmp_path / "b").step == 2
 
 
 def test_a_link_to_itself_is_not_a_record(tmp_path):
