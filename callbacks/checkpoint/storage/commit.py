@@ -196,14 +196,13 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
     for name in names:
         path = directory / name
         if is_temporary(name) and name not in _live and not path.is_symlink():
-            _remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove_temporary(path)
+            swept.append(name)
         elif is_debris(path, claims):
             remove_data(DataFolder(path, None))
-        else:
-            if name in claims.folders and is_data_folder(path):
-                _try_to_unmark(path)
-            continue
-        swept.append(name)
+            swept.append(name)
+        elif name in claims.folders and is_data_folder(path):
+            _try_to_unmark(path)
     if swept:
         log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(swept))
     return swept
@@ -233,6 +232,13 @@ def _write_record(path: Path, data: bytes) -> None:
         raise
     finally:
         _live.discard(temporary.name)
+
+
+def _remove_temporary(path: Path) -> None:
+    if path.is_dir():
+        _remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove_tree(path: Path) -> None:
