@@ -57,7 +57,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from ...callbacks.hook.hook import after_failure, fire, listeners, run_state_of, skipping_hook
+from ...callbacks.hook.events import fire, run_state_of
+from ...callbacks.hook.listeners import after_failure, listeners, skipping_hook
 from ...callbacks.lightning_internals import require_names
 from ..contract.exceptions import InputError, TrainingCanceled
 
