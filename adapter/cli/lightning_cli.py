@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
-from ...callbacks.checkpoint.format.layout import record_paths
+from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
@@ -133,9 +133,9 @@ class GenlightCLI(LightningCLI):
             return
         if settings["resume"] == "auto":
             self._refuse_to_train_on_an_older_end()
-            if not self._take_newest("going on after") and directory is not None and record_paths(directory):
+            if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
                 log.warning("no checkpoint in %s is whole: starting at step 0", directory)
-        elif settings["resume"] is None and directory is not None and record_paths(directory):
+        elif settings["resume"] is None and directory is not None and checkpoint_files(directory):
             raise _UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."

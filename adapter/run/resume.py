@@ -6,14 +6,16 @@ The module imports neither torch nor Lightning, so that a finished run is recogn
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.layout import record_paths
+from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.format.verification import verify
+from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_checkpoints
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
@@ -22,6 +24,7 @@ from ..job.identity import differing_fields
 __all__ = ["Start", "decide_start", "move_old_artifacts_aside"]
 
 IN_USE = "startup.artifacts_in_use"
+_SAMPLE_NAME = re.compile(r"step-\d{8,}(-\d{2,})?(\.json|\.txt)?")
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,18 @@ def _final(config: RunConfig) -> CheckpointRecord | None:
 
 
 def _refuse_to_overwrite(config: RunConfig) -> None:
-    if record_paths(config.checkpoints_dir):
+    if checkpoint_files(config.checkpoints_dir):
         raise StartupContractError(
             IN_USE,
             f"{str(config.checkpoints_dir)!r} holds checkpoints already. Go on from them with "
             "`resume_from_latest`, choose another directory with `TRAINER_ARTIFACTS_DIR`, or move them aside with "
             "`genlight run --fresh`.",
+        )
+    for path in filter(is_record_of_callback, record_paths(config.checkpoints_dir)):
+        raise StartupContractError(
+            IN_USE,
+            f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or "
+            "choose another directory with `TRAINER_ARTIFACTS_DIR`.",
         )
 
 
@@ -126,15 +135,25 @@ def _texts(spec: Mapping[str, object]) -> dict[str, str]:
 def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     """Move checkpoints and samples of earlier runs into a folder beside them; the event log goes on.
 
+    Everything else in their directories stays where it is.
+
     Returns:
         The folder, or None if there was nothing to move.
     """
-    olds = [d for d in (config.checkpoints_dir, config.samples_dir) if d.is_dir() and any(d.iterdir())]
+    records = checkpoint_files(config.checkpoints_dir)
+    # Folders first: a data folder without its record would be taken for what a killed run left.
+    olds = [*folders_of_checkpoints(records), *records, *_samples_in(config.samples_dir)]
     if not olds:
         return None
     aside = config.artifacts_dir / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
-    aside.mkdir(parents=True)
-    for directory in olds:
-        directory.rename(aside / directory.name)
-        directory.mkdir()
+    for path in olds:
+        target = aside / path.parent.name
+        target.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.name)
     return aside
+
+
+def _samples_in(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if _SAMPLE_NAME.fullmatch(path.name) and not path.is_symlink())

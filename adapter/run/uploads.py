@@ -28,9 +28,9 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     """The uploader of a run, delivering what an earlier attempt left behind; None where nothing is to be sent.
 
     Raises:
-        UploadError: Another process has its spool open, or the spool is damaged.
-        StartupContractError: The spool cannot be written, a target is no place for uploads, or the environment's
-            proxies cannot be used.
+        UploadError: The spool is damaged.
+        StartupContractError: Another run has the spool open, or its uploads wait in it; the spool cannot be written; a
+            target is no place for uploads; or the environment's proxies cannot be used.
     """
     wanted = UploadConfig(
         run_id=config.run_id,

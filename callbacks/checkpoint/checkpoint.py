@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import GenlightError
+from ...adapter.contract.exceptions import CheckpointError, GenlightError
 from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.events import fire, run_state_of
@@ -29,6 +29,7 @@ from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .loader_positions import warn_of_loaders_without_position
+from .ownership import require_replaceable
 from .rank_state import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
@@ -39,7 +40,7 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
 )
-from .retention import Retention, best, to_delete
+from .retention import WRITER, Retention, best, is_named, own_records, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.boxes import is_sharded
@@ -90,7 +91,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_epochs: Save at the end of every such epoch; 0 never does.
         monitor: Metric that `keep_best` goes by, as logged.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
-        keep_last: How many of the newest step checkpoints stay; None keeps all.
+        keep_last: How many of the newest step checkpoints stay; None keeps all. Only what this callback wrote in the
+            same run counts and is ever removed, and not while a link in `dirpath` points to it.
         keep_best: How many of the best stay, where `monitor` is set.
         keep_every: Checkpoints whose step is a multiple of this stay; 0 means none for that reason.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
@@ -190,6 +192,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
+            if self.save_final:  # lest the run ends in vain, long from now
+                require_replaceable(self.directory / f"{FINAL_NAME}.json")
             require_space(self.directory, _estimate(pl_module))
 
     @skippable
@@ -290,7 +294,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
-        records = [] if self.dirpath is None else [record for record in self._records() if not record.is_old]
+        records = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best(records, self.retention) or records[-1:]
         return str(chosen[0].path) if chosen else ""
 
@@ -466,6 +470,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             elapsed_s=self.elapsed_s,
             world_size=trainer.world_size,
             metrics=self._monitored(trainer),
+            writer=WRITER,
         )
         asynchronous = self.asynchronous and not wait
         self._io.expect(path, SaveRequest(meta, staging, asynchronous, self._on_durable))
@@ -492,13 +497,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._durable.append(record)
         # One that was not reported yet stays: whoever hears of it (an upload) must still find it.
         spared = {unreported.path for unreported in (*self._durable, self._being_reported) if unreported is not None}
+        listed = list_checkpoints(self.directory)
         awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
-        for old in to_delete(self._records(), self.retention):
-            if old.path not in spared and not _is_named(old, awaited):
+        awaited |= {os.path.realpath(entry) for entry in os.scandir(self.directory) if entry.is_symlink()}
+        of_this_run = [old for old in own_records(listed) if old.run_id == record.run_id]
+        for old in to_delete(of_this_run, self.retention):
+            if old.path not in spared and not is_named(old, awaited):
                 _try_to_delete(old.path)
-
-    def _records(self) -> list[CheckpointRecord]:
-        return [listed.record for listed in list_checkpoints(self.directory) if listed.record is not None]
 
     def _report(self, trainer: pl.Trainer) -> None:
         while self._durable:
@@ -534,17 +539,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         return is_open and self._stands_between_batches(trainer)
 
 
-def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:
-    """Whether one of `paths` is the record, what its hook named, or one of its files."""
-    own = [record.path, *(record.path.parent / file.path for file in record.files)]
-    return any(str(path) in paths for path in (*own, record.primary_path))
-
-
 def _try_to_delete(path: Path) -> None:
     """Remove an old checkpoint; one that cannot be removed costs space, not the run, and is tried again next time."""
     try:
         delete_checkpoint(path)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         log.warning("Could not remove the old checkpoint %s: %s", path, error)
 
 

@@ -15,9 +15,13 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
+from ...adapter.contract.exceptions import CheckpointError
+from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import record_path
-from .format.record import TORCH_MAGICS, CheckpointRecord, RecordMeta
+from .format.record import CheckpointRecord, RecordMeta, is_torch_file
+from .lightning_reader import let_lightning_read
 from .loading import MapLocation, load, load_for_slices
+from .ownership import is_stock_sharded
 from .saving import Prepared, prepare, write
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel, EndOfSave, RankGroups
@@ -50,8 +54,12 @@ class DurableCheckpointIO(CheckpointIO):
 
     ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
     ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
-    ``P.ckpt`` beside a folder ``P/``. A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True``
-    whatever the caller asks for, because only then can it run no code.
+    ``P.ckpt`` beside a folder ``P/``, or ``P~1/`` where something else has that name. A ``.ckpt`` file of stock
+    Lightning is loaded too, with ``weights_only=True`` whatever the caller asks for, because only then can it run no
+    code.
+
+    Once this class is imported, Lightning loads its checkpoints also where it opens a file by itself, as in
+    ``load_from_checkpoint`` or in a Trainer without this plugin. ``torch.load`` of one says what to do instead.
 
     Args:
         asynchronous: Copy the tensors and write in the background. One save is in flight and the next waits for it;
@@ -226,7 +234,10 @@ class DurableCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, after the save in flight has become durable."""
+        """Remove the checkpoint at `path`, after the save in flight has become durable.
+
+        A file or folder there that is not a checkpoint stays, with a warning.
+        """
         path = _local(path)
         self.writer.afterwards(lambda: _remove(path))
 
@@ -273,16 +284,18 @@ def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, 
 
 
 def _remove(path: Path) -> None:
-    record = record_path(path)
-    if path.is_dir() and not record.exists():
-        shutil.rmtree(path)  # A sharded checkpoint of stock Lightning.
-    else:
-        delete_checkpoint(record)
+    if is_stock_sharded(path) and not path.is_symlink():
+        shutil.rmtree(path)
+        return
+    try:
+        delete_checkpoint(path)
+    except CheckpointError as error:
+        log.warning("%s", error)
 
 
 def _is_torch_file(path: Path) -> bool:
     with open(path, "rb") as file:
-        return file.read(2) in TORCH_MAGICS
+        return is_torch_file(file.read(CKPT_FILE_START))
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
@@ -293,3 +306,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
             f"atomically, but received {text!r}."
         )
     return Path(text.removeprefix("file://"))
+
+
+let_lightning_read()

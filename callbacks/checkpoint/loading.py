@@ -211,7 +211,7 @@ def _located(tensor: torch.Tensor, saved_device: str, map_location: MapLocation)
         return tensor
     if callable(map_location):
         storage = map_location(tensor.untyped_storage(), saved_device)
-        return tensor if storage is None else tensor.to(storage.device)
+        return tensor.to(saved_device if storage is None else storage.device)
     if isinstance(map_location, dict):
         return tensor.to(map_location.get(saved_device, saved_device))
     return tensor.to(map_location)

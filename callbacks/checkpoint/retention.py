@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .format.layout import is_record_of_callback
 from .format.record import CheckpointRecord
+from .selection import Listed
 
-__all__ = ["Retention", "to_delete"]
+__all__ = ["WRITER", "Retention", "best", "is_named", "own_records", "to_delete"]
+
+WRITER = "Checkpoint"
+"""How records name the `Checkpoint` callback as the one that may remove them."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,20 @@ def best(records: Sequence[CheckpointRecord], retention: Retention) -> list[Chec
         if value is not None and math.isfinite(value):
             scored.append((sign * value, record.step, record))
     return [record for _, _, record in sorted(scored, key=lambda item: item[:2])[: retention.keep_best]]
+
+
+def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
+    """What the `Checkpoint` callback wrote; a record that does not say who did counts by its name."""
+    records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
+    return [
+        record
+        for record in records
+        if record.writer == WRITER
+        or (record.writer is None and not record.is_old and is_record_of_callback(record.path))
+    ]
+
+
+def is_named(record: CheckpointRecord, paths: set[str]) -> bool:
+    """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
+    own = [record.path, *(record.path.parent / file.path for file in record.files)]
+    return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))

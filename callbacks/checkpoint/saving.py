@@ -20,9 +20,10 @@ from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
 from .format.layout import STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record, serialise_record
+from .format.record import CheckpointRecord, FileEntry, RecordMeta, in_file, read_record, serialise_record
 from .format.safetensors_header import build_header
-from .storage.commit import STATE_MARKER, Staging, commit, folder_for, require_space, stage, try_to_move_aside
+from .ownership import STATE_MARKER, choose_folder
+from .storage.commit import Staging, commit, require_space, stage
 from .storage.write_errors import naming_the_checkpoint
 from .storage.write_file import hash_file, write_file
 
@@ -143,9 +144,10 @@ def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[Fi
     """Commit what was staged; `files` are named relative to the staging folder.
 
     Raises:
+        CheckpointError: Something that is not a checkpoint has its name.
         OSError: It could not be committed; the checkpoint that was there before still is.
     """
-    folder, replaced = folder_for(path)
+    folder = choose_folder(path)
     record = serialise_record(
         _relative_primary(prepared.meta, staging),
         step=prepared.step,
@@ -155,9 +157,7 @@ def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[Fi
         created_at_ms=time.time_ns() // 1_000_000,
         is_sharded=bool(prepared.wholes),
     )
-    commit(staging, folder, record)
-    if replaced is not None and replaced != folder:
-        try_to_move_aside(path.parent / replaced)
+    commit(staging, folder, in_file(path, record))
     return read_record(path)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
-from .format.layout import FINAL_NAME, name_of, record_path, record_paths, step_of_name
+from .format.layout import FINAL_NAME, is_record_of_callback, name_of, record_path, record_paths, step_of_name
 from .format.record import CheckpointRecord, read_record
 from .format.verification import verify_files
+from .ownership import is_checkpoint_file
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
 
@@ -66,6 +67,8 @@ def newest_valid(
             raise listed.error
         try:
             if listed.record is None:
+                if not (is_record_of_callback(listed.path) or is_checkpoint_file(listed.path)):
+                    continue  # a JSON file of somebody else
                 raise BrokenCheckpointError(name_of(listed.path), listed.problem)
             if not accept(listed.record):
                 continue

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 
-from ...adapter.contract.exceptions import UploadError
+from ...adapter.contract.exceptions import StartupContractError, UploadError
 from .config import UploadConfig
 from .hard_links import release_others
 from .journal import read_description
@@ -22,7 +23,8 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
     """Write down whose spool it is; how often an uploader was made for it, this time included.
 
     Raises:
-        UploadError: Uploads of another run wait in it; they are not sent under this one's name.
+        StartupContractError: ``startup.artifacts_in_use``: uploads of another run wait in it; they are not sent under
+            this one's name.
     """
     try:
         before = read_description(spool.directory)
@@ -30,9 +32,11 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
         before = {}
     if before.get("run_id", config.run_id) != config.run_id:
         if spool.entries():
-            raise UploadError(
+            raise StartupContractError(
+                "startup.artifacts_in_use",
                 f"The upload spool {spool.directory} holds uploads of run {before['run_id']!r}, not of "
-                f"{config.run_id!r}. Deliver them by `genlight uploads`, or use another directory."
+                f"{config.run_id!r}. Deliver them by `genlight uploads {shlex.quote(str(spool.directory.parent))} "
+                "retry`, or use another directory.",
             )
         spool.forget_everything()
         before = {}

@@ -26,22 +26,28 @@ from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, write
 from .journal import DESCRIPTION, JOURNAL, Content, Entry, Line, read_content
 from .payloads import Kind
 
-__all__ = ["Spool"]
+__all__ = ["Spool", "SpoolInUseError"]
 
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
 REWRITE_FROM_BYTES = 1 << 20
+_OWN_TEMPORARIES = (f"{TEMPORARY_PREFIX}{JOURNAL}", f"{TEMPORARY_PREFIX}{DESCRIPTION}")
 
 _spools_of_this_process: set[str] = set()
 _guard_spools = threading.Lock()
+
+
+class SpoolInUseError(UploadError):
+    """A live run, of this process or another, has the spool open."""
 
 
 class Spool:
     """The journal of one run, open for change by one process; its methods may be called from several threads.
 
     Raises:
-        UploadError: Another process has the spool open, or the journal is damaged.
+        SpoolInUseError: Another run has the spool open.
+        UploadError: The journal is damaged.
         OSError: The directory cannot be written.
     """
 
@@ -81,7 +87,7 @@ class Spool:
     def _sweep(self) -> None:
         """Remove what a process that was killed while it rewrote the journal left."""
         for name in os.listdir(self.directory):
-            if name.startswith(TEMPORARY_PREFIX) or name == JOURNAL + ".new":
+            if name.startswith(_OWN_TEMPORARIES) or name == JOURNAL + ".new":
                 (self.directory / name).unlink()
 
     def _open_journal(self) -> None:
@@ -290,5 +296,7 @@ def _take_lock(directory: Path) -> int:
         return descriptor
 
 
-def _in_use(directory: Path) -> UploadError:
-    return UploadError(f"The upload spool {directory} is in use by another run. Wait for it to end, or stop it.")
+def _in_use(directory: Path) -> SpoolInUseError:
+    return SpoolInUseError(
+        f"The upload spool {directory} is in use by another run. Wait for it to end, stop it, or use another directory."
+    )

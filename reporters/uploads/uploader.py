@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...adapter.contract.exceptions import UploadError
+from ...adapter.contract.exceptions import StartupContractError, UploadError
 from ...adapter.plumbing.http import build_client
 from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, backoff_s
 from .config import UploadConfig
@@ -28,7 +28,7 @@ from .leftovers import claim, look_through
 from .outcome import REQUIRED_KINDS, SettleResult, undelivered
 from .parcel import Parcel, files_in, pack, stored_path, unpack
 from .payloads import Kind, TerminalPayload, UploadedFile, terminal_payload
-from .spool import Spool
+from .spool import Spool, SpoolInUseError
 from .targets import open_target
 from .terminal import SETTLING_BACKOFF_CAP_S, send_terminal, terminal_key, with_reference
 from .transfers import Wire
@@ -77,8 +77,9 @@ class Uploader:
             starts anew will end in a way of its own, and drops it.
 
     Raises:
-        UploadError: Another process has the spool open, its journal is damaged, or a target's package is missing.
-        StartupContractError: The environment's proxies or certificates cannot be used.
+        UploadError: The spool's journal is damaged, or a target's package is missing.
+        StartupContractError: ``startup.artifacts_in_use``: another run has the spool open, or its uploads wait in it.
+            Or the environment's proxies or certificates cannot be used.
         ValueError: A target's URL is malformed.
     """
 
@@ -88,6 +89,9 @@ class Uploader:
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         try:
             self._spool = Spool(config.spool_dir)
+        except SpoolInUseError as error:
+            self._client.close()
+            raise StartupContractError("startup.artifacts_in_use", str(error)) from error
         except BaseException:
             self._client.close()
             raise

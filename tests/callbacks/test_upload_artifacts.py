@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.adapter.contract.exceptions import UploadError
+from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.hook.events import fire, run_state_of
 from genlight.callbacks.hook.hook import Hook
@@ -132,6 +132,17 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(
     steps = [message["step"] for message in chaos.messages("/checkpoint")]
     assert steps[0] == 2
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
+
+
+def test_what_another_run_left_in_the_shared_folder_is_told_before_training(fit, chaos):
+    chaos.control(tokens=["another"])
+    with pytest.raises(UploadError, match="HTTP 401"):
+        fit()
+    module = Line()
+    with pytest.raises(StartupContractError, match=r"run 'run-1', not of 'run-2'. Deliver them") as refused:
+        fit(module, run_id="run-2")
+    assert refused.value.code == "startup.artifacts_in_use"
+    assert module.global_step == 0
 
 
 def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_terminal_message(fit, chaos):

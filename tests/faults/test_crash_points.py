@@ -105,6 +105,15 @@ def prepare_last(directory):
     save_step(directory, 1, name="last")
 
 
+def replace_a_link(directory):
+    save_step(directory, 2, name="last.ckpt")
+
+
+def prepare_link(directory):
+    save_step(directory, 1, name="best.ckpt")
+    os.symlink("best.ckpt", directory / "last.ckpt")
+
+
 def prepare_debris(directory):
     save_step(directory, 1)
     save_step(directory, 5)
@@ -121,6 +130,7 @@ SCENARIOS = {
     "next-in-parts": (prepare_previous, next_in_parts, {1, 2}),
     "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
     "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
+    "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
 
@@ -189,7 +199,8 @@ def assert_recovers(directory):
     save_step(directory, 9)
     assert assert_whole(directory, {9}) == 9
     folders = {path.name for path in directory.iterdir() if path.is_dir()}
-    assert len(folders) == sum(path.suffix == ".json" for path in directory.iterdir())
+    records = [path for path in directory.iterdir() if path.suffix in (".json", ".ckpt") and not path.is_symlink()]
+    assert len(folders) == len(records)
 
 
 def test_a_killed_save_leaves_a_whole_checkpoint(base, scenario, crash, crash_type, inject):

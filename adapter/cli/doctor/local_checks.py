@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ....callbacks.checkpoint.format.layout import record_paths
+from ....callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
+from ....callbacks.checkpoint.ownership import checkpoint_files
 from ...contract.exceptions import ContractError, InputError
 from ...inputs.local import parquet_files
 from ...job.spec import DatasetSpec
@@ -47,7 +48,8 @@ def check_artifacts(paths: Mapping[str, Path], *, resumes: bool) -> Iterator[Fin
     holder = lock_holder(root)
     if holder:
         yield Finding("fault", "artifacts", f"startup.artifacts_in_use: {root} is held by a live run ({holder})")
-    records = record_paths(paths["checkpoints_dir"])
+    named = filter(is_record_of_callback, record_paths(paths["checkpoints_dir"]))
+    records = sorted({*named, *checkpoint_files(paths["checkpoints_dir"])})
     if records and not resumes:
         yield Finding(
             "fault",

@@ -1,8 +1,9 @@
 """Names of a checkpoint's parts within its directory.
 
 A checkpoint `NAME` is a commit record ``NAME.json`` (or, when Lightning's ``ModelCheckpoint`` chose the path,
-``NAME.ckpt``) and a folder ``NAME/`` with its data. A record that replaces an older one of the same name takes the
-folder name that the old one does not use, ``NAME~1/``, so that the old checkpoint stays whole until the new one is.
+``NAME.ckpt``) and a folder ``NAME/`` with its data. Where something of that name is there already, the folder is
+``NAME~1/`` or the next that is free; the record names it. So an old checkpoint of the same name stays whole until the
+new one is, and what is not a checkpoint's stays for good.
 
 Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below, and
 the index of what they hold (see `parts`). The files of those names in ``NAME/`` itself hold what is not sharded.
@@ -10,8 +11,10 @@ the index of what they hold (see `parts`). The files of those names in ``NAME/``
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ....adapter.plumbing.durable import TEMPORARY_PREFIX
@@ -24,9 +27,13 @@ __all__ = [
     "STATE_FILE",
     "TENSORS_FILE",
     "TRAINER_FOLDER",
-    "alternative_folder",
+    "UNCOMMITTED_FILE",
+    "folder_names",
+    "is_name_of_callback",
+    "is_record_of_callback",
     "is_temporary",
     "name_of",
+    "name_of_folder",
     "record_paths",
     "record_path",
     "step_name",
@@ -43,10 +50,19 @@ STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
 """What the trainer's own ``save_checkpoint`` hook wrote."""
+UNCOMMITTED_FILE = ".uncommitted"
+"""Marks a data folder that no record names yet, or no longer: what a killed process leaves with it is debris."""
 
 FINAL_NAME = "final"
 RECORD_SUFFIXES = (".json", ".ckpt")
 _STEP_NAME = re.compile(r"step-(\d+)")
+_NAME_OF_CALLBACK = re.compile(rf"step-\d{{8,}}|{FINAL_NAME}")
+_NUMBERED_FOLDER = re.compile(r"(.+)~\d+", re.DOTALL)
+_TEMPORARY = re.compile(
+    # A process number and a random one follow the name. Names of the callback's own need no full length to be known.
+    rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
+    re.DOTALL,
+)
 
 
 def step_name(step: int) -> str:
@@ -71,24 +87,38 @@ def name_of(record: Path) -> str:
     return record.name.removesuffix(record.suffix) if record.suffix in RECORD_SUFFIXES else record.name
 
 
-def alternative_folder(name: str, taken: str | None) -> str:
-    """The folder name of `name` that is not `taken`."""
-    return f"{name}~1" if taken == name else name
+def folder_names(name: str) -> Iterator[str]:
+    """The names that the data folder of the checkpoint `name` may have, in the order they are tried; endless."""
+    yield name
+    yield from (f"{name}~{number}" for number in itertools.count(1))
+
+
+def name_of_folder(folder: str) -> str:
+    """The checkpoint's name that a data folder's name tells: ``last`` for ``last~1``."""
+    match = _NUMBERED_FOLDER.fullmatch(folder)
+    return match.group(1) if match else folder
+
+
+def is_name_of_callback(name: str) -> bool:
+    """Whether the `Checkpoint` callback gives checkpoints such a name."""
+    return _NAME_OF_CALLBACK.fullmatch(name) is not None
+
+
+def is_record_of_callback(record: Path) -> bool:
+    """Whether `record` has a path such as only the `Checkpoint` callback gives."""
+    return record.suffix == ".json" and is_name_of_callback(name_of(record))
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file or folder is the unfinished work of a process."""
-    return name.startswith(TEMPORARY_PREFIX)
+    """Whether a file or folder is the unfinished work of a process of ours."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
     """All files in `directory` that have the name of a record, sorted; empty when there is no such directory."""
     try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    return [
-        Path(entry.path)
-        for entry in entries
-        if entry.name.endswith(RECORD_SUFFIXES) and not is_temporary(entry.name) and entry.is_file()
-    ]
+    paths = [Path(directory, name) for name in names if name.endswith(RECORD_SUFFIXES) and not is_temporary(name)]
+    return [path for path in paths if os.path.isfile(path)]  # which a link to itself, say, is not

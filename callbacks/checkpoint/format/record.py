@@ -1,6 +1,7 @@
 """The commit record: a checkpoint exists when its record does.
 
-A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of the file shows.
+A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows. Under
+a name that ends in ``.ckpt`` a file that torch opens holds it (see `ckpt_file`); older ones are JSON there too.
 It names every file of the checkpoint by its path relative to the record's own folder, with size and digest: a folder
 that was moved still loads. Records that an older runtime of the contract wrote have no digest and no files.
 
@@ -23,17 +24,21 @@ from typing import Any
 import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
+from .ckpt_file import CKPT_FILE_START, in_ckpt_file, record_in
 from .layout import name_of, step_of_name
 
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "RECORD_MARKER",
     "SHARDED_FORMAT_VERSION",
     "TORCH_MAGICS",
     "CheckpointRecord",
     "FileEntry",
     "RecordMeta",
     "digest_of",
+    "in_file",
+    "is_torch_file",
     "library_versions",
     "read_record",
     "serialise_record",
@@ -43,6 +48,8 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+RECORD_MARKER = b'{"format":"genlight.checkpoint"'
+"""How every record begins."""
 TORCH_MAGICS = (b"PK", b"\x80\x02")
 """What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
@@ -85,6 +92,8 @@ class RecordMeta:
     world_size: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
+    writer: str = ""
+    """Who decides how long it stays, and may remove it unasked; empty for nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,8 @@ class CheckpointRecord:
     files: Sequence[FileEntry] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
+    writer: str | None = None
+    """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
 
     @property
@@ -164,6 +175,11 @@ def digest_of(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def is_torch_file(start: bytes) -> bool:
+    """Whether a file that begins with `start`, at least `CKPT_FILE_START` bytes of it, is one of ``torch.save``."""
+    return start.startswith(TORCH_MAGICS) and record_in(start) is None
+
+
 def serialise_record(
     meta: RecordMeta,
     *,
@@ -190,6 +206,7 @@ def serialise_record(
         "world_size": meta.world_size,
         "metrics": {name: value if math.isfinite(value) else None for name, value in meta.metrics.items()},
         "versions": dict(library_versions()),
+        "writer": meta.writer,
         "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
         "state": state,
         "folder": folder,
@@ -202,6 +219,11 @@ def serialise_record(
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
+def in_file(path: Path, record: bytes) -> bytes:
+    """What the file at `path` holds so that it is `record`."""
+    return in_ckpt_file(record) if path.suffix == ".ckpt" else record
+
+
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """Parse the record at `path` and prove its own digest; its files are not looked at.
 
@@ -212,12 +234,13 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
     with path.open("rb") as file:
-        data = file.read(2)
-        if data in TORCH_MAGICS:  # or gigabytes would be read to find that they are no JSON
+        data = file.read(CKPT_FILE_START)
+        if is_torch_file(data):  # or gigabytes would be read to find that they are no JSON
             raise BrokenCheckpointError(
                 name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
             )
         data += file.read()
+    data = data if (held := record_in(data)) is None else held
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -293,7 +316,14 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
     for named in [entry.path for entry in files] + ([] if values["folder"] is None else [values["folder"]]):
         _refuse_outside(name, named)
-    return CheckpointRecord(path=path, files=files, digest=content["digest"], **values)
+    writer = content.get("writer")
+    return CheckpointRecord(
+        path=path,
+        files=files,
+        digest=content["digest"],
+        writer=writer if isinstance(writer, str) else None,
+        **values,
+    )
 
 
 _RECORD_KEYS = (

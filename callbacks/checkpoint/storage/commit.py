@@ -2,12 +2,12 @@
 
 1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``, and each
    is read back and compared with the digest that was taken from memory before the write.
-2. The folder is renamed to its name, and the directory synced. Without a record it means nothing yet.
+2. The folder is marked, renamed to its name, and the directory synced. Without a record it means nothing yet.
 3. The record is written under a temporary name, synced, compared, renamed, and the directory synced. This is the
-   commit: a rename within a directory is atomic.
+   commit: a rename within a directory is atomic. The mark goes.
 
-Deleting goes the other way round: the record first. What a killed process leaves is either temporary or a folder that
-no record names; `sweep` removes both.
+Deleting goes the other way round: the folder is marked, and the record goes first. What a killed process leaves is
+either temporary or a marked folder that no record names; `sweep` removes both, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,33 +15,27 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.durable import fsync_directory, temporary_name
-from ..format.layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_path, record_paths
-from ..format.record import read_record
+from ..format.layout import STATE_FILE, UNCOMMITTED_FILE, is_temporary, name_of, record_path
+from ..ownership import (
+    DataFolder,
+    claims_in,
+    data_of,
+    foreign_in,
+    is_checkpoint_file,
+    is_data_folder,
+    is_debris,
+    require_replaceable,
+)
 from .write_file import write_file
 
-__all__ = [
-    "STATE_MARKER",
-    "Staging",
-    "commit",
-    "delete_checkpoint",
-    "folder_for",
-    "move_aside",
-    "require_space",
-    "stage",
-    "sweep",
-    "try_to_move_aside",
-]
+__all__ = ["Staging", "commit", "delete_checkpoint", "require_space", "stage", "sweep"]
 
 log = logging.getLogger(__name__)
-
-STATE_MARKER = b'{"format":"genlight.training_state"'
-"""How every state file begins, so that a folder without a record can be told from a user's own."""
 
 
 @dataclass
@@ -89,76 +83,101 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 def commit(staging: Staging, folder: str, record: bytes) -> None:
     """Give the staged folder its name and write the record; durable when this returns.
 
+    What the record before it named, if there was one, is removed then.
+
+    Args:
+        staging: What to commit.
+        folder: A name from `choose_folder`.
+        record: The content of the record, which names that folder.
+
     Raises:
+        CheckpointError: Something that is not a checkpoint has the record's name.
         OSError: It could not be done. If the record was not yet renamed, nothing remains of the new checkpoint;
             if only the last sync failed, either the new checkpoint or the old one is there after a power cut.
     """
+    require_replaceable(staging.record)
     directory = staging.record.parent
     target = directory / folder
+    replaced = data_of(staging.record)
+    _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
-    move_aside(target)  # A folder of this name without a record is what a killed process left.
+    if os.path.lexists(target):
+        remove_data(DataFolder(target, None))  # What a killed process left.
     os.rename(staging.path, target)
     _live.discard(staging.path.name)
     try:
         fsync_directory(directory)
+        for old in replaced:
+            _mark(old.path)
         _write_record(staging.record, record)
     except BaseException:
-        try_to_move_aside(target)
+        try_to_remove_data(DataFolder(target, None))
         raise
     fsync_directory(directory)
-
-
-def folder_for(record: Path) -> tuple[str, str | None]:
-    """The folder name for a new checkpoint, and that of the checkpoint it replaces, if any."""
-    name = name_of(record)
-    try:
-        replaced = read_record(record).folder
-    except FileNotFoundError:
-        return name, None
-    except BrokenCheckpointError:
-        # Whatever it named is not usable; `name` may still be what it means, so leave that alone until committed.
-        return alternative_folder(name, name), name
-    return alternative_folder(name, replaced), replaced
+    _try_to_unmark(target)
+    for old in replaced:
+        try_to_remove_data(old)
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, its record first; a checkpoint that is not there is no error.
+    """Remove a checkpoint, its record first; of a link to one, the link. One that is not there is no error.
+
+    What is not of the checkpoint stays, also within its folder.
+
+    Raises:
+        CheckpointError: Something that is not a checkpoint has that name.
+        OSError: Something could not be removed.
+    """
+    record = record_path(path)
+    if not os.path.lexists(record):
+        return
+    target = Path(os.path.realpath(record))
+    if target.exists() and not is_checkpoint_file(target):
+        raise CheckpointError(f"{record} is not a checkpoint, and is not removed as one")
+    folders = data_of(record)
+    for folder in folders:
+        _mark(folder.path)
+    record.unlink(missing_ok=True)
+    # Synced before the folder goes: otherwise a power cut could leave a record without its files.
+    fsync_directory(record.parent)
+    for folder in folders:
+        remove_data(folder)
+
+
+def remove_data(folder: DataFolder) -> None:
+    """Remove a data folder of which no record says anything any more, but for what is not of its checkpoint.
 
     Raises:
         OSError: Something could not be removed.
     """
-    record = record_path(path)
-    folder: str | None = None
-    if not record.is_symlink():
-        try:
-            folder = read_record(record).folder
-        except FileNotFoundError:
-            return
-        except BrokenCheckpointError:
-            folder = name_of(record)
-    record.unlink(missing_ok=True)
-    # Synced before the folder goes: otherwise a power cut could leave a record without its files.
-    fsync_directory(record.parent)
-    if folder is not None and _is_data_folder(record.parent / folder):
-        move_aside(record.parent / folder)
-
-
-def move_aside(path: Path) -> None:
-    """Remove a folder through a temporary name, so that a kill in between leaves nothing that looks whole."""
-    if not path.is_dir():
+    foreign = set(foreign_in(folder))
+    if not foreign:
+        # Through a temporary name, so that a kill in between leaves nothing that looks whole.
+        aside = folder.path.with_name(temporary_name(folder.path.name))
+        os.rename(folder.path, aside)
+        _remove_tree(aside)
         return
-    aside = path.with_name(temporary_name(path.name))
-    os.rename(path, aside)
-    _remove_tree(aside)
+    log.warning(
+        "%s stays, because of what is not of the checkpoint: %s",
+        folder.path,
+        ", ".join(sorted(path.relative_to(folder.path).as_posix() for path in foreign)),
+    )
+    (folder.path / STATE_FILE).unlink(missing_ok=True)  # First: without it the folder is nobody's data.
+    for path, _, files in os.walk(folder.path, topdown=False):
+        for file in files:
+            if Path(path, file) not in foreign:
+                os.unlink(os.path.join(path, file))
+        if not os.listdir(path):
+            os.rmdir(path)
 
 
-def try_to_move_aside(path: Path) -> None:
-    """`move_aside`, where a failure must not hide what came before: it is logged, and the next sweep tries again."""
+def try_to_remove_data(folder: DataFolder) -> None:
+    """`remove_data`, where a failure must not hide what came before: it is logged, and the next sweep tries again."""
     try:
-        move_aside(path)
+        remove_data(folder)
     except OSError as error:
-        log.warning("Could not remove %s: %s", path, error)
+        log.warning("Could not remove %s: %s", folder.path, error)
 
 
 def sweep(directory: str | os.PathLike[str]) -> list[str]:
@@ -169,44 +188,37 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
     """
     directory = Path(directory)
     try:
-        entries = sorted(os.listdir(directory))
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    named = set(_named_folders(directory))
-    debris = [
-        name
-        for name in entries
-        if (is_temporary(name) and name not in _live) or (name not in named and _is_data_folder(directory / name))
-    ]
-    for name in debris:
+    claims = claims_in(directory)
+    swept = []
+    for name in names:
         path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            move_aside(path)
-        else:
-            path.unlink(missing_ok=True)
-    if debris:
-        log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(debris))
-    return debris
+        if is_temporary(name) and name not in _live and not path.is_symlink():
+            _remove_temporary(path)
+            swept.append(name)
+        elif is_debris(path, claims):
+            remove_data(DataFolder(path, None))
+            swept.append(name)
+        elif name in claims.folders and is_data_folder(path):
+            _try_to_unmark(path)
+    if swept:
+        log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(swept))
+    return swept
 
 
-def _is_data_folder(path: Path) -> bool:
-    """Whether `path` is the data folder of a checkpoint, and not something that a user put there."""
+def _mark(folder: Path) -> None:
+    """Have a sweep know the folder should this process die while no record names it."""
+    os.close(os.open(folder / UNCOMMITTED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+
+
+def _try_to_unmark(folder: Path) -> None:
+    """A mark in a folder that a record names means nothing, so a failure is no more than logged."""
     try:
-        with open(path / STATE_FILE, "rb") as file:
-            return file.read(len(STATE_MARKER)) == STATE_MARKER
-    except OSError:
-        return False
-
-
-def _named_folders(directory: Path) -> Iterator[str]:
-    """Folders that belong to a record; both possible ones where the record is broken."""
-    for record in record_paths(directory):
-        try:
-            yield read_record(record).folder or ""
-        except FileNotFoundError:
-            continue
-        except BrokenCheckpointError:
-            yield from (name_of(record), alternative_folder(name_of(record), name_of(record)))
+        (folder / UNCOMMITTED_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("Could not remove the mark of %s: %s", folder, error)
 
 
 def _write_record(path: Path, data: bytes) -> None:
@@ -220,6 +232,13 @@ def _write_record(path: Path, data: bytes) -> None:
         raise
     finally:
         _live.discard(temporary.name)
+
+
+def _remove_temporary(path: Path) -> None:
+    if path.is_dir():
+        _remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove_tree(path: Path) -> None:

@@ -359,6 +359,56 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
+def test_fresh_moves_nothing_that_no_run_wrote(write_job: Callable[..., Path]) -> None:
+    """Files, folders and links that a user put beside checkpoints and samples stay, and are not in a run's way."""
+    job = write_job(checkpoint_every=2, max_steps=4)
+    checkpoints, samples = job.parent / "out" / "checkpoints", job.parent / "out" / "samples"
+    for folder in (checkpoints / "exported", samples / "chosen"):
+        folder.mkdir(parents=True)
+        (folder / "model.gguf").write_text("mine")
+    (checkpoints / "config.json").write_text("{}")
+    os.symlink("step-00000002", checkpoints / "good")
+    before = set(checkpoints.iterdir())
+    assert run(job) == 0
+    whole = verify(checkpoints / "step-00000002.json")
+
+    assert run(job, fresh=True) == 0
+
+    (aside,) = (job.parent / "out").glob("before-*")
+    moved = verify(aside / "checkpoints" / "step-00000002.json")
+    assert (moved.digest, moved.folder) == (whole.digest, "step-00000002")
+    assert before <= set(checkpoints.iterdir())
+    assert not any((aside / "checkpoints" / path.name).exists() for path in before)
+    assert (samples / "chosen" / "model.gguf").read_text() == "mine"
+    assert (checkpoints / "config.json").read_text() == "{}"
+
+
+def test_a_file_of_a_checkpoints_name_that_is_none_is_named_before_training(write_job: Callable[..., Path]) -> None:
+    job = write_job()
+    taken = job.parent / "out" / "checkpoints" / "step-00000002.json"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("{}")
+    assert run(job, fresh=True) == 2
+    failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
+    assert "startup.artifacts_in_use" in failed["error"]
+    assert "step-00000002.json' is not a checkpoint" in failed["error"]
+    assert taken.read_text() == "{}"
+
+
+def test_fresh_moves_what_an_older_runtime_wrote_with_the_folder_of_its_trainer(
+    write_job: Callable[..., Path],
+) -> None:
+    job = write_job()
+    checkpoints = job.parent / "out" / "checkpoints"
+    (checkpoints / "final").mkdir(parents=True)
+    (checkpoints / "final" / "lora.bin").write_text("old")
+    (checkpoints / "final.json").write_text(json.dumps({"step": 3, "state": {"total": 100, "steps": 3}}))
+    assert run(job, fresh=True) == 0
+    (aside,) = (job.parent / "out").glob("before-*")
+    assert (aside / "checkpoints" / "final" / "lora.bin").read_text() == "old"
+    assert verify(checkpoints / "final.json").folder == "final"
+
+
 @pytest.mark.parametrize("named", ["checkpoints/step-00000002.json", "checkpoints/step-00000002", "checkpoints", ""])
 def test_a_named_checkpoint_is_resumed_from(write_job: Callable[..., Path], named: str) -> None:
     """`resume_checkpoint_path` goes on from just that record, in another directory too; a folder means its newest."""

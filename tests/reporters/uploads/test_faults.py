@@ -389,8 +389,9 @@ def test_what_waits_for_another_run_is_never_sent_under_this_ones_name(chaos, up
     record, files = write_checkpoint(1)
     uploader.enqueue_checkpoint(record, files, step=1)
     uploader.close()
-    with pytest.raises(UploadError, match="holds uploads of run 'run-1', not of 'run-2'"):
+    with pytest.raises(StartupContractError, match="holds uploads of run 'run-1', not of 'run-2'") as refused:
         uploader_for(chaos, run_id="run-2")
+    assert refused.value.code == "startup.artifacts_in_use"
     uploader = uploader_for(chaos)
     assert uploader.settle().ok
     uploader.close()
@@ -455,8 +456,9 @@ def test_a_checkpoint_that_was_replaced_is_sent_once_as_it_is_now(chaos, uploade
 
 def test_a_spool_directory_is_used_by_one_uploader_at_a_time(chaos, uploader_for):
     uploader_for(chaos)
-    with pytest.raises(Exception, match="in use by another run"):
+    with pytest.raises(StartupContractError, match="in use by another run") as refused:
         uploader_for(chaos)
+    assert refused.value.code == "startup.artifacts_in_use"
 
 
 def test_a_redirect_that_turns_an_upload_into_a_download_is_refused(chaos, uploader_for, write_checkpoint):

@@ -246,6 +246,14 @@ def test_what_was_added_before_a_kill_is_there_after_it(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [JOURNAL, "lock"]
 
 
+def test_files_of_others_in_the_folder_of_a_spool_stay(tmp_path):
+    (tmp_path / ".tmp-notes").write_text("mine")
+    (tmp_path / ".tmp-folder").mkdir()
+    Spool(tmp_path).close()
+    assert (tmp_path / ".tmp-notes").read_text() == "mine"
+    assert (tmp_path / ".tmp-folder").is_dir()
+
+
 def test_a_spool_is_open_in_one_process_at_a_time_and_free_after_a_kill(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), "0"], stdout=subprocess.PIPE)
     writer.stdout.readline()

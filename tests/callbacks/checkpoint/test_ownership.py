@@ -1,0 +1,263 @@
+"""What belongs to others in a directory of checkpoints stays, whatever is saved, removed, swept or moved beside it."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.callbacks.checkpoint import (
+    Checkpoint,
+    DurableCheckpointIO,
+    RecordMeta,
+    delete_checkpoint,
+    list_checkpoints,
+    load,
+    read_record,
+    save,
+    sweep,
+    verify,
+)
+from genlight.callbacks.checkpoint.format.layout import UNCOMMITTED_FILE
+
+
+def checkpoint_of(step):
+    return {"global_step": step, "state_dict": {"w": torch.full((3,), float(step))}}
+
+
+def tree(directory):
+    """Every name below a directory: the content of a file, the target of a link, None for a folder."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink():
+            found[name] = ("link", os.readlink(path))
+        else:
+            found[name] = None if path.is_dir() else path.read_bytes()
+    return found
+
+
+def test_a_save_over_a_link_replaces_the_link_and_leaves_its_target(tmp_path):
+    io = DurableCheckpointIO()
+    io.save_checkpoint(checkpoint_of(1), tmp_path / "best.ckpt")
+    before = tree(tmp_path)
+    os.symlink("best.ckpt", tmp_path / "last.ckpt")
+
+    io.save_checkpoint(checkpoint_of(2), tmp_path / "last.ckpt")
+
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert verify(tmp_path / "last.ckpt").step == 2
+    assert verify(tmp_path / "best.ckpt").step == 1
+    assert before.items() <= tree(tmp_path).items()
+
+
+@pytest.mark.parametrize("content", [{}, {"config.json": "{}"}, {"training_state.json": "[1]"}])
+def test_a_users_folder_of_the_checkpoints_name_stays_and_the_data_takes_another(tmp_path, content):
+    (tmp_path / "model").mkdir()
+    for name, text in content.items():
+        (tmp_path / "model" / name).write_text(text)
+    before = tree(tmp_path)
+
+    io = DurableCheckpointIO()
+    io.save_checkpoint(checkpoint_of(1), tmp_path / "model.ckpt")
+    assert read_record(tmp_path / "model.ckpt").folder == "model~1"
+    io.save_checkpoint(checkpoint_of(2), tmp_path / "model.ckpt")
+    assert io.load_checkpoint(tmp_path / "model.ckpt")["global_step"] == 2
+    assert before.items() <= tree(tmp_path).items()
+
+    io.remove_checkpoint(tmp_path / "model.ckpt")
+    sweep(tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_a_users_file_and_link_of_the_checkpoints_name_stay_too(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a").write_text("mine")
+    os.symlink("elsewhere", tmp_path / "b")
+    before = tree(tmp_path)
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(1))
+        save(tmp_path / name, checkpoint_of(2))
+        assert verify(tmp_path / name).step == 2
+    assert before.items() <= tree(tmp_path).items()
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json", "a~2", "b", "b.json", "b~2", "elsewhere"]
+
+
+def test_records_of_one_name_share_no_folder(tmp_path):
+    io = DurableCheckpointIO()
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint_of(step), tmp_path / "a.ckpt")
+        io.save_checkpoint(checkpoint_of(step + 10), tmp_path / "a.json")
+        assert (verify(tmp_path / "a.ckpt").step, verify(tmp_path / "a.json").step) == (step, step + 10)
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert verify(tmp_path / "a.json").step == 12
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("name", ["final.json", "last.ckpt", "a"])
+def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path, name, caplog):
+    record = tmp_path / (name if "." in name else f"{name}.json")
+    record.write_text('{"learning_rate": 0.1}')
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint, and is not replaced by one; move"):
+        save(tmp_path / name, checkpoint_of(1))
+    with pytest.raises(CheckpointError, match="not removed"):
+        delete_checkpoint(record)
+    DurableCheckpointIO().remove_checkpoint(record)
+    assert "is not a checkpoint, and is not removed" in caplog.text
+    sweep(tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_removing_a_folder_that_is_not_a_checkpoint_leaves_it(tmp_path):
+    (tmp_path / "mine.ckpt").mkdir()
+    (tmp_path / "mine.ckpt" / "notes").write_text("")
+    (tmp_path / "other").mkdir()
+    os.symlink("other", tmp_path / "link.ckpt")
+    before = tree(tmp_path)
+    for name in ("mine.ckpt", "other", "link.ckpt"):
+        DurableCheckpointIO().remove_checkpoint(tmp_path / name)
+    assert tree(tmp_path) == before
+
+
+def test_a_sharded_checkpoint_of_stock_lightning_is_removed(tmp_path):
+    (tmp_path / "a.ckpt").mkdir()
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        (tmp_path / "a.ckpt" / name).touch()
+    DurableCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_users_file_within_a_data_folder_outlives_the_checkpoint(tmp_path):
+    save(tmp_path / "a", checkpoint_of(1))
+    (tmp_path / "a" / "exported").mkdir()
+    (tmp_path / "a" / "exported" / "model.gguf").write_text("mine")
+    os.symlink("exported/model.gguf", tmp_path / "a" / "model.gguf")
+    delete_checkpoint(tmp_path / "a")
+    sweep(tmp_path)
+    assert tree(tmp_path) == {
+        "a": None,
+        "a/exported": None,
+        "a/exported/model.gguf": b"mine",
+        "a/model.gguf": ("link", "exported/model.gguf"),
+    }
+
+
+def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
+    save(tmp_path / "step-00000001", checkpoint_of(1))
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "backup")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-good")
+    (tmp_path / ".tmp-notes").write_text("mine")
+    (tmp_path / ".tmp-backup-2026-11-22").mkdir()
+    os.symlink("backup", tmp_path / ".tmp-final-1-00")
+    before = tree(tmp_path)
+    assert sweep(tmp_path) == []
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"", bytes(500)])
+def test_a_record_that_was_wiped_out_is_replaced_where_the_callback_saves_again(tmp_path, content):
+    save(tmp_path / "step-00000001", checkpoint_of(1))
+    (tmp_path / "step-00000001.json").write_bytes(content)
+    save(tmp_path / "step-00000001", checkpoint_of(1))
+    assert verify(tmp_path / "step-00000001").step == 1
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_what_a_kill_left_is_reused_but_not_with_a_file_of_others_in_it(tmp_path):
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(1))
+        (tmp_path / f"{name}.json").unlink()
+        (tmp_path / name / UNCOMMITTED_FILE).touch()
+    (tmp_path / "b" / "model.gguf").write_text("mine")
+    for name in "ab":
+        save(tmp_path / name, checkpoint_of(2))
+        assert verify(tmp_path / name).step == 2
+    assert [read_record(tmp_path / f"{name}.json").folder for name in "ab"] == ["a", "b~1"]
+    assert sweep(tmp_path) == ["b"]
+    assert os.listdir(tmp_path / "b") == ["model.gguf"]
+    assert verify(tmp_path / "a").step == verify(tmp_path / "b").step == 2
+
+
+def test_a_link_to_itself_is_not_a_record(tmp_path):
+    save(tmp_path / "a", checkpoint_of(1))
+    os.symlink("b.json", tmp_path / "b.json")
+    assert [listed.path.name for listed in list_checkpoints(tmp_path)] == ["a.json"]
+
+
+def test_a_renamed_record_keeps_its_data(tmp_path):
+    save(tmp_path / "a", checkpoint_of(1))
+    os.rename(tmp_path / "a.json", tmp_path / "best.json")
+    save(tmp_path / "a", checkpoint_of(2))
+    delete_checkpoint(tmp_path / "a")
+    sweep(tmp_path)
+    assert verify(tmp_path / "best").step == 1
+
+
+def without_writer(record):
+    """The record as a genlight wrote it that named no writer."""
+    from genlight.callbacks.checkpoint.format.record import digest_of
+
+    content = json.loads(record.read_bytes())
+    del content["writer"], content["digest"]
+    body = json.dumps(content, separators=(",", ":"))[:-1].encode()
+    record.write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')
+
+
+def test_retention_leaves_what_model_checkpoint_wrote_into_the_same_directory(
+    tmp_path, make_trainer, make_net, make_loader
+):
+    keeper = ModelCheckpoint(tmp_path, filename="best", monitor="loss", save_last="link", every_n_train_steps=2)
+    final = ModelCheckpoint(tmp_path, filename="final", every_n_train_steps=3, save_top_k=-1)
+    checkpoint = Checkpoint(tmp_path, every_n_steps=3, keep_last=2)
+    trainer = make_trainer(keeper, final, checkpoint, max_epochs=2)
+    trainer.fit(make_net(), make_loader())
+
+    assert verify(keeper.best_model_path).path.suffix == ".ckpt"
+    assert verify(tmp_path / "last.ckpt").path == read_record(keeper.last_model_path).path
+    records = [path.name for path in tmp_path.glob("*.json")]
+    assert sorted(records) == ["final.json", "step-00000015.json", "step-00000018.json"]
+    for record in (*tmp_path.glob("*.json"), *tmp_path.glob("*.ckpt")):
+        verify(record)
+    assert checkpoint.best_model_path == str(tmp_path / "final.json")
+
+
+def test_retention_removes_only_what_this_callback_wrote_in_this_run(tmp_path, make_trainer, make_net, make_loader):
+    save(tmp_path / "step-00000001", checkpoint_of(1), meta=RecordMeta(run_id="another", writer="Checkpoint"))
+    save(tmp_path / "step-00000002", checkpoint_of(2))  # by hand
+    save(tmp_path / "step-00000003", checkpoint_of(3), meta=RecordMeta(writer="Checkpoint"))
+    save(tmp_path / "step-00000004", checkpoint_of(4))
+    without_writer(tmp_path / "step-00000004.json")
+    save(tmp_path / "mine", checkpoint_of(4))
+    without_writer(tmp_path / "mine.json")
+    save(tmp_path / "step-00000005", checkpoint_of(5), meta=RecordMeta(writer="Checkpoint"))
+    os.symlink("step-00000005.json", tmp_path / "good.json")
+    save(tmp_path / "step-00000006", checkpoint_of(6), meta=RecordMeta(writer="Checkpoint"))
+    os.symlink("step-00000006", tmp_path / "good")
+
+    checkpoint = Checkpoint(tmp_path, every_n_steps=10, keep_last=1)
+    make_trainer(checkpoint, max_epochs=2).fit(make_net(), make_loader())
+
+    kept = ["final", "good", "mine", *(f"step-{step:08d}" for step in (1, 2, 5, 6, 20))]
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == kept
+    for name in kept:
+        verify(tmp_path / f"{name}.json")
+
+
+def test_a_final_name_that_is_taken_is_told_before_training(tmp_path, make_trainer, make_net, make_loader):
+    (tmp_path / "final.json").write_text("[]")
+    trainer = make_trainer(Checkpoint(tmp_path), max_epochs=1)
+    with pytest.raises(CheckpointError, match=r"final\.json is not a checkpoint"):
+        trainer.fit(make_net(), make_loader())
+    assert trainer.global_step == 0
+    assert tree(tmp_path) == {"final.json": b"[]"}
+
+
+def test_a_record_without_writer_still_loads(tmp_path):
+    save(tmp_path / "a", checkpoint_of(4))
+    without_writer(tmp_path / "a.json")
+    assert read_record(tmp_path / "a.json").writer is None
+    assert load(tmp_path / "a")["global_step"] == 4

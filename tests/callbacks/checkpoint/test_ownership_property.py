@@ -1,0 +1,177 @@
+"""Any sequence of saves, links, retentions, removals and foreign files leaves others' files and kept checkpoints."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.callbacks.checkpoint import (
+    Checkpoint,
+    DurableCheckpointIO,
+    RecordMeta,
+    SaveRequest,
+    load,
+    read_record,
+    sweep,
+    verify,
+)
+from genlight.callbacks.checkpoint.format.layout import record_path
+from genlight.callbacks.checkpoint.storage import commit
+
+NAMES = ["a", "a~1", "last", "final", "step-00000001"]
+SUFFIXES = ["", ".json", ".ckpt"]
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A file system where a sync costs nothing."""
+paths = st.builds(str.__add__, st.sampled_from(NAMES), st.sampled_from(SUFFIXES))
+records = st.builds(str.__add__, st.sampled_from(NAMES), st.sampled_from(SUFFIXES[1:]))
+temporary = st.sampled_from([".tmp-notes", ".tmp-a-2026-11-22"])
+contents = st.sampled_from([b"", b"{}", b"mine", b'{"state": 1}', b'{"format":"genlight"}'])
+
+
+class Directory(RuleBasedStateMachine):
+    """A directory that the plugin, the callback and a user share."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Path(tempfile.mkdtemp(dir=MEMORY))
+        self.directory = self.base / "c"
+        self.directory.mkdir()
+        self.io = DurableCheckpointIO()
+        self.callback = Checkpoint(self.directory, keep_last=2)
+        self.foreign: dict[Path, object] = {}
+        self.kept: dict[Path, tuple[int, str]] = {}
+        self.step = 0
+
+    def teardown(self):
+        shutil.rmtree(self.base)
+
+    # What a user does
+
+    @rule(name=st.one_of(paths, temporary), content=contents)
+    def put_file(self, name, content):
+        path = self.directory / name
+        if not os.path.lexists(path):
+            path.write_bytes(content)
+            self.foreign[path] = content
+
+    @rule(name=st.one_of(paths, temporary), inside=st.sampled_from(["model.safetensors", "training_state.json", "x"]))
+    def put_folder(self, name, inside):
+        path = self.directory / name
+        if not os.path.lexists(path):
+            path.mkdir()
+            (path / inside).write_bytes(b"mine")
+            self.foreign[path / inside] = b"mine"
+
+    @rule(name=paths, to=st.one_of(paths, st.just("nowhere")))
+    def put_link(self, name, to):
+        path = self.directory / name
+        if not os.path.lexists(path):
+            os.symlink(to, path)
+            self.foreign[path] = ("link", to)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), name=st.sampled_from(["notes", "trainer/notes", "deep/er/notes"]))
+    def put_file_into_data(self, data, name):
+        path = read_record(data.draw(st.sampled_from(sorted(self.kept)))).data_path / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"mine")
+            self.foreign[path] = b"mine"
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), copy=st.sampled_from(["copy", "a~2"]))
+    def copy_data(self, data, copy):
+        path = read_record(data.draw(st.sampled_from(sorted(self.kept)))).data_path
+        if not os.path.lexists(self.directory / copy):
+            shutil.copytree(path, self.directory / copy, symlinks=True)
+            for file in (self.directory / copy).rglob("*"):
+                if file.is_file():
+                    self.foreign[file] = file.read_bytes()
+
+    # What we do
+
+    @rule(name=paths)
+    def save(self, name):
+        self._save(self.directory / name, "")
+
+    @rule(skipped=st.booleans())
+    def save_by_callback(self, skipped):
+        step = self.step + 1 + skipped
+        self._save(self.directory / f"step-{step:08d}.json", "Checkpoint")
+        linked = {os.path.realpath(path) for path in self.directory.iterdir() if path.is_symlink()}
+        of_callback = sorted(step for step, writer in self.kept.values() if writer)
+        for path, (step, writer) in list(self.kept.items()):
+            if not path.exists():
+                assert writer, f"{path.name} was removed"
+                assert step not in of_callback[-2:]
+                assert str(path) not in linked
+                del self.kept[path]
+
+    def _save(self, path, writer):
+        self.step += 1
+        record = record_path(path)
+        request = SaveRequest(RecordMeta(writer=writer), on_durable=self.callback._on_durable if writer else None)
+        self.io.expect(path, request)
+        state = {"global_step": self.step, "state_dict": {"w": torch.full((3,), float(self.step))}}
+        was_link = record.is_symlink()
+        try:
+            self.io.save_checkpoint(state, path)
+        except CheckpointError:
+            assert record in self.foreign or record.is_dir()
+            assert not was_link
+        else:
+            if was_link:
+                del self.foreign[record]
+            assert record not in self.foreign
+            self.kept[record] = (self.step, writer)
+
+    @rule(name=records)
+    def remove(self, name):
+        path = self.directory / name
+        is_link = path.is_symlink()
+        self.io.remove_checkpoint(path)
+        if is_link and not os.path.lexists(path):
+            del self.foreign[path]
+        self.kept.pop(path, None)
+
+    @rule()
+    def start_anew(self):
+        commit._live.clear()
+        sweep(self.directory)
+
+    @invariant()
+    def others_are_untouched(self):
+        for path, content in self.foreign.items():
+            found = ("link", os.readlink(path)) if path.is_symlink() else path.read_bytes()
+            assert found == content, path
+
+    @invariant()
+    def kept_checkpoints_are_whole(self):
+        for path, (step, _) in self.kept.items():
+            verify(path)
+            assert float(load(path)["state_dict"]["w"][0]) == step
+        for path in self.directory.iterdir():
+            assert not path.name.startswith(".tmp-") or path in self.foreign or path.is_dir()
+
+
+Directory.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestDirectory = Directory.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_more_sequences():
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Directory, settings=settings(Directory.TestCase.settings, max_examples=200, stateful_step_count=40)
+    )
