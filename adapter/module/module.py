@@ -169,6 +169,10 @@ class ContractModule(pl.LightningModule):
         self._start_step = step
         self._to_restore = {"state": payload, "trainer_directory": checkpoint_dir}
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_router": None}  # it leads torch while this process trains
+
     # what the loop asks for
 
     @property
@@ -373,7 +377,7 @@ class ContractModule(pl.LightningModule):
             job=job,
             device=str(trainer.strategy.root_device),
             dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=_cancel_check_of(self),
+            is_canceled=_CancelCheck(self),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
@@ -500,15 +504,22 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
         return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
-def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:
+class _CancelCheck:
     """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
-    asked = weakref.ref(module)
 
-    def is_canceled() -> bool:
-        alive = asked()
+    def __init__(self, module: ContractModule) -> None:
+        self._asked: weakref.ref[ContractModule] | None = weakref.ref(module)
+
+    def __call__(self) -> bool:
+        alive = None if self._asked is None else self._asked()
         return alive is not None and alive.is_canceled()
 
-    return is_canceled
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": None if self._asked is None else self._asked()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy asks the module that was copied along with it.
+        self._asked = None if state["module"] is None else weakref.ref(state["module"])
 
 
 def trainer_directory(checkpoint: str | Path | None) -> Path | None:

@@ -141,7 +141,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self.note_save_time: Callable[[float], None] = lambda _: None
+        self.note_save_time: Callable[[float], None] = _do_nothing
         """Told, on rank zero, how many seconds each save took until durable, its wait for the last one included."""
         self._save_began_s = 0.0
         self._durable: deque[CheckpointRecord] = deque()
@@ -158,6 +158,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._pending: dict[str, Any] = {}
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_io": None, "_durable": deque(), "_being_reported": None, "_awaited": [], "_run_state": None}
+        return {**super().__getstate__(), **own}
 
     # Events
 
@@ -291,6 +296,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         records = [] if self.dirpath is None else [record for record in self._records() if not record.is_old]
         chosen = best(records, self.retention) or records[-1:]
         return str(chosen[0].path) if chosen else ""
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # Lightning tells it in a process whose children have trained; there no `setup` says where checkpoints are.
+        if path:
+            self.dirpath = Path(path).parent
 
     @property
     def saves_anything(self) -> bool:
@@ -530,6 +541,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
+
+
+def _do_nothing(seconds: float) -> None:
+    """Where nobody wants to know how long saves take."""
 
 
 def _is_named(record: CheckpointRecord, paths: set[str]) -> bool:

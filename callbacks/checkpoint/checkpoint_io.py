@@ -67,6 +67,15 @@ class DurableCheckpointIO(CheckpointIO):
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is in flight, expected or listened for belongs to the process that began it.
+        fresh = vars(DurableCheckpointIO(asynchronous=self.asynchronous))
+        kept = {name: value for name, value in vars(self).items() if name not in fresh}
+        return {**kept, "asynchronous": self.asynchronous}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**vars(DurableCheckpointIO()), **state})
+
     @property
     def is_settled(self) -> bool:
         """Whether nothing is in flight on any rank, and nothing failed that `poll` has yet to raise."""

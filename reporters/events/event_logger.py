@@ -99,6 +99,13 @@ class EventLogger(Logger):
         logger._owns_log, logger._is_begun = False, True
         return logger
 
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._owns_log:
+            return vars(self).copy()
+        # The copy opens the log at its own first use.
+        nothing = {"_log": None, "_is_begun": False, "_trainer": None, "_pending": [], "_last_checkpoint": None}
+        return {**vars(self), **nothing}
+
     @property
     @override
     def name(self) -> str:
