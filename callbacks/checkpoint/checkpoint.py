@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -148,6 +149,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._being_reported: CheckpointRecord | None = None
         self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
+        self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
         self._is_overdue = False
@@ -161,13 +163,20 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_io": None, "_durable": deque(), "_being_reported": None, "_awaited": [], "_run_state": None}
+        own: dict[str, Any] = {
+            "_io": None,
+            "_durable": deque(),
+            "_being_reported": None,
+            "_awaited": [],
+            "_run_state": None,
+        }
         return {**super().__getstate__(), **own}
 
     # Events
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._gives_plugin_back = not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
         self._io = _install(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
@@ -281,6 +290,13 @@ class Checkpoint(Hook, LightningCheckpoint):
                 if self._resumes_within_epoch:
                     # Of the instance, and until then: a hook that is there is called in every step.
                     self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self._gives_plugin_back and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            # Through it this process hands its weights to the one that has started it, which knows no other.
+            trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
     # What the runtime calls as well
 

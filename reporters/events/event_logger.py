@@ -103,7 +103,13 @@ class EventLogger(Logger):
         if not self._owns_log:
             return vars(self).copy()
         # The copy opens the log at its own first use.
-        nothing = {"_log": None, "_is_begun": False, "_trainer": None, "_pending": [], "_last_checkpoint": None}
+        nothing: dict[str, Any] = {
+            "_log": None,
+            "_is_begun": False,
+            "_trainer": None,
+            "_pending": [],
+            "_last_checkpoint": None,
+        }
         return {**vars(self), **nothing}
 
     @property
