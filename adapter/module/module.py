@@ -359,6 +359,10 @@ class ContractModule(pl.LightningModule):
             self._router.open()
 
     @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Nothing: gradients may belong to a window of accumulation that the trainer goes on with."""
+
+    @override
     def on_fit_end(self) -> None:
         self.close_router()
 
