@@ -28,7 +28,7 @@ def launches_by_copy(strategy: Any) -> bool:
     """Whether a job's ``strategy`` starts processes by pickling or forking this one: ``ddp_spawn`` and its kin."""
     if isinstance(strategy, Mapping):
         arguments = strategy.get("init_args", strategy.get("dict_kwargs"))
-        return isinstance(arguments, Mapping) and arguments.get("start_method", "popen") != "popen"
+        return isinstance(arguments, Mapping) and arguments.get("start_method") in ("spawn", "fork", "forkserver")
     return isinstance(strategy, str) and _STARTS_BY_COPY.fullmatch(strategy) is not None
 
 

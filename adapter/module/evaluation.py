@@ -65,7 +65,7 @@ def host_evaluation(module: ContractModule) -> None:
         if not callable(getattr(plugin, "evaluate", None)):
             log.warning(
                 "val_check_interval=%r and check_val_every_n_epoch=%r have no effect: %s has no `evaluate(state, ctx)`",
-                trainer.val_check_interval,  # type: ignore[attr-defined]
+                trainer.val_check_interval,
                 trainer.check_val_every_n_epoch,
                 type(plugin).__name__,
             )
@@ -86,9 +86,9 @@ def host_evaluation(module: ContractModule) -> None:
 
 
 def _asks_for_validation(trainer: pl.Trainer) -> bool:
-    interval: float | None = trainer.val_check_interval  # type: ignore[attr-defined]
+    interval = trainer.val_check_interval
     # An integer counts batches, a float is a share of an epoch.
-    return isinstance(interval, int) or interval != 1.0 or trainer.check_val_every_n_epoch != 1
+    return type(interval) is int or interval != 1.0 or trainer.check_val_every_n_epoch != 1
 
 
 def _hooks(kind: str) -> tuple[str, str, str]:

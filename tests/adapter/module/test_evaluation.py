@@ -122,7 +122,7 @@ def test_val_check_interval_evaluates_within_the_training_and_its_scores_reach_m
     best = ModelCheckpoint(tmp_path / "best", monitor="steps", mode="max", filename="{step}")
     logger = CSVLogger(tmp_path)
     settings = {"val_check_interval": 2, "check_val_every_n_epoch": None}
-    trainer, module = fit(evaluated, [best], steps=6, logger=logger, enable_checkpointing=True, **settings)
+    trainer, _module = fit(evaluated, [best], steps=6, logger=logger, enable_checkpointing=True, **settings)
 
     assert evaluated.calls.count("evaluate") == 3, "none of them in a sanity check"
     with open(f"{logger.log_dir}/metrics.csv") as file:
