@@ -395,3 +395,31 @@ def test_a_saved_plain_tree_is_plain_json_in_the_record(tmp_path):
     state = {"best": 0.25, "names": ["a", None, True], "nested": {"count": 3}}
     record = save(tmp_path / "a", {"genlight": {"state": state}})
     assert record.state == state
+
+
+def test_a_configuration_of_omegaconf_comes_back_with_its_type_flags_and_interpolations(tmp_path, monkeypatch):
+    """Unresolved: what an interpolation reads from the environment is in no checkpoint."""
+    omegaconf = pytest.importorskip("omegaconf")
+    monkeypatch.setenv("GENLIGHT_TEST_SECRET", "hunter2")
+    fields = {
+        "a": 1,
+        "b": {"c": [1, "${a}"]},
+        "secret": "${oc.env:GENLIGHT_TEST_SECRET}",
+        "missing": "???",
+        "none": None,
+    }
+    config = omegaconf.OmegaConf.create(fields)
+    omegaconf.OmegaConf.set_readonly(config, True)
+    tree = {"config": config, "list": omegaconf.OmegaConf.create([1, 2]), "type": type(config), "part": config.b}
+
+    back = round_trip(tmp_path, tree)
+
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert type(back["config"]) is omegaconf.DictConfig
+    assert type(back["list"]) is omegaconf.ListConfig
+    assert back["type"] is omegaconf.DictConfig
+    assert back["config"] == config
+    assert back["config"].b.c[1] == 1
+    assert back["config"].secret == "hunter2"
+    assert omegaconf.OmegaConf.is_readonly(back["config"])
+    assert not omegaconf.OmegaConf.is_readonly(back["list"])
