@@ -38,6 +38,7 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
 )
+from .remote import is_remote
 from .retention import Retention, best, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
@@ -131,7 +132,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
         if on_error not in ("stop", "continue"):
             raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else _local(dirpath)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
@@ -181,7 +182,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
         if self.dirpath is None:
-            self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
+            self.dirpath = _local(trainer.default_root_dir) / "checkpoints"
         self.dirpath = self.dirpath.absolute()
         if stage == "fit" and trainer.is_global_zero:
             sweep(self.dirpath)
@@ -557,6 +558,16 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if is_remote(path):
+        raise ValueError(
+            f"Invalid `dirpath`. Checkpoint writes to a local file system, from which a run resumes, but received "
+            f"{os.fspath(path)!r}. Name a local `dirpath`, and `uploads.targets` of a job, or `targets` of "
+            "UploadArtifacts, for copies elsewhere."
+        )
+    return Path(os.fspath(path).removeprefix("file://"))
 
 
 def _do_nothing(seconds: float) -> None:

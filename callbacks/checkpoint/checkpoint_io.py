@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
+from . import remote
 from .format.layout import record_path
 from .format.record import TORCH_MAGICS, CheckpointRecord, RecordMeta
 from .loading import MapLocation, load, load_for_slices
@@ -50,8 +52,8 @@ class DurableCheckpointIO(CheckpointIO):
 
     ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
     ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
-    ``P.ckpt`` beside a folder ``P/``. A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True``
-    whatever the caller asks for, because only then can it run no code.
+    ``P.ckpt`` beside a folder ``P/``, also at a URL that fsspec opens. A ``.ckpt`` file of stock Lightning is loaded
+    too, with ``weights_only=True`` whatever the caller asks for, because only then can it run no code.
 
     Args:
         asynchronous: Copy the tensors and write in the background. One save is in flight and the next waits for it;
@@ -113,6 +115,11 @@ class DurableCheckpointIO(CheckpointIO):
                 f"Invalid `storage_options`. {type(self).__name__} writes to a local file system and takes none, "
                 f"but received {storage_options!r}."
             )
+        if remote.is_remote(path):
+            prepared = prepare(checkpoint, RecordMeta())
+            self.wait()
+            self._save(prepared, self.asynchronous, lambda p: remote.save(os.fspath(path), p))
+            return
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()
         try:
@@ -230,14 +237,20 @@ class DurableCheckpointIO(CheckpointIO):
             FileNotFoundError: There is none.
         """
         self.wait()
+        if remote.is_remote(path):
+            with tempfile.TemporaryDirectory(prefix="genlight-") as scratch:
+                return self.load_checkpoint(remote.fetch(os.fspath(path), Path(scratch)), map_location)
         record = find_checkpoint(_local(path))
         return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at `path`, after the save in flight has become durable."""
-        path = _local(path)
-        self.writer.afterwards(lambda: _remove(path))
+        if remote.is_remote(path):
+            self.writer.afterwards(lambda: remote.remove(os.fspath(path)))
+            return
+        local = _local(path)
+        self.writer.afterwards(lambda: _remove(local))
 
     @override
     def teardown(self) -> None:
