@@ -194,6 +194,8 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 
 
 def _hint(value: Any, path: Path) -> str:
+    if isinstance(value, type):  # which a file could name to have it called by whoever finds it there
+        return "store its name" + (", as a text for `state_key`" if path[1:2] == ("callbacks",) else "")
     if callable(getattr(value, "state_dict", None)):
         return "store its state_dict()"
     if callable(getattr(value, "get_state", None)):

@@ -423,3 +423,16 @@ def test_a_configuration_of_omegaconf_comes_back_with_its_type_flags_and_interpo
     assert back["config"].secret == "hunter2"
     assert omegaconf.OmegaConf.is_readonly(back["config"])
     assert not omegaconf.OmegaConf.is_readonly(back["list"])
+
+
+@pytest.mark.parametrize("key", ["a", ("a", 1), 1, None, Color.RED, frozenset({1}), b"x"])
+def test_the_state_of_a_callback_may_have_a_key_of_any_plain_kind(tmp_path, key):
+    save(tmp_path / "a", {"callbacks": {key: {"count": 1}}})
+    assert load(tmp_path / "a")["callbacks"] == {key: {"count": 1}}
+
+
+def test_a_class_as_the_key_of_a_state_is_refused_with_what_to_use_instead(tmp_path):
+    with pytest.raises(
+        UnstorableStateError, match=r"\[\"callbacks\"\]\[\"<key>\"\]: .*; store its name, as a text for `state_key`"
+    ):
+        save(tmp_path / "a", {"callbacks": {Color: {"count": 1}}})
