@@ -32,7 +32,7 @@ from genlight.callbacks import (
     WatchHangs,
     WriteSamples,
 )
-from genlight.callbacks.hook.hook import callbacks_of
+from genlight.callbacks.hook.events import callbacks_of
 from genlight.reporters import EventLog, EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 

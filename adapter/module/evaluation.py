@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...callbacks.evaluate import scores_of
-from ...callbacks.hook.hook import run_state_of
+from ...callbacks.hook.events import run_state_of
 from ..contract.exceptions import StartupContractError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 
-from ...callbacks.hook.hook import callbacks_of
+from ...callbacks.hook.events import callbacks_of
 
 __all__ = [
     "defer_setups",

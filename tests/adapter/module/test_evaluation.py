@@ -14,7 +14,7 @@ from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import ContractError, StartupContractError
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, LogMetrics
-from genlight.callbacks.hook.hook import run_state_of
+from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger, read_events, validate_events
 
 
