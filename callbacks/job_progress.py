@@ -35,18 +35,19 @@ class JobProgress(Hook):
     """
 
     reads = ("loss_stats",)
+    _of_this_process = frozenset({"_bar", "_task", "_ticker"})
+    _bar: Progress | None = None
+    _task: TaskID | None = None
+    _ticker: Ticker | None = None
 
     def __init__(self, *, line_every_s: float = LINE_EVERY_S) -> None:
         if line_every_s <= 0:
             raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
         self.line_every_s = line_every_s
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._every_s = line_every_s
         self._next = 0.0
         self._start_step = 0
         self._started_at = 0.0
-        self._ticker: Ticker | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -104,6 +104,11 @@ class LogMetrics(Hook):
                 if type(logger).save is not Logger.save:  # that one does nothing
                     logger.save()
 
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Scores that the validation itself has sent to the loggers.
+        self._reported_scores = run_state_of(trainer).eval_scores
+
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
         """The share of the time since the last cadence in which the step waited for data."""
         assert self._waited is not None

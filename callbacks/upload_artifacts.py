@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ..reporters.uploads.config import ENVIRONMENT
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.selection import find_checkpoint
@@ -87,6 +89,8 @@ class UploadArtifacts(Hook):
         self.critical = critical
         self.metric_every = metric_every
         self._given = uploader
+        self._config = None if uploader is None else uploader.config
+        """Of an uploader that a caller made."""
         self._uploader = uploader
         self._directory = directory
         self._settings = {
@@ -106,6 +110,12 @@ class UploadArtifacts(Hook):
         self._awaited: str | None = None
         self._seen_files: dict[str, tuple[int, int] | None] = {}
         self._last_step = 0
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes an uploader of its own, with the token of its environment.
+        config = None if self._config is None else replace(self._config, token=None)
+        return {**super().__getstate__(), "_given": None, "_uploader": None, "_config": config}
 
     # what a run reports
 
@@ -154,7 +164,10 @@ class UploadArtifacts(Hook):
         if stage != "fit" or self._given is not None:
             return
         directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
-        config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
+        if self._config is None:
+            config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
+        else:
+            config = replace(self._config, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
         try:
             self._uploader = Uploader(config)
         except OSError as error:

@@ -53,6 +53,8 @@ class WatchHangs(Hook):
     """
 
     ranks: Literal["zero", "all"] = "all"
+    _of_this_process = frozenset({"_stopped"})
+    _stopped: threading.Event | None = None
 
     def __init__(
         self,
@@ -71,7 +73,6 @@ class WatchHangs(Hook):
         self.end_run = end_run
         self.on_hang: Callable[[TrainingHung], None] | None = None
         """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
-        self._stopped: threading.Event | None = None
         self._count = 0
 
     @override

@@ -27,7 +27,7 @@ from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, TrainingCanceled
 from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
-from ..job.parser_errors import is_about_what_was_given, root_cause
+from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
@@ -96,7 +96,7 @@ class GenlightCLI(LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
-            if not isinstance(cause, GenlightError) and not is_about_what_was_given(cause):
+            if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
             raise _UnusableConfigurationError(str(cause)) from error
 

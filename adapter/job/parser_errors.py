@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import traceback
 from collections.abc import Iterable
 
-__all__ = ["is_about_what_was_given", "root_cause", "shortened"]
+__all__ = ["UnusableValueError", "is_about_what_was_given", "root_cause", "shortened"]
 
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY = re.compile(r'^\s*Parser key "(?P<key>[^"]+)":', re.MULTILINE)
-_REASON = re.compile(r"^\s*- (?P<reason>Problem with given class_path .*)\n\s+(?P<detail>.*)$", re.MULTILINE)
+_REASON = re.compile(
+    r"^(?P<indent> *)- (?P<reason>Problem with given class_path .*)\n(?P<detail>(?:(?P=indent)   *\S.*(?:\n|\Z))*)",
+    re.MULTILINE,
+)
+"""What was wrong with the class that was meant, and its explanation: the lines that are indented more."""
 _EXPECTED = re.compile(r"^\s*- Expected an? (?P<type>.*)$", re.MULTILINE)
 _SIMPLE = re.compile(r'Parser key "(?P<key>[^"]+)":\s+Expected an? (?P<type>.*)\. Got value: (?P<value>.*)')
 _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
+
+
+class UnusableValueError(ValueError):
+    """What jsonargparse said of a value, where it keeps no exception that says as much."""
 
 
 _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
@@ -37,10 +46,21 @@ def _packages(modules: Iterable[str]) -> set[str]:
 
 
 def root_cause(error: Exception) -> Exception:
-    """What a constructor raised, where jsonargparse wrapped it in a list of what the value could have been instead."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
+    """What a constructor raised, where jsonargparse wrapped it in a list of what the value could have been instead.
+
+    Of a list it names as its cause what came of the first possibility alone, whichever was meant: where that is one of
+    its own errors, an `UnusableValueError` tells what became of the class that was meant.
+    """
+    chain = [error]
+    while isinstance(chain[-1].__cause__, Exception):
+        chain.append(chain[-1].__cause__)
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(chain[-1].__traceback__)]
+    if frames and frames[-1].startswith("jsonargparse."):
+        for each in chain:
+            text = str(each)
+            if (told := shortened(text)) != text:
+                return UnusableValueError(told)
+    return chain[-1]
 
 
 def shortened(message: str) -> str:
@@ -55,7 +75,10 @@ def shortened(message: str) -> str:
         return message
     key, given = _KEY.search(message), _GIVEN.search(message)
     prefix = f"`{key['key']}`: " if key is not None else ""
-    reasons = [f"{match['reason']} {match['detail']}" for match in _REASON.finditer(message)]
+    reasons = [
+        f"{match['reason']} {shortened(textwrap.dedent(match['detail']).strip())}"
+        for match in _REASON.finditer(message)
+    ]
     if reasons:
         return prefix + "; ".join(dict.fromkeys(reasons))
     types = dict.fromkeys(_plain(match["type"]) for match in _EXPECTED.finditer(message))

@@ -20,7 +20,7 @@ from .spec import JobSpec
 from .spec_file import read_job_spec
 from .spec_keys import ALIASES, inner_keys
 from .spec_parsing import WHOLE_SPEC, parse_job_spec
-from .trainer_arguments import trainer_arguments
+from .trainer_arguments import ENDS_WITH_ITS_PROCESSES, launches_by_copy, trainer_arguments
 
 __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
 
@@ -173,6 +173,8 @@ def _refuse_lightning_arguments(arguments: Mapping[str, Any], faults: FaultList)
             "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
             "`checkpoint_every` at 0 to save no other."
         )
+    if launches_by_copy(arguments.get("strategy")):
+        faults.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
     known = trainer_arguments() if arguments else ()
     for name in arguments if known else ():
         if name not in known:

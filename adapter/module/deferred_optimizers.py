@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Found
 
-__all__ = ["restore_set_aside", "set_aside"]
+__all__ = ["put_back_what_fits", "restore_set_aside", "set_aside"]
 
 
 def set_aside(optimizers: Sequence[Found[Optimizer]], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -30,6 +30,16 @@ def set_aside(optimizers: Sequence[Found[Optimizer]], states: list[dict[str, Any
             waiting[index] = state
             states[index] = found.value.state_dict()
     return waiting
+
+
+def put_back_what_fits(
+    optimizers: Sequence[Found[Optimizer]], waiting: dict[int, dict[str, Any]], states: list[dict[str, Any]]
+) -> None:
+    """Look once more before Lightning restores `states`: a callback may have added the groups again meanwhile."""
+    for index, state in list(waiting.items()):
+        optimizer = optimizers[index].value
+        fits = _sizes(state["param_groups"]) == _sizes(optimizer.param_groups)
+        states[index] = waiting.pop(index) if fits else optimizer.state_dict()
 
 
 def restore_set_aside(optimizers: Sequence[Found[Optimizer]], waiting: Mapping[int, dict[str, Any]]) -> None:

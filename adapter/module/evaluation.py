@@ -1,19 +1,25 @@
-"""A trainer's own ``evaluate`` behind ``Trainer.validate`` and ``Trainer.test``.
+"""A trainer's own ``evaluate`` behind ``Trainer.validate``, ``Trainer.test`` and the validations within a training.
 
-Lightning wants a step and a loader for these, which a trainer class has not. `host_evaluation` gives the module both
-for as long as such a run lasts: one batch that nobody looks at, after which the trainer evaluates itself. What it sees
-is what it sees in training: no autocast, gradients, and its modules in the mode in which it left them.
+Lightning wants a step and a loader for these, which a trainer class does not have. `host_evaluation` gives the module
+both for as long as such a run lasts: one batch, before which the trainer evaluates itself. What it sees is what it sees
+in training: no autocast, gradients, and its modules in the mode in which it left them; but averaged weights, where a
+callback puts them in their place for a validation.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...callbacks.evaluate import scores_of
+from ...callbacks.hook.events import run_state_of
 from ..contract.exceptions import StartupContractError
 
 if TYPE_CHECKING:
@@ -21,12 +27,26 @@ if TYPE_CHECKING:
 
 __all__ = ["host_evaluation"]
 
-_KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test"}
-_ONE_BATCH = range(1)
+log = logging.getLogger(__name__)
+
+_KINDS = {TrainerFn.FITTING: "validation", TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test"}
+
+
+class _OneBatch:
+    """A loader of one batch with one row, for callbacks that measure what they are handed."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.zeros(1)])
 
 
 def host_evaluation(module: ContractModule) -> None:
     """Have `module` evaluate its trainer where its Lightning trainer validates or tests, and nowhere else.
+
+    A training is validated where ``val_check_interval`` or ``check_val_every_n_epoch`` is another than Lightning's own
+    default, a validation after each epoch, which cannot be told from a trainer that was asked for nothing.
 
     Raises:
         StartupContractError: It is to be evaluated, and its trainer has no ``evaluate``.
@@ -39,6 +59,17 @@ def host_evaluation(module: ContractModule) -> None:
     if called is None:
         return
     plugin = module.plugin
+    if trainer.state.fn == TrainerFn.FITTING:
+        if not _asks_for_validation(trainer) or is_overridden("validation_step", module):
+            return
+        if not callable(getattr(plugin, "evaluate", None)):
+            log.warning(
+                "val_check_interval=%r and check_val_every_n_epoch=%r have no effect: %s has no `evaluate(state, ctx)`",
+                trainer.val_check_interval,
+                trainer.check_val_every_n_epoch,
+                type(plugin).__name__,
+            )
+            return
     if not callable(getattr(plugin, "evaluate", None)):
         raise StartupContractError(
             "startup.invalid_trainer",
@@ -48,22 +79,38 @@ def host_evaluation(module: ContractModule) -> None:
     # Only now: Lightning goes by whether a module has them, and would look for validation data in every training.
     for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, module)), strict=True):
         setattr(module, name, hook)
-    trainer._data_connector.attach_dataloaders(module, val_dataloaders=_ONE_BATCH, test_dataloaders=_ONE_BATCH)
+    if trainer.state.fn == TrainerFn.FITTING:
+        trainer.fit_loop.epoch_loop.val_loop._data_source.instance = _OneBatch()
+    else:
+        trainer._data_connector.attach_dataloaders(module, val_dataloaders=_OneBatch(), test_dataloaders=_OneBatch())
+
+
+def _asks_for_validation(trainer: pl.Trainer) -> bool:
+    interval = trainer.val_check_interval
+    # An integer counts batches, a float is a share of an epoch.
+    return type(interval) is int or interval != 1.0 or trainer.check_val_every_n_epoch != 1
 
 
 def _hooks(kind: str) -> tuple[str, str, str]:
-    return f"{kind}_step", f"on_{kind}_model_eval", f"on_{kind}_epoch_end"
+    return f"{kind}_step", f"on_{kind}_model_eval", f"on_{kind}_batch_start"
 
 
 def _nothing(*_: Any) -> None: ...
 
 
-def _report(module: ContractModule) -> None:
+def _report(module: ContractModule, *_: Any) -> None:
     """Restore the trainer, where a checkpoint was named, and log the scores of rank 0."""
+    trainer = module.trainer
+    if trainer.sanity_checking:
+        return  # of a validation there is only the trainer's own code, and that may be costly before the first step
     with torch.inference_mode(False), torch.enable_grad():
         module.restore_trainer()
         scores = scores_of(module)
-    if module.restored_step != module.trainer.global_step:
+    scores = trainer.strategy.broadcast(scores)
+    within_training = trainer.state.fn == TrainerFn.FITTING
+    if within_training:
+        run_state_of(trainer).eval_scores = scores
+    if within_training or module.restored_step != trainer.global_step:
         scores = {"step": float(module.restored_step), **scores}  # Lightning's word for the step that loggers get.
-    scores = module.trainer.strategy.broadcast(scores)
-    module.log_dict(scores, sync_dist=True, reduce_fx="max")  # They are equal on all ranks now; a mean could round.
+    # They are equal on all ranks now; a mean could round.
+    module.log_dict(scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1)

@@ -12,9 +12,11 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,8 +36,15 @@ from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
 from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
-from .deferred_optimizers import restore_set_aside, set_aside
+from .deferred_optimizers import put_back_what_fits, restore_set_aside, set_aside
 from .evaluation import host_evaluation
+from .late_setup import (
+    defer_setups,
+    faults_of_callbacks,
+    run_deferred_setups,
+    train_what_optimizers_hold,
+    without_masks,
+)
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rollout import RolloutBatches
 from .step_metrics import metric_name, named_scalars, scalar, validated_result
@@ -45,9 +54,6 @@ from .trainer_files import checked_result, trainer_directory
 __all__ = ["ContractModule"]
 
 log = logging.getLogger(__name__)
-
-_TAKE_WEIGHTS_IN_SETUP = (StochasticWeightAveraging, WeightAveraging, ModelPruning)
-"""Callbacks of Lightning whose ``setup`` precedes that of the module, in which a trainer class builds its own."""
 
 
 class ContractModule(pl.LightningModule):
@@ -99,6 +105,8 @@ class ContractModule(pl.LightningModule):
         self.configured = False
         self.ended = False
         self._found_optimizers: list[Optimizer] = []
+        self._frozen: list[torch.nn.Parameter] = []
+        """By callbacks of this fit, before it began."""
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = self._restored_step = 0
@@ -170,6 +178,10 @@ class ContractModule(pl.LightningModule):
         """
         self._start_step = step
         self._to_restore = {"state": payload, "trainer_directory": checkpoint_dir}
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_router": None}  # it leads torch while this process trains
 
     # what the loop asks for
 
@@ -272,11 +284,24 @@ class ContractModule(pl.LightningModule):
 
     # Lightning's hooks
 
+    @property
+    @override
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
+        return AttributeDict({**(self.job or self.ctx.job).hyperparams, **super().hparams_initial})
+
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         check_strategy(self.trainer.strategy)
         self._refuse_what_the_trainer_owns()
+        # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
+        self._log_hyperparams = self._log_hyperparams or bool((self.job or self.ctx.job).hyperparams)
+        defer_setups(self.trainer)
         host_evaluation(self)
+        # Only where it is needed: Lightning and its callbacks go by whether a module has one.
+        vars(self).pop("configure_model", None)
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            self.configure_model = self._shard  # type: ignore[method-assign]
         if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
             return []
         return [LogMetrics(every_n_steps=self.ctx.job.metric_every)]
@@ -294,12 +319,7 @@ class ContractModule(pl.LightningModule):
                 f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
                 "torch.nn.utils.clip_grad_norm_ in train_step"
             )
-        faults += [
-            f"{type(callback).__name__} takes the weights before `configure` has built them; average or prune in the "
-            "trainer class, as with torch.optim.swa_utils.AveragedModel"
-            for callback in callbacks_of(trainer)
-            if isinstance(callback, _TAKE_WEIGHTS_IN_SETUP)
-        ]
+        faults += faults_of_callbacks(trainer)
         if faults:
             raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))
 
@@ -312,6 +332,7 @@ class ContractModule(pl.LightningModule):
         self.ctx = self._context()
         if not self.configured:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
+        self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
 
     def _set_up_alone(self, device: str | torch.device) -> None:
         dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
@@ -333,8 +354,7 @@ class ContractModule(pl.LightningModule):
         leave_unwrapped(self.trainer.strategy)
         self.ended = False
 
-    @override
-    def configure_model(self) -> None:
+    def _shard(self) -> None:
         if self.discovered is not None:
             self._is_sharded = shard_for(self.trainer.strategy, self.discovered, self.shard_policy)
 
@@ -350,9 +370,17 @@ class ContractModule(pl.LightningModule):
     @override
     def on_fit_start(self) -> None:
         assert self.discovered is not None
+        if self._to_restore is not None and "optimizers" in self._to_restore:
+            waiting, states = self._to_restore["optimizers"], self._to_restore["optimizer_states"]
+            put_back_what_fits(self.discovered.optimizers, waiting, states)
+        train_what_optimizers_hold(self._frozen, self._found_optimizers)
         self._router = step_router(self.trainer, self, self.discovered)
         if self._router is not None:
             self._router.open()
+
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Nothing: gradients may belong to a window of accumulation that the trainer goes on with."""
 
     @override
     def on_fit_end(self) -> None:
@@ -374,7 +402,7 @@ class ContractModule(pl.LightningModule):
             dataset=self._dataset(),
             device=str(trainer.strategy.root_device),
             dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=_cancel_check_of(self),
+            is_canceled=_CancelCheck(self),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
@@ -413,7 +441,9 @@ class ContractModule(pl.LightningModule):
         self.check_nothing_new()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(self.trainer.strategy):
-            parts["state"] = self.state_payload()
+            payload = self.state_payload()
+        is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(self.trainer))
+        parts["state"] = without_masks(payload) if is_pruned else payload
         parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
         # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
         metrics = {name: value for name, value in self.metrics_on_device().items() if value.numel() == 1}
@@ -438,6 +468,7 @@ class ContractModule(pl.LightningModule):
             if self.discovered is not None and not self._is_sharded:
                 states = checkpoint.get("optimizer_states", [])
                 self._to_restore["optimizers"] = set_aside(self.discovered.optimizers, states)
+                self._to_restore["optimizer_states"] = states
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.
@@ -511,12 +542,19 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
         return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
-def _cancel_check_of(module: ContractModule) -> Callable[[], bool]:
+class _CancelCheck:
     """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
-    asked = weakref.ref(module)
 
-    def is_canceled() -> bool:
-        alive = asked()
+    def __init__(self, module: ContractModule) -> None:
+        self._asked: weakref.ref[ContractModule] | None = weakref.ref(module)
+
+    def __call__(self) -> bool:
+        alive = None if self._asked is None else self._asked()
         return alive is not None and alive.is_canceled()
 
-    return is_canceled
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": None if self._asked is None else self._asked()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy asks the module that was copied along with it.
+        self._asked = None if state["module"] is None else weakref.ref(state["module"])

@@ -15,9 +15,13 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from ...callbacks.lightning_internals import require_names
 from ..contract.exceptions import StartupContractError
+from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 
 __all__ = ["check_strategy", "leave_unwrapped"]
+
+require_names("lightning", DDPStrategy, "_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
@@ -41,7 +45,9 @@ def check_strategy(strategy: Strategy) -> None:
         if isinstance(strategy, refused):
             raise _refusal(name, reason)
     if isinstance(strategy, DDPStrategy):
-        # Lightning gives no public access to these three settings.
+        # Lightning gives no public access to these four settings.
+        if strategy._start_method != "popen":
+            raise _refusal(name, f"start_method={strategy._start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
         if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
             raise _refusal(name, "its communication hook belongs to DDP's own reducer, which is not used here")
         if strategy._model_averaging_period is not None:

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -40,6 +41,7 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
 )
+from .remote import is_remote
 from .retention import WRITER, Retention, best, is_named, own_records, to_delete
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
@@ -134,7 +136,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
         if on_error not in ("stop", "continue"):
             raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else _local(dirpath)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
@@ -145,13 +147,14 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self.note_save_time: Callable[[float], None] = lambda _: None
+        self.note_save_time: Callable[[float], None] = _do_nothing
         """Told, on rank zero, how many seconds each save took until durable, its wait for the last one included."""
         self._save_began_s = 0.0
         self._durable: deque[CheckpointRecord] = deque()
         self._being_reported: CheckpointRecord | None = None
         self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
+        self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
         self._is_overdue = False
@@ -163,15 +166,27 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        own: dict[str, Any] = {
+            "_io": None,
+            "_durable": deque(),
+            "_being_reported": None,
+            "_awaited": [],
+            "_run_state": None,
+        }
+        return {**super().__getstate__(), **own}
+
     # Events
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._gives_plugin_back = not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
         self._io = _install(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
         if self.dirpath is None:
-            self.dirpath = Path(trainer.default_root_dir) / "checkpoints"
+            self.dirpath = _local(trainer.default_root_dir) / "checkpoints"
         self.dirpath = self.dirpath.absolute()
         if stage == "fit" and trainer.is_global_zero:
             sweep(self.dirpath)
@@ -283,6 +298,13 @@ class Checkpoint(Hook, LightningCheckpoint):
                     # Of the instance, and until then: a hook that is there is called in every step.
                     self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self._gives_plugin_back and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            # Through it this process hands its weights to the one that has started it, which knows no other.
+            trainer.strategy.checkpoint_io = TorchCheckpointIO()
+
     # What the runtime calls as well
 
     @property
@@ -297,6 +319,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         records = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best(records, self.retention) or records[-1:]
         return str(chosen[0].path) if chosen else ""
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # Lightning tells it in a process whose children have trained; there no `setup` says where checkpoints are.
+        if path:
+            self.dirpath = Path(path).parent
 
     @property
     def saves_anything(self) -> bool:
@@ -537,6 +565,20 @@ class Checkpoint(Hook, LightningCheckpoint):
         window = trainer.accumulate_grad_batches
         is_open = progress.current.ready % window != 0 and not progress.is_last_batch
         return is_open and self._stands_between_batches(trainer)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if is_remote(path):
+        raise ValueError(
+            f"Invalid `dirpath`. Checkpoint writes to a local file system, from which a run resumes, but received "
+            f"{os.fspath(path)!r}. Name a local `dirpath`, and `uploads.targets` of a job, or `targets` of "
+            "UploadArtifacts, for copies elsewhere."
+        )
+    return Path(os.fspath(path).removeprefix("file://"))
+
+
+def _do_nothing(seconds: float) -> None:
+    """Where nobody wants to know how long saves take."""
 
 
 def _try_to_delete(path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError
+from . import remote
 from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import record_path
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file
@@ -54,9 +56,9 @@ class DurableCheckpointIO(CheckpointIO):
 
     ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
     ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
-    ``P.ckpt`` beside a folder ``P/``, or ``P~1/`` where something else has that name. A ``.ckpt`` file of stock
-    Lightning is loaded too, with ``weights_only=True`` whatever the caller asks for, because only then can it run no
-    code.
+    ``P.ckpt`` beside a folder ``P/``, or ``P~1/`` where something else has that name, also at a URL that fsspec opens.
+    A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True`` whatever the caller asks for, because
+    only then can it run no code.
 
     Once this class is imported, Lightning loads its checkpoints also where it opens a file by itself, as in
     ``load_from_checkpoint`` or in a Trainer without this plugin. ``torch.load`` of one says what to do instead.
@@ -74,6 +76,15 @@ class DurableCheckpointIO(CheckpointIO):
         self._on_background_save: list[Callable[[], None]] = []
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is in flight, expected or listened for belongs to the process that began it.
+        fresh = vars(DurableCheckpointIO(asynchronous=self.asynchronous))
+        kept = {name: value for name, value in vars(self).items() if name not in fresh}
+        return {**kept, "asynchronous": self.asynchronous}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**vars(DurableCheckpointIO()), **state})
 
     @property
     def is_settled(self) -> bool:
@@ -112,6 +123,11 @@ class DurableCheckpointIO(CheckpointIO):
                 f"Invalid `storage_options`. {type(self).__name__} writes to a local file system and takes none, "
                 f"but received {storage_options!r}."
             )
+        if remote.is_remote(path):
+            prepared = prepare(checkpoint, RecordMeta())
+            self.wait()
+            self._save(prepared, self.asynchronous, lambda p: remote.save(os.fspath(path), p))
+            return
         record = record_path(_local(path))
         request = self._requests.pop(record, None) or SaveRequest()
         try:
@@ -229,6 +245,9 @@ class DurableCheckpointIO(CheckpointIO):
             FileNotFoundError: There is none.
         """
         self.wait()
+        if remote.is_remote(path):
+            with tempfile.TemporaryDirectory(prefix="genlight-") as scratch:
+                return self.load_checkpoint(remote.fetch(os.fspath(path), Path(scratch)), map_location)
         record = find_checkpoint(_local(path))
         return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
 
@@ -238,8 +257,11 @@ class DurableCheckpointIO(CheckpointIO):
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
-        path = _local(path)
-        self.writer.afterwards(lambda: _remove(path))
+        if remote.is_remote(path):
+            self.writer.afterwards(lambda: remote.remove(os.fspath(path)))
+            return
+        local = _local(path)
+        self.writer.afterwards(lambda: _remove(local))
 
     @override
     def teardown(self) -> None:

@@ -68,6 +68,8 @@ class Hook(pl.Callback):
     _failures: Counter[str] | None = None
     _reported: Counter[str] | None = None
 
+    _of_this_process: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that a copy, or a process that gets this hook by pickle, begins without, as the class has them."""
     _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
     """Not policed: what they add belongs to every rank, and a failure must reach whoever saves or loads."""
 
@@ -77,6 +79,11 @@ class Hook(pl.Callback):
             is_event = name.startswith("on_") or name in ("setup", "teardown")
             if is_event and name not in cls._not_events and inspect.isfunction(method):
                 setattr(cls, name, _policed(name, method))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An event that runs here does not run in the copy, and nothing there wakes it.
+        left = {"_inside_event", "next_due_step", *self._of_this_process}
+        return {name: value for name, value in vars(self).items() if name not in left}
 
     @property
     def failures(self) -> dict[str, int]:

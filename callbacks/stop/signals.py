@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from ...adapter.contract.exceptions import StopReason
 
@@ -37,12 +38,16 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
-        self.on_stop: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = _do_nothing
         """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
         self._watch: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Signals come to a process, and a copy handles none until it is installed.
+        return {**vars(StopSignals()), "reason": self.reason}
 
     @property
     def are_handled(self) -> bool:
@@ -126,6 +131,10 @@ class StopSignals:
             # What it has not read yet belongs to what has ended, and is no signal to the next fit. A process that was
             # forked off in C may keep the other end of its pipe open: then it stays.
             watch.join(LEFT_AFTER_S)
+
+
+def _do_nothing() -> None:
+    """What nobody waits for."""
 
 
 def _leave_to_parent() -> None:

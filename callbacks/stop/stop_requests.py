@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,6 +62,9 @@ class StopRequests(Hook):
     critical = True
     ranks: Literal["zero", "all"] = "all"
     writes = ("stop_reason",)
+    _of_this_process = frozenset({"_agreement", "_ticker"})
+    _agreement: Agreement | None = None
+    _ticker: Ticker | None = None
     poll_s = 0.05
     """How often files are looked at; a look costs more than the rest of a step's checks."""
 
@@ -81,10 +84,12 @@ class StopRequests(Hook):
         self._checks: list[Callable[[], str | None]] = []
         self._requested: StopReason | None = "canceled" if canceled else None
         self._next_poll = 0.0
-        self._agreement: Agreement | None = None
         self._undo = ExitStack()
-        self._ticker: Ticker | None = None
         self._has_fitted = False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_undo": ExitStack()}
 
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
@@ -102,6 +107,12 @@ class StopRequests(Hook):
         if self._requested is not None:
             self._wake()
         return self._requested
+
+    def _stops(self, pl_module: pl.LightningModule) -> bool:
+        """Whether a stop was asked for, of a module that may be fitted again, by a trainer without this callback."""
+        trainer = attached_trainer(pl_module)
+        is_ours = trainer is not None and any(callback is self for callback in callbacks_of(trainer))
+        return is_ours and self.requested() is not None
 
     def _wake(self) -> None:
         """Have the loop call this hook after the step that runs."""
@@ -141,8 +152,7 @@ class StopRequests(Hook):
             self._undo.callback(release_workers)
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
-            asked = weakref.ref(trainer)  # the module may be fitted again, by another one
-            add_cancel_check(lambda: attached_trainer(pl_module) is asked() and self.requested() is not None)
+            add_cancel_check(functools.partial(self._stops, pl_module))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

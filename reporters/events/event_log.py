@@ -70,7 +70,8 @@ class EventLog:
     again. Lines reach the file in the order of the calls. Where `metrics` is called more than once in `flush_every_s`,
     its lines wait for the end of that time, for 256 such calls or for any other event: a process that is killed loses
     no more than those.
-    Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed.
+    Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed, and so
+    is a copy.
 
     Args:
         path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
@@ -111,6 +112,12 @@ class EventLog:
             self._file.close()
             raise
         _open_logs.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"} | {"_waiting": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @property
     def path(self) -> Path:

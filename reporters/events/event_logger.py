@@ -24,7 +24,7 @@ from ...adapter.contract.event_error import failure_category, safe_text, stop_re
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory
 from .event_log import EventLog
-from .lines import RESUMED_METRIC
+from .lines import RESUMED_METRIC, finite_float
 
 __all__ = ["EventLogger"]
 
@@ -40,9 +40,9 @@ class EventLogger(Logger):
     Works in any ``Trainer(logger=…)`` and LightningCLI YAML, with any LightningModule:
 
     - ``started`` when a fit begins, and ``trainer/resumed_from_step`` where it does not begin at step 0;
-    - ``metric`` for every scalar that is logged, at the step that every logger gets (Lightning's own loop counts the
-      first batch as step 0); of its automatic columns ``epoch`` is left out, because it is no measurement and would
-      double the log of a model with one metric;
+    - ``metric`` for every number that is logged (texts are for other loggers), at the step that every logger gets
+      (Lightning's own loop counts the first batch as step 0); of its automatic columns ``epoch`` is left out, because
+      it is no measurement and would double the log of a model with one metric;
     - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
     - ``checkpoint`` for what a ``ModelCheckpoint`` wrote, once it is on disk and its step's metrics are in the log.
       Lightning logs a step's metrics after its checkpoints, so the event comes with the next metrics or at the end.
@@ -86,6 +86,7 @@ class EventLogger(Logger):
         self._last_checkpoint: str | None = None
         self._last_step = 0
         self._warned = False
+        self._left_out: set[str] = set()
 
     @classmethod
     def attached(cls, event_log: EventLog) -> Self:
@@ -98,6 +99,19 @@ class EventLogger(Logger):
         logger._log = event_log
         logger._owns_log, logger._is_begun = False, True
         return logger
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._owns_log:
+            return vars(self).copy()
+        # The copy opens the log at its own first use.
+        nothing: dict[str, Any] = {
+            "_log": None,
+            "_is_begun": False,
+            "_trainer": None,
+            "_pending": [],
+            "_last_checkpoint": None,
+        }
+        return {**vars(self), **nothing}
 
     @property
     @override
@@ -153,6 +167,14 @@ class EventLogger(Logger):
             metrics = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
             event_log.metrics(metrics, step=at)
+        except TypeError:
+            # Other loggers take texts, and one `Trainer.logger` may be a list of several.
+            numbers = {name: value for name, value in metrics.items() if _is_number(name, value)}
+            if len(numbers) == len(metrics):
+                raise
+            self._warn_of_texts([name for name in metrics if name not in numbers])
+            if numbers:
+                self.log_metrics(numbers, at)
         except EventLogError:
             # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
             if event_log.takes_metrics_of(at):
@@ -225,6 +247,12 @@ class EventLogger(Logger):
                 step,
                 self.path,
             )
+
+    def _warn_of_texts(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._left_out]
+        if new:
+            self._left_out.update(new)
+            log.warning("metrics %s are no numbers and not in %s, which holds numbers", ", ".join(new), self.path)
 
     def _completed_steps(self) -> int:
         return self._last_step if self._trainer is None else self._trainer.global_step
@@ -300,6 +328,14 @@ class _FitWatch(Callback):
     ) -> None:
         for path in paths:
             self._logger.experiment.sample(path=path, step=step)
+
+
+def _is_number(name: Any, value: Any) -> bool:
+    try:
+        finite_float(name, value)
+    except TypeError:
+        return not isinstance(name, str)  # a name that is no text is refused by name
+    return True
 
 
 def _saved_path(callback: ModelCheckpoint) -> str:

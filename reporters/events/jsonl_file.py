@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
@@ -86,6 +86,11 @@ class LineFile:
             os.close(self._descriptor)
             raise
         _open_files.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is closed, as in a forked child: the lock is that of one open file in one process."""
+        state = {name: value for name, value in vars(self).items() if name != "_closing"}
+        return {**state, "closed": True, "_descriptor": -1, "_flusher": None, "is_roused": False, "_sync_at": None}
 
     def append(self, *lines: bytes) -> None:
         """Write lines, which end with their newline, one after the other and each whole or not at all.

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from . import named_types as known_types
+from .omegaconf_values import build_config, config_type, config_type_name, take_config_apart
 from .stdlib_types import CODECS_BY_TAG, CODECS_BY_TYPE
 
 __all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "decode", "encode", "format_path"]
@@ -162,6 +163,10 @@ class _Encoder:
         if known_types.is_named_tuple(kind):
             name = self._known(value, kind, path)
             return self._inside(value, path, lambda: {"$namedtuple": [name, self._list(list(value), path)]})
+        if config_type_name(kind) is not None:
+            return self._inside(value, path, lambda: {"$omegaconf": self.encode(take_config_apart(value), path)})
+        if (config := config_type_name(value)) is not None:
+            return {"$omegaconftype": config}
         raise _refusal(value, path, _hint(value, path))
 
     def _dataclass(self, value: Any, kind: type, path: Path) -> dict[str, Any]:
@@ -189,6 +194,8 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 
 
 def _hint(value: Any, path: Path) -> str:
+    if isinstance(value, type):  # which a file could name to have it called by whoever finds it there
+        return "store its name" + (", as a text for `state_key`" if path[1:2] == ("callbacks",) else "")
     if callable(getattr(value, "state_dict", None)):
         return "store its state_dict()"
     if callable(getattr(value, "get_state", None)):
@@ -295,6 +302,8 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$torch": lambda _, name: _decode_torch_constant(name),
     "$device": lambda _, name: _decode_device(name),
     "$size": lambda _, sizes: _decode_size(sizes),
+    "$omegaconf": lambda self, parts: build_config(self.decode(parts)),
+    "$omegaconftype": lambda _, name: config_type(name),
     "$enum": lambda _, content: known_types.enum_member(*content),
     "$dataclass": lambda self, content: known_types.build_dataclass(
         content[0], {name: self.decode(item) for name, item in content[1].items()}

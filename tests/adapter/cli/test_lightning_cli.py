@@ -129,6 +129,11 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
         ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
         ({"precision": "bf17"}, "`trainer.precision`: Expected int or "),
         ({"logger": "no.Such"}, "`trainer.logger`: Problem with given class_path 'no.Such': No module named 'no'"),
+        ({"logger": [{"class_path": "WandbLogger"}]}, "WandbLogger': Requirement 'wandb>=0.12.10' not met. HINT: Try "),
+        (
+            {"strategy": {"class_path": "DDPStrategy", "init_args": {"process_group_backend": 5}}},
+            "DDPStrategy': `process_group_backend`: Expected str or null, but received 5",
+        ),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),

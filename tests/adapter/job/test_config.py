@@ -374,6 +374,26 @@ def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
     assert all(len(name) <= 200 for name in names)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp_spawn",
+        "ddp_notebook",
+        "ddp_fork_find_unused_parameters_true",
+        {"class_path": "DDPStrategy", "init_args": {"start_method": "spawn"}},
+    ],
+)
+def test_strategies_whose_processes_end_with_what_was_learned_are_refused_before_anything_starts(job, strategy):
+    text = str(refused(job(lightning={"strategy": strategy})))
+    assert "Invalid `lightning.strategy`" in text
+    assert "Use ddp, which starts the script once for each device" in text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto", {"class_path": "DDPStrategy", "init_args": {}}])
+def test_other_strategies_pass(job, strategy):
+    assert resolve(job(lightning={"strategy": strategy})).lightning == {"strategy": strategy}
+
+
 def test_resolving_imports_neither_torch_nor_lightning():
     code = (
         "import sys; import genlight.adapter.job.config, genlight.adapter.run.startup_failure,"

@@ -6,6 +6,7 @@ import pytest
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.lightning_config import instantiate, lightning_config
 
@@ -47,3 +48,36 @@ def test_a_printed_configuration_says_16_mixed_as_lightning_takes_it(config):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_other_precisions_stay_as_they_are(config, precision):
     assert lightning_config(config({**SHARDED, "precision": precision}))["trainer"]["precision"] == precision
+
+
+WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
+CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
+SHARDED_BY = "lightning.pytorch.strategies.ModelParallelStrategy"
+
+
+@pytest.mark.parametrize(
+    ("lightning", "said"),
+    [
+        ({"logger": [WANDB]}, r"WandbLogger': Requirement 'wandb.*' not met\. HINT"),
+        ({"logger": [CSV, WANDB]}, r"WandbLogger': Requirement 'wandb.*' not met\. HINT"),
+        ({"logger": WANDB}, r"Requirement 'wandb.*' not met\. HINT"),
+        (
+            {"strategy": {"class_path": SHARDED_BY, "init_args": {"data_parallel_size": "many"}}},
+            r"`lightning.strategy`: .*`data_parallel_size`: Expected 'auto' or int, but received many$",
+        ),
+        (
+            {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "a", "patience": "long"}}]},
+            r"`lightning.callbacks`: .*EarlyStopping': `patience`: Expected int, but received long$",
+        ),
+        (
+            {"strategy": {"class_path": "DDPStrategy", "init_args": {"start_method": "x"}}},
+            "`start_method`: Expected 'popen', 'spawn', 'fork', 'forkserver', but received x",
+        ),
+        ({"callbacks": [{"class_path": "nowhere.Callback"}]}, "nowhere.Callback': No module named 'nowhere'$"),
+    ],
+)
+def test_what_is_wrong_with_a_class_of_the_block_is_told_by_its_cause(config, lightning, said):
+    with pytest.raises(StartupContractError, match=said) as caught:
+        instantiate(config({"accelerator": "cpu", **lightning}))
+    assert "\n" not in str(caught.value)
+    assert "Subclass types" not in str(caught.value)

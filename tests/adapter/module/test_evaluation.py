@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import ContractError, StartupContractError
-from genlight.callbacks import Checkpoint, DurableCheckpointIO
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, LogMetrics
+from genlight.callbacks.hook.events import run_state_of
+from genlight.reporters import EventLogger, read_events, validate_events
 
 
 @pytest.fixture
@@ -107,3 +114,117 @@ def test_scores_that_are_no_mapping_of_numbers_are_refused(quiet, evaluated, sco
     evaluated.evaluate = lambda state, ctx: scores
     with pytest.raises(ContractError, match=said):
         pl.Trainer(**quiet).validate(ContractModule(evaluated))
+
+
+def test_val_check_interval_evaluates_within_the_training_and_its_scores_reach_monitors_and_loggers(
+    fit, evaluated, tmp_path
+):
+    best = ModelCheckpoint(tmp_path / "best", monitor="steps", mode="max", filename="{step}")
+    logger = CSVLogger(tmp_path)
+    settings = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    trainer, _module = fit(evaluated, [best], steps=6, logger=logger, enable_checkpointing=True, **settings)
+
+    assert evaluated.calls.count("evaluate") == 3, "none of them in a sanity check"
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["half"]]
+    assert [(row["step"], row["steps"]) for row in rows] == [("2", "2.0"), ("4", "4.0"), ("6", "6.0")]
+    assert trainer.callback_metrics["steps"] == 6.0
+    assert best.best_model_score == 6.0
+    assert run_state_of(trainer).eval_scores == {"steps": 6.0, "half": 0.5}
+    assert evaluated.saw == {"gradients": True, "autocast": False, "training": True}
+
+
+def test_scores_of_a_validation_are_events_of_their_step_once(fit, evaluated, tmp_path):
+    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    settings = {"val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
+    fit(evaluated, [LogMetrics(1), Checkpoint(tmp_path / "c", every_n_steps=1)], steps=4, logger=logger, **settings)
+
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert [event["step"] for event in events if event.get("name") == "half"] == [2, 4]
+    assert validate_events(tmp_path / "events.jsonl") == []
+
+
+def test_check_val_every_n_epoch_evaluates_after_every_such_epoch(quiet, evaluated):
+    trainer = pl.Trainer(**quiet, max_steps=12, max_epochs=6, check_val_every_n_epoch=3)
+    trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))
+
+    assert evaluated.calls.count("evaluate") == 2
+
+
+def test_a_training_that_asks_for_validation_by_a_trainer_without_evaluate_says_so(fit, counting_trainer, caplog):
+    fit(counting_trainer(), steps=4, val_check_interval=2, check_val_every_n_epoch=None)
+
+    assert "val_check_interval=2 and check_val_every_n_epoch=None have no effect: CountingTrainer has no" in caplog.text
+
+
+def test_a_validation_loader_of_the_callers_own_is_left_alone(quiet, evaluated):
+    class Validated(ContractModule):
+        def validation_step(self, batch, batch_idx):
+            self.seen = batch
+
+    module = Validated(evaluated)
+    trainer = pl.Trainer(**quiet, max_steps=2, val_check_interval=1)
+    trainer.fit(module, BatchStream([0, 1]), BatchStream(["validated"]))
+
+    assert module.seen == "validated"
+    assert "evaluate" not in evaluated.calls
+
+
+def test_a_validation_leaves_the_gradients_of_an_unfinished_window_alone(fit, evaluated):
+    class Accumulates(type(evaluated)):
+        def configure(self, ctx):
+            state = super().configure(ctx)
+            return {**state, "net": torch.nn.Linear(1, 1), "gradients": []}
+
+        def train_step(self, batch, state, ctx):
+            state["net"](torch.ones(1)).sum().backward()
+            state["gradients"].append(float(state["net"].weight.grad))
+            return super().train_step(batch, state, ctx)
+
+    _, module = fit(Accumulates(), steps=4, val_check_interval=1, check_val_every_n_epoch=None)
+    assert module.contract_state["gradients"] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_is_due_at_a_checkpoint_is_evaluated_once_by_the_run_that_resumes(fit, quiet, evaluated, tmp_path):
+    settings = {"val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
+    fit(evaluated, [Checkpoint(tmp_path, every_n_steps=2, keep_last=None)], steps=4, **settings)
+    resumed, scores = type(evaluated)(), []
+    resumed.evaluate = lambda state, ctx: scores.append(state["steps"]) or {"half": 0.5}
+
+    trainer = pl.Trainer(**{**quiet, **settings}, max_steps=6, plugins=[DurableCheckpointIO()])
+    trainer.fit(ContractModule(resumed), BatchStream(range(100)), ckpt_path=str(tmp_path / "step-00000002.json"))
+    assert scores == [2, 4, 6], "the checkpoint of step 2 was written before its validation"
+
+
+@pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning")
+def test_callbacks_can_measure_the_batch_of_a_validation(fit, quiet, evaluated, tmp_path):
+    monitor = ThroughputMonitor(batch_size_fn=len, window_size=2)
+    logger = CSVLogger(tmp_path)
+    fit(
+        evaluated,
+        [monitor],
+        steps=4,
+        batches=[[0], [1], [2], [3]],
+        logger=logger,
+        val_check_interval=2,
+        log_every_n_steps=1,
+    )
+    pl.Trainer(**{**quiet, "logger": logger}, log_every_n_steps=1, callbacks=[monitor]).validate(
+        ContractModule(evaluated)
+    )
+
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        assert any(row.get("validate/samples") for row in csv.DictReader(file))
+
+
+def test_averaged_weights_are_the_ones_that_a_validation_evaluates(fit, evaluated):
+    class Swaps(pl.Callback):
+        def on_validation_epoch_start(self, trainer, pl_module):
+            pl_module.contract_state["steps"] *= 100
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.contract_state["steps"] //= 100
+
+    trainer, module = fit(evaluated, [Swaps()], steps=2, val_check_interval=2)
+    assert trainer.callback_metrics["steps"] == 200.0
+    assert module.contract_state["steps"] == 2

@@ -262,3 +262,41 @@ def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> 
     )
     trainer.fit(module, batches())
     assert plugin.seen == [0, 1, 0, 1, 0]
+
+
+def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
+    """As those that a LightningModule saves; a checkpoint does not hold them, since a job names them."""
+    told: list[Any] = []
+
+    class Told(CSVLogger):
+        def log_hyperparams(self, params: Any = None, *_: Any) -> None:
+            told.append(dict(params))
+
+    job = TrainingJobSpec("parts", 2, hyperparams={"lr": 0.1, "model": {"depth": 2}})
+    trainer = pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=[CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b"), Told(tmp_path / "c")],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ContractModule(Regression(), job)
+    trainer.fit(module, batches())
+    assert told == [{"lr": 0.1, "model": {"depth": 2}}]
+    for path in (*tmp_path.glob("a/**/hparams.yaml"), *tmp_path.glob("b/**/hparams.yaml")):
+        assert "depth: 2" in path.read_text()
+    assert dict(module.hparams) == {}
+
+
+def test_hyperparameters_that_a_subclass_saves_are_told_beside_those_of_the_job(tmp_path: Path) -> None:
+    """`save_hyperparameters` of a subclass keeps its meaning."""
+
+    class Saves(ContractModule):
+        def __init__(self, job: TrainingJobSpec, depth: int) -> None:
+            super().__init__(Regression(), job)
+            self.save_hyperparameters("depth")
+
+    module = Saves(TrainingJobSpec("parts", 1, hyperparams={"lr": 0.1}), depth=3)
+    assert dict(module.hparams_initial) == {"lr": 0.1, "depth": 3}
+    assert dict(module.hparams) == {"depth": 3}

@@ -8,10 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractError, ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 
 
@@ -129,16 +128,6 @@ def test_a_module_that_a_step_builds_is_refused_by_its_path(tmp_path: Path) -> N
     plugin.late = True
     with pytest.raises(ContractError, match=r'state\["late"\] appeared after `configure`'):
         fit(tmp_path, plugin, 2)
-
-
-@pytest.mark.parametrize(
-    "callback", [StochasticWeightAveraging(0.1, swa_epoch_start=1), WeightAveraging(), ModelPruning("l1_unstructured")]
-)
-def test_a_callback_that_takes_the_weights_before_there_are_any_is_refused(tmp_path: Path, callback: Any) -> None:
-    """Averaging would silently average nothing."""
-    trainer = pl.Trainer(max_steps=3, accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[callback])
-    with pytest.raises(StartupContractError, match=f"{type(callback).__name__} takes the weights"):
-        trainer.fit(ContractModule(TwoSchedulers()), DataLoader([torch.zeros(4, 2)] * 3, batch_size=None))
 
 
 def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_trainer):

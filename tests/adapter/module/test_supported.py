@@ -38,6 +38,8 @@ Homemade.__abstractmethods__ = frozenset()
         (DDPStrategy(ddp_comm_hook=print), "DDPStrategy cannot host.*communication hook"),
         (DDPStrategy(model_averaging_period=2), "DDPStrategy cannot host.*averages models"),
         (blank(Homemade), "Homemade cannot host"),
+        (DDPStrategy(start_method="spawn"), "DDPStrategy cannot host.*start_method='spawn'.*Use ddp"),
+        (DDPStrategy(start_method="fork"), "DDPStrategy cannot host.*start_method='fork'.*Use ddp"),
     ],
 )
 def test_a_strategy_that_cannot_host_a_trainer_is_refused_by_name_with_the_reason(strategy, said):

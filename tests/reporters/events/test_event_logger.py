@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
@@ -416,3 +417,26 @@ def test_it_is_configured_from_a_lightning_cli_yaml(tmp_path, path, monkeypatch)
     )
     LightningCLI(Line, args=["fit", "--config", str(config)], save_config_kwargs={"overwrite": True})
     assert {event["run_id"] for event in sound_events(path)} == {"from-yaml"}
+
+
+def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):
+    """A list of loggers gets what a CSV file takes; the log warns once of each name, and has the numbers beside it."""
+
+    class LogsTexts(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            for logger in trainer.loggers:
+                logger.log_metrics({"phase": "warm-up", "loss": 1.0, "shapes": {"a": 1.0}}, trainer.global_step)
+                logger.log_metrics({"phase": "warm-up"}, trainer.global_step)
+
+    csv_logger = CSVLogger(tmp_path / "csv")
+    logger = EventLogger(path, run_id="r")
+    trainer = make_trainer(tmp_path, LogsTexts(), logger=[logger, csv_logger], max_steps=2)
+    trainer.fit(Line())
+
+    events = sound_events(path)
+    assert [(event["step"], event["value"]) for event in events if event.get("name") == "loss"] == [(1, 1.0), (2, 1.0)]
+    assert not [event for event in events if event.get("name") in ("phase", "shapes")]
+    assert "warm-up" in Path(csv_logger.log_dir, "metrics.csv").read_text()
+    assert [record.message for record in caplog.records if "no numbers" in record.message] == [
+        f"metrics phase, shapes are no numbers and not in {path}, which holds numbers"
+    ]

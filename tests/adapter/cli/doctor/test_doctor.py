@@ -144,7 +144,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
         dataset={"parquet_paths": ["a.parquet", "none.parquet"], "columns": ["y"]},
         inputs={"base_model_ref": "./no/model", "resume_checkpoint_url": "http://127.0.0.1:1/c.json"},
         uploads={"terminal_url": "http://127.0.0.1:1/t"},
-        lightning={"accelerator": "cpu", "device": 1},
+        lightning={"accelerator": "cpu", "device": 1, "strategy": "ddp_notebook"},
     )
     code, text = diagnose(path, "--set", f"artifacts_dir={tmp_path / 'blocked'}")
     found = "\n".join(lines(text, "fault"))
@@ -152,7 +152,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
     for word in (
         *("`metric_every`", "`TRAINER_UPLOAD_DEADLINE_SECONDS`", "startup.missing_capability_token", "train_step"),
         *("startup.invalid_artifact_paths", "has no column y. It has x", "none.parquet", "no/model"),
-        *("http://127.0.0.1:1/c.json", "http://127.0.0.1:1/t", "`lightning.device`"),
+        *("http://127.0.0.1:1/c.json", "http://127.0.0.1:1/t", "`lightning.device`", "`lightning.strategy`"),
     ):
         assert word in found
     assert f"{len(lines(text, 'fault'))} faults" in text

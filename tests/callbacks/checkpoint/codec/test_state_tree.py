@@ -395,3 +395,44 @@ def test_a_saved_plain_tree_is_plain_json_in_the_record(tmp_path):
     state = {"best": 0.25, "names": ["a", None, True], "nested": {"count": 3}}
     record = save(tmp_path / "a", {"genlight": {"state": state}})
     assert record.state == state
+
+
+def test_a_configuration_of_omegaconf_comes_back_with_its_type_flags_and_interpolations(tmp_path, monkeypatch):
+    """Unresolved: what an interpolation reads from the environment is in no checkpoint."""
+    omegaconf = pytest.importorskip("omegaconf")
+    monkeypatch.setenv("GENLIGHT_TEST_SECRET", "hunter2")
+    fields = {
+        "a": 1,
+        "b": {"c": [1, "${a}"]},
+        "secret": "${oc.env:GENLIGHT_TEST_SECRET}",
+        "missing": "???",
+        "none": None,
+    }
+    config = omegaconf.OmegaConf.create(fields)
+    omegaconf.OmegaConf.set_readonly(config, True)
+    tree = {"config": config, "list": omegaconf.OmegaConf.create([1, 2]), "type": type(config), "part": config.b}
+
+    back = round_trip(tmp_path, tree)
+
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert type(back["config"]) is omegaconf.DictConfig
+    assert type(back["list"]) is omegaconf.ListConfig
+    assert back["type"] is omegaconf.DictConfig
+    assert back["config"] == config
+    assert back["config"].b.c[1] == 1
+    assert back["config"].secret == "hunter2"
+    assert omegaconf.OmegaConf.is_readonly(back["config"])
+    assert not omegaconf.OmegaConf.is_readonly(back["list"])
+
+
+@pytest.mark.parametrize("key", ["a", ("a", 1), 1, None, Color.RED, frozenset({1}), b"x"])
+def test_the_state_of_a_callback_may_have_a_key_of_any_plain_kind(tmp_path, key):
+    save(tmp_path / "a", {"callbacks": {key: {"count": 1}}})
+    assert load(tmp_path / "a")["callbacks"] == {key: {"count": 1}}
+
+
+def test_a_class_as_the_key_of_a_state_is_refused_with_what_to_use_instead(tmp_path):
+    with pytest.raises(
+        UnstorableStateError, match=r"\[\"callbacks\"\]\[\"<key>\"\]: .*; store its name, as a text for `state_key`"
+    ):
+        save(tmp_path / "a", {"callbacks": {Color: {"count": 1}}})

@@ -1,0 +1,233 @@
+"""Lightning's callbacks that take the weights in ``setup`` work with a trainer class, which builds them later."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch.utils.data import DataLoader
+
+from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, DurableCheckpointIO
+
+
+class Finetuned:
+    """A backbone and a head under one optimizer; notes the weights after each step."""
+
+    def __init__(self) -> None:
+        self.history: list[torch.Tensor] = []
+        self.loaded: dict[str, Any] = {}
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        backbone, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        optimizer = torch.optim.Adam([*head.parameters(), *backbone.parameters()], lr=0.05)
+        return {"backbone": backbone, "head": head, "optimizer": optimizer}
+
+    def prepare_batch(self, raw: torch.Tensor, state: Any, ctx: Any) -> torch.Tensor:
+        return raw
+
+    def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
+        loss = (state["head"](state["backbone"](batch).tanh()) - 1).pow(2).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        self.history.append(state["backbone"].weight.detach().clone())
+        return StepResult({"loss": loss.detach()})
+
+    def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
+        return {"norm": float(state["backbone"].weight.detach().norm())}
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {name: state[name].state_dict() for name in ("backbone", "head")}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        self.loaded = payload
+        for name in ("backbone", "head"):
+            state[name].load_state_dict(payload[name])
+
+
+def batches() -> DataLoader[Any]:
+    """Two batches an epoch."""
+    return DataLoader([torch.full((2, 4), 0.1 * i) for i in (1, 2)], batch_size=None)
+
+
+def fit(
+    folder: Path, *callbacks: pl.Callback, epochs: int = 4, ckpt_path: str | None = None, **settings: Any
+) -> tuple[pl.Trainer, ContractModule]:
+    """Train with stock callbacks beside a checkpoint after each epoch."""
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks, Checkpoint(folder / "made", every_n_epochs=1, keep_last=None)],
+        plugins=[DurableCheckpointIO()],
+        **settings,
+    )
+    module = ContractModule(Finetuned(), TrainingJobSpec("parts", 100))
+    trainer.fit(module, batches(), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def weights(module: ContractModule) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_averaged_weights_take_the_place_of_the_last_ones_when_training_ends(tmp_path: Path) -> None:
+    """The mean of the weights after all steps, in the modules of the trainer class itself."""
+    _, module = fit(tmp_path, WeightAveraging())
+    history = module.plugin.history  # type: ignore[attr-defined]
+    assert len(history) == 8
+    torch.testing.assert_close(module.contract_state["backbone"].weight, torch.stack(history).mean(0))
+
+
+def test_a_validation_within_the_training_evaluates_the_averaged_weights(tmp_path: Path) -> None:
+    """What ``evaluate`` sees is the average, and training goes on with the weights that it had."""
+    trainer, module = fit(tmp_path, WeightAveraging(), val_check_interval=2, check_val_every_n_epoch=4)
+    history = module.plugin.history  # type: ignore[attr-defined]
+    assert float(trainer.callback_metrics["norm"]) == pytest.approx(float(torch.stack(history).mean(0).norm()))
+
+
+@pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5)])
+def test_averaging_goes_on_after_a_resume_to_the_same_bits(tmp_path: Path, make: Any) -> None:
+    """A checkpoint holds the average and the current weights, and a resume takes up both."""
+    _, straight = fit(tmp_path / "straight", make())
+    fit(tmp_path, make(), epochs=2)
+    _, resumed = fit(tmp_path, make(), ckpt_path=str(tmp_path / "made" / "step-00000004.json"))
+    assert_same(weights(resumed), weights(straight))
+
+
+def test_pruned_weights_stay_pruned_and_a_resume_loads_them(tmp_path: Path) -> None:
+    """Half of the weights is zero at the end; a checkpoint holds plain weights, in the trainer's own state too."""
+
+    def pruning() -> ModelPruning:
+        return ModelPruning(
+            "l1_unstructured",
+            parameters_to_prune=None,
+            parameter_names=["weight"],
+            amount=0.5,
+            use_global_unstructured=True,
+        )
+
+    _, module = fit(tmp_path, pruning(), epochs=2)
+    pruned = torch.cat([module.contract_state[name].weight.flatten() for name in ("backbone", "head")])
+    assert int((pruned == 0).sum()) >= 10
+    assert set(module.contract_state["head"].state_dict()) == {"weight", "bias"}
+
+    _, resumed = fit(tmp_path, pruning(), epochs=3, ckpt_path=str(tmp_path / "made" / "step-00000004.json"))
+    loaded = resumed.plugin.loaded  # type: ignore[attr-defined]
+    assert set(loaded["backbone"]) == {"weight", "bias"}
+    assert int((loaded["backbone"]["weight"] == 0).sum()) > 0
+    assert resumed.completed_steps == 6
+
+
+class FreezesFirst(BaseFinetuning):
+    """A user's own: the backbone is trained from the second epoch on, with a rate of its own."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.backbone)  # type: ignore[arg-type]
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.001)  # type: ignore[arg-type]
+
+
+def test_a_frozen_backbone_is_trained_from_its_epoch_on_with_its_own_learning_rate(tmp_path: Path) -> None:
+    """As in Lightning, where the optimizer is made of what is not frozen."""
+    _, module = fit(tmp_path, FreezesFirst())
+    history = module.plugin.history  # type: ignore[attr-defined]
+    assert torch.equal(history[0], history[1])
+    assert not torch.equal(history[1], history[2])
+    groups = module.contract_state["optimizer"].param_groups
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.05), (2, 0.001)]
+
+
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_finetuning_goes_on_after_a_resume_to_the_same_bits(tmp_path: Path, at: int) -> None:
+    """Before and after the backbone was unfrozen."""
+    _, straight = fit(tmp_path / "straight", FreezesFirst())
+    fit(tmp_path, FreezesFirst(), epochs=at // 2)
+    _, resumed = fit(tmp_path, FreezesFirst(), ckpt_path=str(tmp_path / "made" / f"step-{at:08}.json"))
+    assert_same(weights(resumed), weights(straight))
+
+
+def test_backbone_finetuning_raises_the_learning_rate_of_the_backbone_alone(tmp_path: Path) -> None:
+    """The stock callback finds the ``backbone`` of the state, and leaves the head's rate alone."""
+    callback = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 2.0, backbone_initial_lr=0.002
+    )
+    _, module = fit(tmp_path, callback)
+    rates = [group["lr"] for group in module.contract_state["optimizer"].param_groups]
+    assert rates == pytest.approx([0.05, 0.008])
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (
+            GradientAccumulationScheduler({0: 2}),
+            "GradientAccumulationScheduler: the trainer class owns gradient accumu",
+        ),
+        (
+            StochasticWeightAveraging(0.1),
+            "StochasticWeightAveraging replaces.*use lightning.pytorch.callbacks.WeightAver",
+        ),
+    ],
+)
+def test_callbacks_that_contradict_a_trainer_class_are_refused_by_name(
+    tmp_path: Path, callback: pl.Callback, said: str
+) -> None:
+    """At start, with the way out."""
+    with pytest.raises(StartupContractError, match=said):
+        fit(tmp_path, callback)
+
+
+def test_a_setup_that_waited_is_the_callbacks_own_again(tmp_path: Path) -> None:
+    """Also where ``configure`` failed meanwhile; other callbacks are set up before the module, as ever."""
+    order: list[str] = []
+
+    class Early(pl.Callback):
+        def setup(self, *_: Any, **__: Any) -> None:
+            order.append("early")
+
+    class Late(FreezesFirst):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            order.append("late")
+            super().setup(trainer, pl_module, stage)
+
+    late = Late()
+    module = ContractModule(Finetuned(), TrainingJobSpec("parts", 1))
+    settings: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+    plugin: Any = module.plugin
+    plugin.setup = lambda ctx: order.append("module") or 1 / 0
+    trainer = pl.Trainer(**settings, callbacks=[late, Early()], default_root_dir=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, batches())
+    copied = copy.deepcopy(late)
+    del plugin.setup
+    trainer = pl.Trainer(**settings, callbacks=[copied, Early()], default_root_dir=tmp_path)
+    trainer.fit(module, batches())
+    assert order == ["early", "module", "early", "late"]
+    assert "setup" not in vars(copied)

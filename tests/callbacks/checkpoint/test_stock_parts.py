@@ -1,0 +1,235 @@
+"""A dozen of Lightning's own callbacks and loggers, with our plugin and without: a user sees the same.
+
+Two runs each, one that trains and one that goes on from a checkpoint within an epoch, are compared in everything that
+can be seen of them: hooks in their order, files, what checkpoints hold, metrics, rows and scalars of loggers, states of
+callbacks and loops, weights.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from genlight.callbacks import DurableCheckpointIO
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"),
+]
+
+MEASURED = ("device/", "time", "per_sec", "cpu_", "DeviceStatsMonitor", "flops")
+"""Parts of the names of what a clock or the machine decides; of these only the names are compared."""
+
+
+class Regression(pl.LightningModule):
+    """A backbone and a head, a scheduler, hyperparameters, and metrics of every kind."""
+
+    def __init__(self, rate: float = 0.05, sizes: tuple[int, ...] = (4, 8)) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh())
+        self.head = torch.nn.Linear(8, 1)
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.backbone(batch)) - batch.sum(1, keepdim=True)).square().mean()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=self.hparams["rate"])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+
+class Records(pl.Callback):
+    """Notes every hook that is called, with the step at which it was."""
+
+    state_key = "every hook"
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, int]] = []
+        for name, method in inspect.getmembers(pl.Callback, inspect.isfunction):
+            if name.startswith("on_") or name in ("setup", "teardown"):
+                setattr(self, name, self._noting(name, method))
+
+    def _noting(self, name: str, method: Any) -> Any:
+        def note(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+            self.called.append((name, trainer.global_step))
+            return method(self, trainer, *args, **kwargs)
+
+        return note
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": len(self.called), ("a", 1): {2: torch.tensor([1.0])}, "nothing": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.called.append((f"load_state_dict {sorted(map(str, state_dict))}", int(state_dict["calls"])))
+
+
+def run(folder: Path, plugin: DurableCheckpointIO | None, *, epochs: int, resumes: bool = False) -> Any:
+    """Train, or go on, with everything at once."""
+    torch.manual_seed(7)
+    records, batch_ends = Records(), []
+    callbacks: list[pl.Callback] = [
+        records,
+        BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01, verbose=False),
+        DeviceStatsMonitor(cpu_stats=True),
+        EarlyStopping("val", patience=10),
+        EMAWeightAveraging(decay=0.9, update_every_n_steps=2),
+        GradientAccumulationScheduler({0: 1, 2: 2}),
+        LambdaCallback(on_train_batch_end=lambda trainer, *_: batch_ends.append(trainer.global_step)),
+        LearningRateMonitor(log_momentum=True),
+        ModelCheckpoint(folder / "best", monitor="val", save_top_k=2, save_last=True, filename="{epoch}-{step}"),
+        ModelCheckpoint(folder / "steps", every_n_train_steps=3, save_top_k=-1, filename="{step}"),
+        ModelSummary(),
+        ThroughputMonitor(batch_size_fn=len, window_size=2),
+        Timer(timedelta(hours=1)),
+        TQDMProgressBar(refresh_rate=0),
+    ]
+    attempt = int(resumes)
+    loggers = [CSVLogger(folder, "csv", version=attempt), TensorBoardLogger(folder, "board", version=attempt)]
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        callbacks=callbacks,
+        logger=loggers,
+        plugins=[] if plugin is None else [plugin],
+        log_every_n_steps=1,
+        default_root_dir=folder,
+        gradient_clip_val=1.0,
+    )
+    module, within_an_epoch = Regression(), folder / "steps" / "step=6.ckpt"
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+    trained, validated = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=8)
+    trainer.fit(module, trained, validated, ckpt_path=within_an_epoch if resumes else None)
+    return {
+        "hooks": records.called,
+        "batch ends": batch_ends,
+        "steps": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
+        "metrics": _plain(dict(trainer.callback_metrics)),
+        "logged": _plain(dict(trainer.logged_metrics)),
+        "weights": _plain(module.state_dict()),
+        "optimizer": _plain(trainer.optimizers[0].state_dict()),
+        "callbacks": [_plain(_relative(callback.state_dict(), folder)) for callback in callbacks],
+        "files": _files(folder),
+        "checkpoints": {
+            path.relative_to(folder): _plain(_relative(_load(trainer, path), folder))
+            for path in sorted(folder.rglob("*.ckpt"))
+        },
+        "rows": _rows(folder / "csv" / f"version_{attempt}"),
+        "scalars": _scalars(folder / "board" / f"version_{attempt}"),
+    }
+
+
+def _load(trainer: pl.Trainer, path: Path) -> Any:
+    return trainer.strategy.checkpoint_io.load_checkpoint(path, weights_only=False)
+
+
+def _files(folder: Path) -> list[str]:
+    """All files but those that hold the data of a checkpoint, which is how a checkpoint of ours is stored."""
+    found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    data = {path.with_suffix("") for path in found if path.suffix == ".ckpt"}
+    own = [str(path) for path in found if not any(_without_number(parent) in data for parent in path.parents)]
+    return sorted(name if "tfevents" not in name else f"{Path(name).parent}/events" for name in own)
+
+
+def _without_number(path: Path) -> Path:
+    return path.parent / path.name.removesuffix("~1")
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{name: _unmeasured(name, value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _scalars(folder: Path) -> dict[str, Any]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        name: [(event.step, _unmeasured(name, event.value)) for event in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
+
+
+def _unmeasured(name: str, value: Any) -> Any:
+    if not any(part in name for part in MEASURED):
+        return value
+    return value != "" if isinstance(value, str) else None
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    """`value` in a form that ``==`` compares to the bit and the type, without what a clock decided."""
+    if isinstance(value, torch.Tensor):
+        measured = any(part in name for part in MEASURED)
+        return (str(value.dtype), tuple(value.shape), None if measured else value.tolist())
+    if isinstance(value, dict):
+        # Weights come back as torch's own mapping of weights, also where a callback has made a plain one of it.
+        kind = "dict" if isinstance(value, OrderedDict) else type(value).__name__
+        return {kind: {key: _plain(item, f"{name}/{key}") for key, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [_plain(item, name) for item in value])
+    return _unmeasured(name, value)
+
+
+def _relative(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        items = {_relative(key, folder): _relative(item, folder) for key, item in value.items()}
+        return items if type(value) is dict else value
+    return value.replace(str(folder), "FOLDER") if isinstance(value, str) else value
+
+
+def assert_same(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    for what, expected in stock.items():
+        assert ours[what] == expected, what
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_user_of_stock_callbacks_and_loggers_sees_no_difference(tmp_path: Path, asynchronous: bool) -> None:
+    """Also of what a resume does with what was saved."""
+
+    def train(name: str, **settings: Any) -> dict[str, Any]:
+        plugin = DurableCheckpointIO(asynchronous=asynchronous) if name == "ours" else None
+        return run(tmp_path / name, plugin, **settings)
+
+    assert_same(train("ours", epochs=3), expected := train("stock", epochs=3))
+    assert len(expected["checkpoints"]) >= 5
+    assert len(expected["hooks"]) > 100
+
+    assert_same(train("ours", epochs=4, resumes=True), expected := train("stock", epochs=4, resumes=True))
+    assert expected["steps"] == (12, 4, False)

@@ -1,0 +1,258 @@
+"""Everything of ours can be pickled and deep-copied, before and after it was used, and the copy can be used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from genlight.adapter import ContractModule, EventLogError, StepResult, TrainingJobSpec
+from genlight.callbacks import (
+    Checkpoint,
+    DurableCheckpointIO,
+    Evaluate,
+    Hook,
+    JobProgress,
+    LogMetrics,
+    RecordEvents,
+    ReplicaGuard,
+    StopRequests,
+    UploadArtifacts,
+    WatchHangs,
+    WriteSamples,
+)
+from genlight.callbacks.hook.events import callbacks_of
+from genlight.reporters import EventLog, EventLogger, read_events
+from genlight.reporters.uploads import UploadConfig, Uploader
+
+pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
+
+
+class Scored:
+    """A linear regression that evaluates itself; module level, so that it can be pickled."""
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> torch.Tensor:
+        return torch.full((2, 4), float(raw))
+
+    def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
+        assert not ctx.is_canceled()
+        loss = state["model"](batch / 100).pow(2).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
+        return {"score": 1.0}
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"model": state["model"].state_dict()}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["model"].load_state_dict(payload["model"])
+
+
+def pickled(value: Any) -> Any:
+    """What another process would get."""
+    return pickle.loads(pickle.dumps(value))
+
+
+copies = pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+
+
+def all_of_ours(folder: Path) -> list[pl.Callback]:
+    """Every callback that a user may construct, where it works without a server."""
+    return [
+        Checkpoint(folder / "checkpoints", every_n_steps=2),
+        Evaluate(2),
+        JobProgress(),
+        LogMetrics(2),
+        ReplicaGuard(2),
+        StopRequests(folder / "cancel"),
+        UploadArtifacts(run_id="copies", directory=folder),
+        WatchHangs(folder / "hangs"),
+        WriteSamples(folder / "samples", every_n_steps=2),
+    ]
+
+
+def trainer_with_all(folder: Path, steps: int = 4) -> pl.Trainer:
+    return pl.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=EventLogger(save_dir=folder, run_id="copies"),
+        callbacks=all_of_ours(folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def new_module() -> ContractModule:
+    return ContractModule(Scored(), TrainingJobSpec("copies", 4))
+
+
+@copies
+def test_a_trainer_with_every_callback_trains_after_it_was_copied(
+    tmp_path: Path, copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of a trainer and module does what the original would have done, without touching the original."""
+    original, module = trainer_with_all(tmp_path), new_module()
+    trainer, module = copied((original, module))
+    trainer.fit(module, range(9))
+    assert trainer.global_step == 4
+    assert (tmp_path / "checkpoints" / "final.json").exists()
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")][-1] == "completed"
+    assert original.global_step == 0
+
+
+@copies
+def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_goes_on(
+    tmp_path: Path, copied: Callable[[Any], Any]
+) -> None:
+    """After a fit nothing of the process (threads, locks, signals) stands in the way of a copy."""
+    original, module = trainer_with_all(tmp_path), new_module()
+    original.fit(module, range(9))
+    trainer, module = copied((original, module))
+    assert trainer.global_step == 4
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, range(9))
+    assert trainer.global_step == 6
+    assert original.global_step == 4
+
+
+@copies
+def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
+    """As a tuner or a user's own callback does inside of a hook; the copies are at rest."""
+
+    class Copies(Hook):
+        made: list[Any]
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            ours = [callback for callback in callbacks_of(trainer) if callback is not self]
+            self.made = [copied(part) for part in (*ours, trainer.logger, trainer.strategy.checkpoint_io)]
+
+    callback = Copies()
+    callback.critical = True
+    trainer = trainer_with_all(tmp_path)
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    trainer.fit(new_module(), range(9))
+    for made in callback.made:
+        assert not vars(made).get("_inside_event")
+        assert vars(made).get("_ticker") is None
+    assert callback.made[-1].is_settled
+    for made in callback.made:  # of which none does anything by itself
+        if isinstance(made, Checkpoint):
+            made.wait(trainer)
+
+
+@copies
+def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
+    tmp_path: Path, copied: Callable[[Any], Any]
+) -> None:
+    """The save ends where it was begun, and the copy saves for itself."""
+    plugin, goes_on = DurableCheckpointIO(asynchronous=True), threading.Event()
+    plugin.writer.start(goes_on.wait)
+    try:
+        other = copied(plugin)
+        assert other.asynchronous
+        assert other.is_settled
+        other.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
+        other.wait()
+        assert torch.equal(other.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"], torch.ones(2))
+        assert not plugin.is_settled
+    finally:
+        goes_on.set()
+        plugin.wait()
+
+
+@copies
+def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
+    """One writer: the copy says that it is closed, and the original goes on."""
+    with EventLog(tmp_path / "events.jsonl", run_id="copies") as event_log:
+        event_log.started()
+        callback, logger = copied((RecordEvents(event_log), EventLogger.attached(event_log)))
+        assert callback.event_log.closed
+        with pytest.raises(EventLogError, match="the log is closed in process"):
+            callback.event_log.metric(name="loss", value=1.0, step=1)
+        with pytest.raises(EventLogError, match="the log is closed in process"):
+            logger.log_metrics({"loss": 1.0}, 1)
+        event_log.metric(name="loss", value=1.0, step=1)
+        event_log.completed(step=1, final_checkpoint=None)
+    assert [event["event"] for event in read_events(tmp_path / "events.jsonl")] == ["started", "metric", "completed"]
+
+
+@copies
+def test_a_copy_of_uploads_has_no_token_and_an_uploader_of_its_own(
+    tmp_path: Path, copied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle may end in a file: the token comes from the environment of whoever uses the copy."""
+    config = UploadConfig(run_id="copies", spool_dir=tmp_path / "uploads", token="secret-token")
+    uploader = Uploader(config)
+    original = UploadArtifacts(uploader)
+    assert b"secret-token" not in pickle.dumps(original)
+    callback = copied(original)
+    uploader.close()
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", "another-token")
+    trainer = pl.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(BoringModel())
+    assert (tmp_path / "uploads").is_dir()
+    assert original._uploader is uploader
+
+
+@copies
+def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
+    """``ctx.is_canceled`` of a copy is the copy's."""
+    trainer, module = trainer_with_all(tmp_path), new_module()
+    trainer.fit(module, range(9))
+    other = copied(module)
+    module.add_cancel_check(lambda: True)
+    assert module.ctx.is_canceled is not None
+    assert module.ctx.is_canceled()
+    other._trainer = trainer
+    assert not other.ctx.is_canceled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", [[], ["plugin"]])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
+    tmp_path: Path, strategy: str, plugin: list[str]
+) -> None:
+    """What the children learned is in the checkpoints, and in the module of the process that started them."""
+    script = Path(__file__).with_name("launched_by_copy.py")
+    command = [sys.executable, str(script), strategy, str(tmp_path), *plugin]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.rpartition("\nresult ")[2])
+    assert result["best"] == str(tmp_path / "made" / "final.json")
+    assert result["events"] == ["started", *["checkpoint"] * 3, "completed"]
+    assert result["is_trained"]
