@@ -153,7 +153,9 @@ class UploadArtifacts(Hook):
         if stage != "fit" or self._given is not None:
             return
         directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
-        config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
+        roots = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
+        settings = {"roots": [trainer.default_root_dir, *roots], **self._settings}
+        config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **settings)
         try:
             self._uploader = Uploader(config)
         except OSError as error:

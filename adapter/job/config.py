@@ -69,6 +69,8 @@ class RunConfig:
     samples_dir: Path
     metrics_dir: Path
     events_path: Path
+    shared_artifacts: bool
+    """Whether everybody who may write the artifact directories is trusted; the job spec cannot say so."""
     spec_digest: str
     spec_fields: Mapping[str, str] = field(repr=False)
     """What `spec_digest` covers: a digest for each field, for `spec_digest.differing_fields`."""
@@ -158,6 +160,7 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         **artifacts,
+        shared_artifacts=reading.pick("shared_artifacts", False),
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
         warnings=tuple(faults.warnings),

@@ -78,6 +78,7 @@ VARIABLES = (
     Variable("TRAINER_SAMPLES_DIR", "samples_dir", _text, PATHS),
     Variable("TRAINER_METRICS_DIR", "metrics_dir", _text, PATHS),
     Variable("TRAINER_EVENTS_PATH", "events_path", _text, PATHS),
+    Variable("TRAINER_SHARED_ARTIFACTS", "shared_artifacts", is_true),
     Variable("TRAINER_ORCHESTRATED", "orchestrated", is_true),
     Variable("TRAINER_CAPABILITY_TOKEN", "capability_token", _token, "startup.missing_capability_token"),
     Variable("TRAINER_UPLOAD_METRICS_URL", "uploads.metrics_url", _url),

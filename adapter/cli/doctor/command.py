@@ -87,7 +87,9 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
     if settings.spec.run_id is not None or settings.pick("artifacts_dir") is not None:
         resumes = bool(settings.pick("resume_from_latest") or settings.pick("resume_checkpoint_path"))
         resumes = resumes or settings.spec.inputs.resume_checkpoint_ref is not None
-        yield from check_artifacts(_paths(settings, template), resumes=resumes)
+        yield from check_artifacts(
+            _paths(settings, template), resumes=resumes, shared=bool(settings.pick("shared_artifacts"))
+        )
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)

@@ -35,6 +35,7 @@ def test_the_documented_variables_are_read():
         "TRAINER_PLUGIN",
         *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
         "TRAINER_EVENTS_PATH",
+        "TRAINER_SHARED_ARTIFACTS",
         "TRAINER_ORCHESTRATED",
         "TRAINER_CAPABILITY_TOKEN",
         *(f"TRAINER_UPLOAD_{name}_URL" for name in ("METRICS", "CHECKPOINT", "SAMPLE", "TERMINAL")),
