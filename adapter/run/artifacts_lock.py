@@ -123,7 +123,7 @@ def lock_directory(directory: Path, run_id: str) -> HeldLock:
         raise StartupContractError(
             CODE,
             f"{str(directory)!r} cannot be locked, so that no other run can be kept out of it: {error.strerror}. "
-            "Choose a folder on a file system with locks (for Lustre, mounted with `flock`) with `TRAINER_ARTIFACTS_DIR`.",
+            "Choose a folder on a file system with locks (Lustre: mounted with `flock`) by `TRAINER_ARTIFACTS_DIR`.",
         ) from error
     me = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
     os.ftruncate(descriptor, 0)

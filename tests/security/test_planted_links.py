@@ -244,7 +244,7 @@ def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / "samples").symlink_to(tmp_path / "elsewhere")
     os.lchown(tmp_path / "out" / "samples", stranger, -1)
-    with pytest.raises(StartupContractError, match="`samples_dir`.*a link that belongs to another user"):
+    with pytest.raises(StartupContractError, match=r"`samples_dir`.*a link that belongs to another user"):
         prepare_artifact_dirs(config_of())
 
 
@@ -267,6 +267,12 @@ def test_a_failed_start_writes_no_event_into_a_folder_of_others(config_of, tmp_p
     assert sinks.events_path is None
 
 
+def _begin(config):
+    """Open all that a run writes to."""
+    with lock_artifacts(config), EventLog(config.events_path, run_id="r"):
+        Spool(config.artifacts_dir / "uploads").close()
+
+
 @pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/journal.jsonl", "uploads/lock"])
 def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, name):
     config = config_of()
@@ -275,8 +281,7 @@ def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, na
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(victim)
     with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match="symbolic link"):
-        with lock_artifacts(config), EventLog(config.events_path, run_id="r"):
-            Spool(tmp_path / "out" / "uploads").close()
+        _begin(config)
 
 
 def test_a_planted_description_of_the_spool_is_replaced_and_not_followed(tmp_path, victim):
@@ -295,8 +300,7 @@ def test_a_pipe_in_place_of_a_file_of_ours_is_not_waited_for(config_of, tmp_path
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
     with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match=NOT_REGULAR):
-        with lock_artifacts(config), EventLog(config.events_path, run_id="r"):
-            Spool(tmp_path / "out" / "uploads").close()
+        _begin(config)
     assert lock_holder(tmp_path / "out") is None
     if name.endswith("journal.jsonl"):
         with pytest.raises(UploadError, match=NOT_REGULAR):
