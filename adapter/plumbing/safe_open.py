@@ -22,10 +22,15 @@ from pathlib import Path
 
 from .durable import temporary_name
 
-__all__ = ["distrust", "make_directory", "open_own", "open_regular", "read_own", "read_regular"]
+__all__ = ["UnsafeFileError", "distrust", "make_directory", "open_own", "open_regular", "read_own", "read_regular"]
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _ROOT = 0
+_IS_LINK = "it is a symbolic link, and those are not followed here; remove it"
+
+
+class UnsafeFileError(OSError):
+    """Something is where a file should be that is not opened, or not read: a link, a pipe, a stranger's file."""
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) -> int:
@@ -39,8 +44,9 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
         mode: Permissions of a new file.
 
     Raises:
-        OSError: It cannot be opened, is a link or not a regular file, or belongs to somebody else; ``strerror`` says
-            which, and what to do.
+        UnsafeFileError: It is a link or not a regular file, or belongs to somebody else; ``strerror`` says which, and
+            what to do.
+        OSError: It cannot be opened.
     """
     assert not flags & os.O_TRUNC
     try:
@@ -63,9 +69,13 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     """A descriptor to read a file with, which may be anybody's and behind a link, but is regular.
 
     Raises:
-        OSError: It cannot be opened, or is a pipe, a device, a socket or a directory.
+        UnsafeFileError: It is a pipe, a device or a socket.
+        OSError: It cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _explained(error, path) from None
     try:
         _regular(descriptor, path)
     except BaseException:
@@ -78,7 +88,8 @@ def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """The content of a file that only we should have written.
 
     Raises:
-        OSError: As `open_own`, or the file is larger than `limit` bytes.
+        UnsafeFileError: As `open_own`, or the file is larger than `limit` bytes.
+        OSError: It cannot be read.
     """
     return _read(open_own(path, os.O_RDONLY), path, limit)
 
@@ -87,7 +98,8 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """The content of a file that may be anybody's.
 
     Raises:
-        OSError: As `open_regular`, or the file is larger than `limit` bytes.
+        UnsafeFileError: As `open_regular`, or the file is larger than `limit` bytes.
+        OSError: It cannot be read.
     """
     return _read(open_regular(path), path, limit)
 
@@ -195,8 +207,10 @@ def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | N
 
 def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:
     status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+        raise UnsafeFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return status
 
 
@@ -204,17 +218,17 @@ def _refuse_foreign(status: os.stat_result, path: str | os.PathLike[str]) -> Non
     folder = os.stat(os.path.dirname(os.fspath(path)) or ".")
     if status.st_uid not in (os.geteuid(), _ROOT, folder.st_uid):
         text = f"it belongs to another user (uid {status.st_uid}); remove it, or choose another folder"
-        raise OSError(errno.EPERM, text, os.fspath(path))
+        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
     if status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
         text = "it is a second name of a file elsewhere; remove it, or choose another folder"
-        raise OSError(errno.EPERM, text, os.fspath(path))
+        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
 
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     if error.errno == errno.ELOOP and os.path.islink(path):
-        return OSError(errno.ELOOP, "it is a symbolic link, and those are not followed here; remove it", error.filename)
+        return UnsafeFileError(errno.ELOOP, _IS_LINK, error.filename)
     if error.errno == errno.ENXIO:  # a pipe without a reader, a socket
-        return OSError(errno.EINVAL, "it is not a regular file", error.filename)
+        return UnsafeFileError(errno.EINVAL, "it is not a regular file", error.filename)
     return error
 
 
@@ -223,5 +237,5 @@ def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
         size = os.fstat(descriptor).st_size
         if size > limit:
             text = f"it has {size:,} bytes, and at most {limit:,} are read"
-            raise OSError(errno.EFBIG, text, os.fspath(path))
+            raise UnsafeFileError(errno.EFBIG, text, os.fspath(path))
         return file.read(size)  # and no more, though it may grow meanwhile

@@ -21,7 +21,7 @@ from ....adapter.contract.exceptions import CheckpointError, UnstorableStateErro
 from . import named_types as known_types
 from .stdlib_types import CODECS_BY_TAG, CODECS_BY_TYPE
 
-__all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "decode", "encode", "format_path"]
+__all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "check", "decode", "encode", "format_path"]
 
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
@@ -80,6 +80,16 @@ def decode(tree: Any, source: TensorSource) -> Any:
         CheckpointError: The tree uses a type that this process does not know.
     """
     return _Decoder(source).decode(tree)
+
+
+def check(tree: Any, source: TensorSource) -> None:
+    """Go through a stored tree as `decode` would, without a type of this process being made or looked for.
+
+    Raises:
+        CheckpointError: It has a tag that is not known here.
+        Exception: Whatever the content of the tree makes a constructor raise.
+    """
+    _Checker(source).decode(tree)
 
 
 def format_path(path: Path) -> str:
@@ -248,6 +258,27 @@ class _Decoder:
 
     def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
         return {self.decode(key): self.decode(item) for key, item in pairs}
+
+
+class _Checker(_Decoder):
+    """Decodes what Python's own library can hold, and of everything else just looks whether it is well formed."""
+
+    def _tagged(self, tag: str, content: Any) -> Any:
+        if tag in ("$dataclass", "$namedtuple", "$enum"):
+            name, inner = content
+            if not isinstance(name, str) or isinstance(inner, str) is not (tag == "$enum"):
+                raise TypeError(f"{tag} has no name and content")
+            self.decode({} if tag == "$enum" else inner)
+            return object()
+        if tag in ("$torch", "$device"):
+            if not isinstance(content, str):
+                raise TypeError(f"{tag} is not a text")
+            return object()
+        if tag == "$size":
+            if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):
+                raise TypeError("a size is not a list of numbers")
+            return object()
+        return super()._tagged(tag, content)
 
 
 def _decode_numpy_scalar(content: list[str]) -> Any:

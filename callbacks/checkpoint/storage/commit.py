@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ....adapter.plumbing.durable import fsync_directory, temporary_name
+from ....adapter.plumbing.safe_open import open_regular
 from ..format.layout import STATE_FILE, alternative_folder, is_temporary, name_of, record_path, record_paths
 from ..format.record import read_record
 from .write_file import write_file
@@ -192,7 +193,7 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
 def _is_data_folder(path: Path) -> bool:
     """Whether `path` is the data folder of a checkpoint, and not something that a user put there."""
     try:
-        with open(path / STATE_FILE, "rb") as file:
+        with os.fdopen(open_regular(path / STATE_FILE), "rb") as file:
             return file.read(len(STATE_MARKER)) == STATE_MARKER
     except OSError:
         return False
