@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
+
+
+def _load(*parts):
+    path = Path(__file__).parents[1].joinpath(*parts)
+    name = "_".join(("security", *path.parent.parts[-2:], path.stem))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+_inputs = _load("adapter", "inputs", "conftest.py")
+server, other_server, retry, sha256 = _inputs.server, _inputs.other_server, _inputs.retry, _inputs.sha256
 
 STRANGER = 54_321
 """A user of this machine who is neither root nor runs the tests."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ...contract.exceptions import StartupContractError
 from ...contract.types import TrainingJobSpec
-from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
+from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, private_hosts_of, token_origins_of
 from ...job.errors import FaultList
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
@@ -114,6 +114,7 @@ def _ask_network(settings: Settings) -> Any:
         token=settings.pick("capability_token"),
         token_origins=token_origins_of(settings),
         file_store_url=settings.pick("file_store_url"),
+        private_hosts=private_hosts_of(settings),
     )
 
 

@@ -30,6 +30,7 @@ from .layout import name_of, step_of_name
 __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
+    "LARGEST_RECORD_BYTES",
     "SHARDED_FORMAT_VERSION",
     "TORCH_MAGICS",
     "CheckpointRecord",

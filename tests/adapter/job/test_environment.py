@@ -42,6 +42,7 @@ def test_the_documented_variables_are_read():
         "TENSORHUB_URL",
         "TRAINER_UPLOAD_DEADLINE_SECONDS",
         "TRAINER_TOKEN_ORIGINS",
+        "TRAINER_PRIVATE_HOSTS",
         "TRAINER_CANCELLED",
         "TRAINER_CANCEL_FILE",
         "TRAINER_MAX_RUNTIME_SECONDS",
