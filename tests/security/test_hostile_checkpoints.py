@@ -90,12 +90,9 @@ def _never_crashes(folder):
     """Whatever was done to the newer one, the search ends with one of the two, and loading that is safe."""
     record, warnings = newest_valid(folder)
     assert record is not None
-    assert record.step != 1 or len(warnings) == 1
-    try:
+    assert len(warnings) == (record.path.stem != NAME)
+    with contextlib.suppress(CheckpointError):
         load(folder / NAME)
-    except CheckpointError:
-        return
-    assert record.path.stem == NAME, warnings
 
 
 # records
@@ -301,6 +298,7 @@ def test_whatever_bytes_a_header_has_they_are_read_or_refused(data):
 
 
 def _with_state(folder, state):
+    """Change the trainer's payload; all else stays as it was saved."""
     _sign(folder, _content(folder) | {"state": state})
 
 
@@ -455,23 +453,27 @@ TREES = st.recursive(
 
 
 @given(TREES)
-@settings(max_examples=150)
-def test_whatever_a_state_holds_the_search_for_a_checkpoint_ends(template, tmp_path_factory, tree):
-    folder = tmp_path_factory.mktemp("c") / "c"
-    shutil.copytree(template, folder)
-    _with_state(folder, {"a": tree})
-    _never_crashes(folder)
+@settings(max_examples=60)
+def test_whatever_a_state_holds_the_search_for_a_checkpoint_ends(checkpoints, tree):
+    _with_state(checkpoints, {"a": tree})
+    _never_crashes(checkpoints)
 
 
 @given(st.sampled_from(sorted(WRONG)), JSON)
-@settings(max_examples=150)
-def test_whatever_a_member_holds_the_search_for_a_checkpoint_ends(template, tmp_path_factory, member, value):
-    folder = tmp_path_factory.mktemp("c") / "c"
-    shutil.copytree(template, folder)
-    _sign(folder, _content(folder) | {member: value})
-    record, warnings = newest_valid(folder)
+@settings(max_examples=60)
+def test_whatever_a_member_holds_the_search_for_a_checkpoint_ends(template, checkpoints, member, value):
+    _sign(checkpoints, _content(template) | {member: value})
+    record, warnings = newest_valid(checkpoints)
     assert record is not None
     assert len(warnings) <= 1
+
+
+@pytest.mark.slow
+@given(TREES, st.sampled_from(sorted(WRONG)), JSON)
+@settings(max_examples=2000)
+def test_so_it_does_whatever_both_hold(template, checkpoints, tree, member, value):
+    _sign(checkpoints, _content(template) | {"state": {"a": tree}} | {member: value})
+    _never_crashes(checkpoints)
 
 
 # slices of several ranks
