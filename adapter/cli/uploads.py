@@ -169,7 +169,7 @@ def _config(args: argparse.Namespace, spool: Path, about: Description) -> Upload
         owner=settings.pick("owner") or about.owner,
         spool_dir=spool,
         targets=tuple(dict.fromkeys((*settings.pick("uploads.targets", ()), *(args.target or ())))),
-        roots=tuple(args.root or ()),
+        roots=(*(args.root or ()), *filter(None, map(settings.path, ("checkpoints_dir", "samples_dir")))),
         token_origins=settings.pick("token_origins", ()),
         deadline_s=args.deadline,
         **known,

@@ -525,5 +525,8 @@ def trainer_directory(checkpoint: str | Path | None) -> Path | None:
     folder = record.trainer_folder
     if folder is not None:
         return folder if folder.is_dir() else None
+    beside = record.path.with_suffix("")  # where an older runtime had the hook write
+    if beside.is_dir():
+        return beside
     named = record.primary_path
     return named if named is None or named.is_dir() else named.parent

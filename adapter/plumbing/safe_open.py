@@ -114,19 +114,17 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool = False) -> Non
     Raises:
         OSError: It cannot be made.
     """
-    missing = []
     directory = Path(path)
-    while not directory.is_dir():
-        missing.append(directory)
+    try:
+        directory.mkdir(0o777 if shared else PRIVATE_DIRECTORY)
+    except FileNotFoundError:
         if directory == directory.parent:
-            break
-        directory = directory.parent
-    for new in reversed(missing):
-        try:
-            new.mkdir(0o777 if shared else PRIVATE_DIRECTORY)
-        except FileExistsError:
-            if not new.is_dir():
-                raise
+            raise
+        make_directory(directory.parent, shared=shared)
+        make_directory(directory, shared=shared)
+    except OSError:  # not every system says EEXIST of a directory that may not be written
+        if not directory.is_dir():
+            raise
 
 
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import RecordMeta
+from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
 from ...callbacks.checkpoint.storage.commit import sweep
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import Deadline, cancel_file_is_set, process_age_s
@@ -26,6 +26,7 @@ from ..contract.exceptions import (
     ContractError,
     EventLogError,
     FailureCategory,
+    InputError,
     StartupContractError,
     TrainingCanceled,
 )
@@ -306,9 +307,10 @@ class _Training:
         self._attach(trainer)
         record = start.record
         if record is not None and record.is_old:
-            self.module.resume_from(
-                step=record.step, payload=record.state, checkpoint_dir=trainer_directory(record.path)
-            )
+            directory = trainer_directory(record.path)
+            if directory is None and (record.trainer_checkpoint or {}).get("primary_path"):
+                _refuse_lost_files(plugin, record)
+            self.module.resume_from(step=record.step, payload=record.state, checkpoint_dir=directory)
         resumes = record is not None and not record.is_old
         with self._watching_ranks(trainer), watching_meeting(trainer, self.raise_if_stopped, self.end_now):
             self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
@@ -390,6 +392,16 @@ class _Training:
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
             spec=dict(config.spec_fields),
+        )
+
+
+def _refuse_lost_files(plugin: TrainerPlugin, record: CheckpointRecord) -> None:
+    """An older runtime's record names files elsewhere: without them the trainer would go on with fresh weights."""
+    if callable(getattr(plugin, "load_checkpoint", None)):
+        beside = record.path.with_suffix("")
+        raise InputError(
+            f"The trainer's files of {record.name} are not beside its record. Put them into the folder {str(beside)!r}: "
+            " a path that leads elsewhere is not followed."
         )
 
 

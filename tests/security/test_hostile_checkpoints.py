@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
+from genlight.adapter.contract.exceptions import (
+    BrokenCheckpointError,
+    CheckpointError,
+    InputError,
+    UnstorableStateError,
+)
+from genlight.adapter.module.module import trainer_directory
+from genlight.adapter.run.run import _refuse_lost_files
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
@@ -216,6 +224,26 @@ def test_one_that_stays_inside_is_reported(tmp_path):
 def test_one_of_ours_stays_in_the_folder_that_the_hook_was_given(checkpoints):
     _sign(checkpoints, _content(checkpoints) | {"trainer_checkpoint": {"primary_path": "../model.safetensors"}})
     assert verify(checkpoints / NAME).primary_path is None
+
+
+def _old_record(folder, primary):
+    record = {"step": 3, "state": {}, "trainer_checkpoint": {"primary_path": str(primary)}}
+    (folder / "step-00000003.json").write_text(json.dumps(record))
+    return folder / "step-00000003.json"
+
+
+def test_of_an_older_runtimes_record_the_folder_beside_it_counts_whatever_it_names(tmp_path):
+    path = _old_record(tmp_path, "/gone/step-00000003/lora.safetensors")
+    assert trainer_directory(path) is None
+    (tmp_path / "step-00000003").mkdir()
+    assert trainer_directory(path) == tmp_path / "step-00000003"
+
+
+def test_a_trainer_does_not_go_on_without_the_files_that_such_a_record_names(tmp_path):
+    record = read_record(_old_record(tmp_path, "/gone/lora.safetensors"))
+    with pytest.raises(InputError, match=r"Put them into the folder '.*step-00000003'"):
+        _refuse_lost_files(SimpleNamespace(load_checkpoint=print), record)
+    _refuse_lost_files(SimpleNamespace(), record)  # which has no use for files
 
 
 # headers
