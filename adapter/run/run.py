@@ -400,8 +400,8 @@ def _refuse_lost_files(plugin: TrainerPlugin, record: CheckpointRecord) -> None:
     if callable(getattr(plugin, "load_checkpoint", None)):
         beside = record.path.with_suffix("")
         raise InputError(
-            f"The trainer's files of {record.name} are not beside its record. Put them into the folder {str(beside)!r}: "
-            " a path that leads elsewhere is not followed."
+            f"The trainer's files of {record.name} are not in the folder {str(beside)!r}, and a path that leads "
+            "elsewhere is not followed. Put them there."
         )
 
 
