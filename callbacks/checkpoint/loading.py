@@ -97,7 +97,7 @@ def _load(source: _Source) -> dict[str, Any]:
             checkpoint["state_dict"] = _with_metadata(
                 checkpoint["state_dict"], decode(content["weights_metadata"], source)
             )
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
         raise
     except Exception as error:
         # The codecs call constructors, which raise what they like of values that a file has chosen.

@@ -24,6 +24,7 @@ from genlight.adapter.contract.exceptions import (
 from genlight.adapter.module.module import trainer_directory
 from genlight.adapter.run.run import _refuse_lost_files
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
+from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
 from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
 from genlight.callbacks.checkpoint.format.safetensors_header import parse_header
@@ -389,6 +390,18 @@ def test_values_nested_more_deeply_than_python_goes_are_a_broken_checkpoint(chec
         deep = f'{{"$tuple":[{deep}]}}'
     _with_state(checkpoints, json.loads(deep))
     _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "levels"), [(lambda value: {1: value}, MAX_DEPTH - 2), (lambda value: (value,), MAX_DEPTH // 2 - 2)]
+)
+def test_as_deep_as_a_state_may_be_it_is_taken(tmp_path, wrapped, levels):
+    state = 7
+    for _ in range(levels):
+        state = wrapped(state)
+    save(tmp_path / "step-00000001", {"global_step": 1, "genlight": {"state": {"a": state}}})
+    assert newest_valid(tmp_path)[1] == []
+    assert load(tmp_path / "step-00000001")["genlight"]["state"]["a"] == state
 
 
 TIB = 1 << 40

@@ -26,6 +26,9 @@ __all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "check", "decode",
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
 
+_DEEPEST_TREE = 2 * MAX_DEPTH + 10
+"""Stored values within stored values: a container may be stored as an object with a list in it."""
+
 _INLINE_INT_BITS = 63
 
 
@@ -262,6 +265,20 @@ class _Decoder:
 
 class _Checker(_Decoder):
     """Decodes what Python's own library can hold, and of everything else just looks whether it is well formed."""
+
+    def __init__(self, source: TensorSource) -> None:
+        super().__init__(source)
+        self._depth = 0
+
+    def decode(self, tree: Any) -> Any:
+        # Before Python's own limit, which depends on who calls: loading has a deeper stack below it than a check.
+        if self._depth > _DEEPEST_TREE:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
+        self._depth += 1
+        try:
+            return super().decode(tree)
+        finally:
+            self._depth -= 1
 
     def _tagged(self, tag: str, content: Any) -> Any:
         if tag in ("$dataclass", "$namedtuple", "$enum"):

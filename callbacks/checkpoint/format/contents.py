@@ -55,7 +55,7 @@ def check_contents(record: CheckpointRecord) -> None:
     ):
         try:
             check(tree, source)
-        except BrokenCheckpointError:
+        except (BrokenCheckpointError, OSError, MemoryError):
             raise
         except CheckpointError:
             continue  # of a type that this process may still come to know: loading says so

@@ -276,7 +276,7 @@ def _read(path: Path) -> bytes:
             )
         if size > LARGEST_RECORD_BYTES:
             raise BrokenCheckpointError(
-                name_of(path), f"its record {path.name} has {size:,} bytes, at most {LARGEST_RECORD_BYTES:,} are read"
+                name_of(path), f"its record {path.name} has {size:,} bytes, more than {LARGEST_RECORD_BYTES:,}"
             )
         return start + file.read(max(size - len(start), 0))
 
