@@ -22,6 +22,7 @@ from genlight.adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from genlight.adapter.module.module import trainer_directory
+from genlight.adapter.run.resume import decide_start
 from genlight.adapter.run.run import _refuse_lost_files
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
@@ -382,6 +383,15 @@ VALUES = [
 def test_a_value_that_cannot_be_is_a_broken_checkpoint(checkpoints, value):
     _with_state(checkpoints, {"a": value})
     _passed_over(checkpoints)
+
+
+def test_a_run_goes_on_from_the_one_before(checkpoints, config_of):
+    _with_state(checkpoints, {"a": {"$timedelta": [10**30, 0, 0]}})
+    start = decide_start(config_of(f"checkpoints_dir={checkpoints}", resume_from_latest=True))
+    assert start.record.step == 1
+    (warning,) = start.warnings
+    assert "its state is malformed: OverflowError" in warning
+    assert "falling back to the one before it" in warning
 
 
 def test_values_nested_more_deeply_than_python_goes_are_a_broken_checkpoint(checkpoints):
