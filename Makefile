@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format reference faults shake lock clean
+.PHONY: demo test check format reference faults security shake lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -28,6 +28,9 @@ reference: $(INSTALLED)  ## the parts of the package READMEs that are made from 
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults
+
+security: $(INSTALLED)  ## the attacks of SECURITY.md, with long runs of generated input
+	$(BIN)/python -m pytest -m "not gpu" tests/security
 
 shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late
 	$(BIN)/python tests/shaken

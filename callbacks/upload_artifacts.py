@@ -165,7 +165,9 @@ class UploadArtifacts(Hook):
             return
         directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
         if self._config is None:
-            config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **self._settings)
+            roots = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
+            settings = {"roots": [trainer.default_root_dir, *roots], **self._settings}
+            config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **settings)
         else:
             config = replace(self._config, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
         try:

@@ -11,10 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ...callbacks.checkpoint.format.contents import read_header
 from ...callbacks.checkpoint.format.layout import name_of, record_path
-from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
-from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES, parse_header
-from ...callbacks.checkpoint.format.shard_index import PART_FILE, parse_part, rank_of
+from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, read_record
+from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES
+from ...callbacks.checkpoint.format.shard_index import PART_FILE, SliceEntry, parse_part, rank_of
 from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
@@ -187,15 +188,20 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
     for entry in record.files:
         name = record.file_name(entry)
         if rank_of(name) is not None and name.endswith(PART_FILE):
-            for part in parse_part(read_proven(record, entry)):
+            for part in _parts(record, entry):
                 found[f"{part.file}:{part.key}"] = (TORCH_TYPES.get(part.dtype, RAW), list(part.whole))
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
-        with open(find_file(record, entry), "rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-        for key, stored in parse_header(header).items():
+        for key, stored in read_header(record, entry).items():
             found[f"{name}:{key}"] = (stored.dtype, list(stored.shape))
     return found
+
+
+def _parts(record: CheckpointRecord, entry: FileEntry) -> list[SliceEntry]:
+    try:
+        return parse_part(read_proven(record, entry))
+    except ValueError as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
 
 
 def _outline(state: Any, indent: str) -> list[str]:

@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
-from ...reporters.uploads.journal import DESCRIPTION, JOURNAL, Entry, read_description, read_journal
-from ...reporters.uploads.parcel import Parcel, unpack
+from ...reporters.uploads.journal import (
+    DESCRIPTION,
+    JOURNAL,
+    Description,
+    Entry,
+    fault_of,
+    read_description,
+    read_journal,
+)
+from ...reporters.uploads.parcel import Parcel, strays, unpack
 from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
+from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
 from ..job.errors import FaultList, nearest
 from ..job.sources import Settings, read_settings
 from ..plumbing.redaction import redact
+from ..plumbing.safe_open import open_regular
+from ..plumbing.urls import safe_url
 
 __all__ = ["add_arguments", "run"]
 
@@ -47,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="retry: how long to try (60)")
     parser.add_argument("--target", action="append", metavar="URL", help="retry: send checkpoints and samples here too")
+    parser.add_argument(
+        "--root", action="append", metavar="DIR", help="retry, export: take files from below DIR too, not only RUN_DIR"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
         return _complain(f"nothing is waiting: {spool} has no upload spool", _DELIVERED)
     try:
-        about, entries = read_description(spool), read_journal(spool)
+        about, entries = read_description(spool), _sound(read_journal(spool))
     except UploadError as error:
         return _complain(str(error), _USAGE)
     if action == "retry":
@@ -77,6 +91,15 @@ def run(args: argparse.Namespace) -> int:
         return _export(args, spool, about, entries)
     _list(entries, spool.parent, as_json=args.json)
     return _DELIVERED
+
+
+def _sound(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that an uploader can have written; the others are named and left alone."""
+    faults = [(entry, fault_of(entry)) for entry in entries]
+    for entry, fault in faults:
+        if fault is not None:
+            _complain(f"entry {entry.seq} is ignored: {fault}", _LEFT)
+    return [entry for entry, fault in faults if fault is None]
 
 
 def _spool_of(run_dir: Path) -> Path:
@@ -114,7 +137,7 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
     return facts
 
 
-def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries: Sequence[Entry]) -> int:
+def _retry(args: argparse.Namespace, spool: Path, about: Description, entries: Sequence[Entry]) -> int:
     from ...reporters.uploads.uploader import Uploader
 
     try:
@@ -134,15 +157,19 @@ def _retry(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries
     return _LEFT if left else _DELIVERED
 
 
-def _config(args: argparse.Namespace, spool: Path, about: dict[str, Any]) -> UploadConfig:
-    """Settings of the environment, else of the job spec; whose run it is, the spool knows."""
+def _config(args: argparse.Namespace, spool: Path, about: Description) -> UploadConfig:
+    """Settings of the environment, else of the job spec; whose run it is, the spool knows.
+
+    Where to send what waits, the spool does not decide: it may have come with a folder from elsewhere.
+    """
     settings = _settings(args.job)
     known: dict[str, Any] = {name: settings.pick(setting) for name, setting in _SETTINGS.items()}
     return UploadConfig(
-        run_id=about["run_id"],
-        owner=about["owner"] or settings.pick("owner", ""),
+        run_id=about.run_id,
+        owner=settings.pick("owner") or about.owner,
         spool_dir=spool,
-        targets=tuple(dict.fromkeys((*about["targets"], *(args.target or ())))),
+        targets=tuple(dict.fromkeys((*settings.pick("uploads.targets", ()), *(args.target or ())))),
+        roots=(*(args.root or ()), *filter(None, map(settings.path, ("checkpoints_dir", "samples_dir")))),
         token_origins=settings.pick("token_origins", ()),
         deadline_s=args.deadline,
         **known,
@@ -164,17 +191,23 @@ def _settings(job: str | None) -> Settings:
     return settings
 
 
-def _require_destinations(config: UploadConfig, about: dict[str, Any], entries: Sequence[Entry]) -> None:
+def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:
     """What has no destination would wait for ever, and without its store a checkpoint would arrive without bytes."""
     kinds = {entry.kind for entry in entries}
     missing = [f"TRAINER_UPLOAD_{kind.upper()}_URL" for kind in sorted(kinds) if not config.wants(kind)]
-    if about.get("stores_files") and kinds & {"checkpoint", "sample"} and not config.stores_files():
+    if about.stores_files and kinds & {"checkpoint", "sample"} and not config.stores_files():
         missing += ["TENSORHUB_URL", "TRAINER_CAPABILITY_TOKEN"]
     if missing:
         raise UploadError(f"There is no destination for what waits. Set {', '.join(missing)}.")
+    lacking = [name for name in about.targets if name not in {open_target(url).name for url in config.targets}]
+    if lacking and kinds & {"checkpoint", "sample"}:
+        raise UploadError(
+            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that anew with --target or in "
+            "`uploads.targets` of the job; a target in a run's folder is not followed."
+        )
 
 
-def _export(args: argparse.Namespace, spool: Path, about: dict[str, Any], entries: Sequence[Entry]) -> int:
+def _export(args: argparse.Namespace, spool: Path, about: Description, entries: Sequence[Entry]) -> int:
     if not args.to:
         return _complain("export needs --to DIR", _USAGE)
     target = Path(args.to)
@@ -186,8 +219,8 @@ def _export(args: argparse.Namespace, spool: Path, about: dict[str, Any], entrie
     with (target / "messages.jsonl").open("wb") as messages:
         for entry in entries:
             if entry.kind in ("checkpoint", "sample"):
-                lost += _export_files(entry, unpack(entry.body), spool.parent, target)
-            messages.write(encode(_message(entry, about["run_id"])) + b"\n")
+                lost += _export_files(entry, unpack(entry.body), spool.parent, target, args.root or ())
+            messages.write(encode(_message(entry, about.run_id)) + b"\n")
     if args.remove:
         return _remove(spool, entries, lost)
     _say(f"{len(entries)} exported to {target}; they still wait in the spool")
@@ -209,17 +242,26 @@ def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
     return _LEFT if lost else _DELIVERED
 
 
-def _export_files(entry: Entry, parcel: Parcel, root: Path, target: Path) -> int:
-    """Copy the files of one entry; how many were gone."""
+def _export_files(entry: Entry, parcel: Parcel, root: Path, target: Path, roots: Sequence[str]) -> int:
+    """Copy the files of one entry; how many could not be copied."""
     lost = 0
+    outside = strays(parcel, root, roots)
     for file in parcel.files:
+        if file.path in outside:
+            lost += 1
+            _complain(f"{file.path} lies outside of the run's folder, and is left out; see --root", _LEFT)
+            continue
         copy = target / f"{entry.kind}s" / f"{entry.seq:06d}" / file.layout
         copy.parent.mkdir(parents=True, exist_ok=True)
         try:
-            shutil.copy2(file.location(root), copy)
-        except FileNotFoundError:
+            with os.fdopen(open_regular(file.location(root)), "rb") as source, copy.open("xb") as sink:
+                shutil.copyfileobj(source, sink)
+        except OSError as error:
+            if error.filename is None or os.fspath(error.filename) != os.fspath(file.location(root)):
+                raise
             lost += 1
-            _complain(f"{file.path} is gone", _LEFT)
+            gone = isinstance(error, FileNotFoundError)
+            _complain(f"{file.path} is gone" if gone else f"{file.path} cannot be read: {error.strerror}", _LEFT)
     return lost
 
 

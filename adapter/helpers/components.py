@@ -102,7 +102,7 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         shards = [index.parent / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"The index {str(index)!r} is malformed: {error}.") from None
     outside = [name for name, shard in zip(names, shards, strict=True) if shard.parent != index.parent]
     missing = [shard.name for shard in shards if not shard.is_file()]

@@ -15,12 +15,13 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 import xxhash
 
 from ..plumbing.durable import fsync_directory, write_bytes_durably
+from ..plumbing.safe_open import open_own, open_regular, read_own
 from .progress import Tracker
 
 __all__ = ["CacheEntry", "Content", "Part", "Stored", "Version"]
@@ -28,6 +29,7 @@ __all__ = ["CacheEntry", "Content", "Part", "Stored", "Version"]
 CHUNK_BYTES = 1 << 20
 SYNC_EVERY_BYTES = 64 << 20
 LOCK_POLL_S = 0.1
+LARGEST_NOTE_BYTES = 1 << 16
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ class Part(msgspec.Struct, frozen=True):
     """What is known of a partial file."""
 
     version: Version = Version()
-    durable_bytes: int = 0
+    durable_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -62,7 +64,7 @@ class Content(msgspec.Struct, frozen=True):
     def of(cls, path: Path) -> Content:
         """Read a file once and digest it."""
         sha256, xxh3, size = hashlib.sha256(), xxhash.xxh3_128(), 0
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 sha256.update(chunk)
                 xxh3.update(chunk)
@@ -97,7 +99,7 @@ class CacheEntry:
     @contextlib.contextmanager
     def exclusive(self, tracker: Tracker) -> Iterator[bool]:
         """Hold the entry for this thread; yields whether another one had it first."""
-        descriptor = os.open(self._beside("lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_own(self._beside("lock"), os.O_RDWR | os.O_CREAT)
         waited = False
         try:
             while True:
@@ -114,9 +116,9 @@ class CacheEntry:
     def stored(self) -> Stored | None:
         """What is known of the file in place, if nobody has touched it since; None only costs a transfer."""
         try:
-            known = msgspec.json.decode(self._beside("meta.json").read_bytes(), type=Stored)
+            known = msgspec.json.decode(read_own(self._beside("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
             status = self.target.stat()
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError):
             return None
         same = (status.st_size, status.st_mtime_ns) == (known.content.size_bytes, known.mtime_ns)
         return known if same else None
@@ -124,9 +126,9 @@ class CacheEntry:
     def part(self) -> Part:
         """What is known of the partial file; nothing is durable where there is none."""
         try:
-            known = msgspec.json.decode(self._beside("part.json").read_bytes(), type=Part)
+            known = msgspec.json.decode(read_own(self._beside("part.json"), limit=LARGEST_NOTE_BYTES), type=Part)
             size = self.part_path.stat().st_size
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError):
             return Part()
         return known if size >= known.durable_bytes else Part()
 
@@ -136,7 +138,7 @@ class CacheEntry:
         However that ends, what was written is durable and noted.
         """
         write_bytes_durably(self._beside("part.json"), msgspec.json.encode(Part(version, start)))
-        with open(self.part_path, "r+b" if start else "wb") as file:
+        with os.fdopen(open_own(self.part_path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
             file.truncate(start)
             file.seek(start)
             size = noted = start

@@ -7,7 +7,7 @@ from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 import httpx2
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
+from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, read_record
 from ...reporters.uploads.payloads import remote_name
 from ..contract.exceptions import BrokenCheckpointError, InputError
 from ..job.refs import HttpRef
@@ -29,7 +29,12 @@ def fetch_checkpoint(
         AuthError: The server refused the credentials.
         InputError: The record or a file of it is missing or broken.
     """
-    path = download(Download(ref.url, folder / ref.file_name, ref.sha256), client, retry=retry, tracker=tracker)
+    path = download(
+        Download(ref.url, folder / ref.file_name, ref.sha256, most_bytes=LARGEST_RECORD_BYTES),
+        client,
+        retry=retry,
+        tracker=tracker,
+    )
     try:
         record = read_record(path)
     except BrokenCheckpointError as error:

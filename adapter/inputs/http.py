@@ -15,6 +15,7 @@ import httpx2
 from ..contract.exceptions import AuthError, InputError
 from ..plumbing.http import failure_text
 from ..plumbing.retry import backoff_s, is_transient, retry_after_s
+from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import safe_url
 from .cache import CHUNK_BYTES, CacheEntry, Content, Stored, Version
 from .progress import InputProgress, Tracker
@@ -54,6 +55,8 @@ class Download:
     sha256: str | None = None
     xxh3_128: str | None = None
     size_bytes: int | None = None
+    most_bytes: int | None = None
+    """What the file has at most, where its size is not known."""
 
     def __repr__(self) -> str:
         return f"Download({self.label!r} to {str(self.target)!r})"
@@ -67,6 +70,11 @@ class Download:
     def has_digest(self) -> bool:
         """Whether the content is known beforehand."""
         return self.sha256 is not None or self.xxh3_128 is not None
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes after which a transfer is given up; None where nothing is known."""
+        return self.most_bytes if self.size_bytes is None else self.size_bytes
 
     def contradiction(self, content: Content) -> str | None:
         """In which way `content` is not what was asked for; None when it is."""
@@ -90,26 +98,36 @@ def download(
 ) -> Path:
     """Bring a file to ``request.target`` and return that.
 
-    A copy in place is kept without asking the server if the request has a digest, and if the server confirms it
-    otherwise. Several processes may ask for one target: one transfers, the others wait and take the result.
+    A copy in place is kept without asking the server if the request has a digest, which is proven, and if the server
+    confirms it otherwise. Several processes may ask for one target: one transfers, the others wait and take the result.
 
     Raises:
         AuthError: The server refused the credentials (401, 403).
         InputError: The server has no such file, its content has another digest or size, or it cannot be reached.
     """
     tracker = tracker or Tracker()
-    request.target.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(request.target.parent)
     asked_at = time.time()
     entry = CacheEntry(request.target)
     with entry.exclusive(tracker) as waited:
         stored = entry.stored()
-        if stored is not None and request.contradiction(stored.content):
+        if stored is not None and not _holds(request, entry, stored):
             stored = None
         if stored is not None and (request.has_digest or _is_fresh(stored, asked_at if waited else None)):
             _tell_finished(request, stored.content.size_bytes, tracker)
         else:
             _transfer(request, client, entry, stored, retry or RetryPolicy(), tracker)
     return request.target
+
+
+def _holds(request: Download, entry: CacheEntry, stored: Stored) -> bool:
+    """Whether the copy in place is what was asked for: by what is noted of it, and a digest by its bytes themselves.
+
+    Whoever could write a file into the cache could write a note beside it as well.
+    """
+    if request.contradiction(stored.content):
+        return False
+    return not request.has_digest or request.contradiction(Content.of(entry.target)) is None
 
 
 def _is_fresh(stored: Stored, waited_since: float | None) -> bool:
@@ -248,7 +266,7 @@ def _total_bytes(response: httpx2.Response, start: int) -> int | None:
     if content_range is not None and content_range["total"] != "*":
         return int(content_range["total"])
     length = response.headers.get("content-length", "")
-    return start + int(length) if length.isdecimal() else None
+    return start + int(length) if length.isdecimal() and len(length) < 19 else None
 
 
 def _receive(
@@ -259,12 +277,21 @@ def _receive(
         raise InputError(f"{request.label} is sent with a content encoding, though none was accepted.")
     total = _total_bytes(response, start)
     size = start
+    _refuse_excess(request, entry, total or start)
     with contextlib.closing(entry.write_part(response.iter_raw(CHUNK_BYTES), version, start)) as sizes:
         for size in sizes:
+            _refuse_excess(request, entry, size)
             tracker.tell(InputProgress(request.label, size, total or request.size_bytes))
     if total is not None and size != total:
         raise Broken(f"{size} of {total} bytes arrived")
     return size
+
+
+def _refuse_excess(request: Download, entry: CacheEntry, size: int) -> None:
+    """End a transfer that brings more than there is, before it has filled the disk."""
+    if request.limit is not None and size > request.limit:
+        entry.drop_part()
+        raise InputError(f"{request.label} has {size:,} bytes or more, but {request.limit:,} were expected.")
 
 
 def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *, resumed: bool) -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from ..contract.exceptions import InputError
 from ..job.config import RunConfig
 from ..job.refs import Kind, LocalRef, Ref
-from ..plumbing.urls import has_scheme
+from ..plumbing.safe_open import make_directory
+from ..plumbing.urls import has_scheme, is_http_url
 from .local import Found, checked_ref, local_checkpoint, local_input, parquet_files
+from .private_addresses import AddressGuard
 from .progress import ProgressReport, Tracker
 
 if TYPE_CHECKING:
@@ -125,6 +127,8 @@ def _named_files(config: RunConfig) -> list[Path | str]:
     faults: list[InputError] = []
     for text in config.dataset.parquet_paths if config.dataset else ():
         with _noting(faults):
+            if config.private_hosts is not None and is_http_url(text):
+                AddressGuard(config.private_hosts).check_url(text)
             files += [text] if has_scheme(text) else parquet_files(text)
     if faults:
         raise InputError("\n".join(str(fault) for fault in faults))
@@ -136,7 +140,7 @@ def _cache_dir(config: RunConfig, given: str | os.PathLike[str] | None) -> Path:
         return Path(given)
     directory = default_cache_dir()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
     except OSError:
         return config.artifacts_dir / "inputs"
     return directory if os.access(directory, os.W_OK) else config.artifacts_dir / "inputs"

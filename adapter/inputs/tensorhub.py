@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote, urljoin
 
 import httpx2
@@ -26,6 +27,7 @@ import msgspec
 from ..contract.exceptions import InputError
 from ..contract.types import ResolvedRef
 from ..job.refs import CozyRef, parse_ref
+from ..plumbing.urls import url_fault
 from .http import Download, RetryPolicy, download
 from .progress import Tracker
 
@@ -33,14 +35,17 @@ __all__ = ["HttpResolveClient", "ManifestFile", "fetch_from_cozy"]
 
 DEFAULT_TAG = "latest"
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[\w.+=@~#,() -]{1,255}")
+"""A part of a path that means the same to each system, server and terminal."""
+LARGEST_ANSWER_BYTES = 64 << 20
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
     """One file of a repository."""
 
-    path: str
-    sha256: str
-    size_bytes: int
+    path: Annotated[str, msgspec.Meta(max_length=1024)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     url: str | None = None
 
 
@@ -90,6 +95,9 @@ class HttpResolveClient:
             f"api/v1/resolve/{where}?tag={quote(tag, safe='')}", f"resolve-{parsed.owner}-{parsed.repo}"
         )
         answer = _decode(content, Resolution, parsed.label)
+        if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
+            named = f"{answer.owner}/{answer.repo}"
+            raise InputError(f"{parsed.label}: the server answered for another repository, {named!r:.200}.")
         return ResolvedRef(answer.owner, answer.repo, _sound_digest(answer.digest, parsed.label))
 
     def manifest(self, resolved: ResolvedRef) -> list[ManifestFile]:
@@ -102,26 +110,43 @@ class HttpResolveClient:
         content = self._get(f"api/v1/manifest/{where}", "manifest", sha256=resolved.digest.removeprefix("sha256:"))
         label = f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
         files = _decode(content, Manifest, label).files
-        return [self._located(file, where, label) for file in files]
+        located = [self._located(file, where, label) for file in files]
+        _refuse_same_places(located, label)
+        return located
 
     def _located(self, file: ManifestFile, where: str, label: str) -> ManifestFile:
-        path = PurePosixPath(file.path)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in file.path:
-            raise InputError(f"{label}: its manifest names a file outside of the repository: {file.path!r}.")
+        if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
+            raise InputError(f"{label}: its manifest names a file by more than plain characters: {file.path!r:.200}.")
         given = file.url or f"api/v1/file/v1/{where}/{quote(file.path)}"
-        return msgspec.structs.replace(file, url=urljoin(f"{self.base_url.rstrip('/')}/", given))
+        try:
+            url = urljoin(f"{self.base_url.rstrip('/')}/", given)
+            fault = url_fault(url)
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise InputError(f"{label}: its manifest has no sound address for {file.path!r}: {fault}.")
+        return msgspec.structs.replace(file, url=url)
 
     def _get(self, path: str, name: str, sha256: str | None = None) -> bytes:
         target = self.directory / (sha256 or hashlib.sha256(path.encode()).hexdigest()) / f"{name}.json"
-        request = Download(urljoin(f"{self.base_url.rstrip('/')}/", path), target, sha256=sha256)
+        url = urljoin(f"{self.base_url.rstrip('/')}/", path)
+        request = Download(url, target, sha256=sha256, most_bytes=LARGEST_ANSWER_BYTES)
         return download(request, self.client, retry=self.retry).read_bytes()
 
 
 def _decode(content: bytes, kind: type[Any], label: str) -> Any:
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{label}: the server's answer is malformed: {error}.") from None
+
+
+def _refuse_same_places(files: Sequence[ManifestFile], label: str) -> None:
+    """Two files of one name, or one that is the folder of another, would have one take the other's place."""
+    paths = [PurePosixPath(file.path) for file in files]
+    folders = {parent for path in paths for parent in path.parents}
+    if len(set(paths)) < len(paths) or not folders.isdisjoint(paths):
+        raise InputError(f"{label}: its manifest names one place twice.")
 
 
 def _sound_digest(digest: str, label: str) -> str:

@@ -22,6 +22,7 @@ from .connections import Connections
 from .http import Download, RetryPolicy, download
 from .huggingface import fetch_from_hub, hub_client
 from .local import Found, local_checkpoint, local_input
+from .private_addresses import AddressGuard
 from .progress import Tracker, TransferAbandoned
 from .tensorhub import HttpResolveClient, fetch_from_cozy
 
@@ -59,6 +60,8 @@ def fetch_all(
     with contextlib.ExitStack() as stack:
         client = build_client(config.token, config.token_origins, max_connections=PARALLEL_TRANSFERS)
         stack.enter_context(client)
+        if config.private_hosts is not None:
+            AddressGuard(config.private_hosts).attach(client)
         stack.enter_context(connections.watching(client))
         if any(isinstance(ref, HubRef) for _, ref in wanted):
             stack.enter_context(connections.watching(hub_client()))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..contract.types import TrainingJobSpec
 from ..plumbing.urls import has_scheme, trusted_origins
@@ -61,6 +62,8 @@ class RunConfig:
     upload_deadline_s: float
     token_origins: frozenset[str]
     """Origins that may be sent the token, such as ``https://hub.example.com:443``."""
+    private_hosts: tuple[str, ...] | None
+    """What references may reach in spite of a private address; None lets them reach everything."""
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
@@ -69,6 +72,8 @@ class RunConfig:
     samples_dir: Path
     metrics_dir: Path
     events_path: Path
+    shared_artifacts: bool
+    """Whether everybody who may write the artifact directories is trusted; the job spec cannot say so."""
     spec_digest: str
     spec_fields: Mapping[str, str] = field(repr=False)
     """What `spec_digest` covers: a digest for each field, for `spec_digest.differing_fields`."""
@@ -155,9 +160,11 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         file_store_url=reading.pick("file_store_url"),
         upload_deadline_s=reading.pick("upload_deadline_seconds", DEFAULT_UPLOAD_DEADLINE_S),
         token_origins=token_origins_of(reading),
+        private_hosts=private_hosts_of(reading),
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         **artifacts,
+        shared_artifacts=reading.pick("shared_artifacts", False),
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
         warnings=tuple(faults.warnings),
@@ -230,3 +237,15 @@ def token_origins_of(reading: Settings) -> frozenset[str]:
     """Origins that may be sent the token: those of the upload URLs, of the file store, and those that were listed."""
     names = [*(f"uploads.{name}" for name in UPLOAD_URLS), "file_store_url"]
     return trusted_origins((reading.pick(name) for name in names), reading.pick("token_origins", ()))
+
+
+def private_hosts_of(reading: Settings) -> tuple[str, ...] | None:
+    """What the references of a job may reach in spite of a private address; None for everything.
+
+    They are kept from private addresses where the run is orchestrated, or a list says which they may reach.
+    """
+    listed = reading.pick("private_hosts")
+    if "*" in (listed or ()) or (listed is None and not reading.pick("orchestrated")):
+        return None
+    hub = urlsplit(reading.pick("file_store_url") or "").hostname
+    return (*(listed or ()), *((hub,) if hub else ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -55,6 +56,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
+
+
+def _private_hosts(text: str) -> tuple[str, ...]:
+    """Host names, addresses and networks, or a star for all."""
+    entries = tuple(entry for entry in re.split(r"[\s,]+", text) if entry)
+    for entry in entries:
+        if entry != "*" and not _HOST_NAME.fullmatch(entry):
+            try:
+                ipaddress.ip_network(entry, strict=False)
+            except ValueError:
+                raise ValueError("host names, addresses or networks, separated by commas, or *") from None
+    return entries
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable: the setting it feeds and how its text is read."""
@@ -78,6 +94,7 @@ VARIABLES = (
     Variable("TRAINER_SAMPLES_DIR", "samples_dir", _text, PATHS),
     Variable("TRAINER_METRICS_DIR", "metrics_dir", _text, PATHS),
     Variable("TRAINER_EVENTS_PATH", "events_path", _text, PATHS),
+    Variable("TRAINER_SHARED_ARTIFACTS", "shared_artifacts", is_true),
     Variable("TRAINER_ORCHESTRATED", "orchestrated", is_true),
     Variable("TRAINER_CAPABILITY_TOKEN", "capability_token", _token, "startup.missing_capability_token"),
     Variable("TRAINER_UPLOAD_METRICS_URL", "uploads.metrics_url", _url),
@@ -87,6 +104,7 @@ VARIABLES = (
     Variable("TENSORHUB_URL", "file_store_url", _url),
     Variable("TRAINER_UPLOAD_DEADLINE_SECONDS", "upload_deadline_seconds", _seconds, TIMEOUT),
     Variable("TRAINER_TOKEN_ORIGINS", "token_origins", parse_origins),
+    Variable("TRAINER_PRIVATE_HOSTS", "private_hosts", _private_hosts),
     Variable("TRAINER_CANCELLED", "canceled", is_true),
     Variable("TRAINER_CANCEL_FILE", "cancel_file_path", _text),
     Variable("TRAINER_MAX_RUNTIME_SECONDS", "max_runtime_seconds", _seconds, TIMEOUT),

@@ -185,7 +185,7 @@ def _hub_ref(text: str, whole: str) -> HubRef:
 
 def _cozy_ref(text: str) -> CozyRef:
     match = COZY.fullmatch(text.removeprefix("cozy:").removeprefix("//"))
-    if match is None:
+    if match is None or "" in (match["owner"].strip("."), match["name"].strip(".")):
         raise _unknown(text, "it is no cozy:owner/repo[:tag][@digest]")
     digest = match["digest"]
     return CozyRef(match["owner"], match["name"], match["tag"], digest.lower() if digest else None)

@@ -5,14 +5,13 @@ Each setting is resolved on its own: ``--set`` first, then the environment, then
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
+from ..plumbing.folder_name import folder_name
 from .environment import BY_SETTING, read_environment
 from .errors import FaultList, nearest
 from .overrides import Overrides, apply_overrides, parse_overrides
@@ -26,7 +25,6 @@ __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "r
 
 ENVIRONMENT_ARTIFACTS_DIR = "/tmp/training"  # noqa: S108 -- the contract's own default for containers
 FILE_ARTIFACTS_DIR = "runs/{run_id}"
-LONGEST_FOLDER_NAME = 120
 
 
 @dataclass(frozen=True)
@@ -199,16 +197,6 @@ def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None
     if default is not None:
         return os.fspath(default)
     return ENVIRONMENT_ARTIFACTS_DIR if spec_path is None else FILE_ARTIFACTS_DIR
-
-
-def folder_name(run_id: str) -> str:
-    """A run's id as the name of one folder: what a path would interpret is percent-encoded."""
-    name = quote(run_id, safe="")
-    if not name.strip("."):
-        name = name.replace(".", "%2E")
-    if len(name) <= LONGEST_FOLDER_NAME:
-        return name
-    return f"{name[:LONGEST_FOLDER_NAME]}~{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
 
 
 def artifact_paths(reading: Settings, template: str, run_id: str) -> dict[str, Path]:

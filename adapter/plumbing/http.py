@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Generator
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx2
@@ -149,6 +150,8 @@ def build_client(
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,
             headers={"User-Agent": "genlight"},
+            # None is ever kept: a browser's rules would send one to each port of a host.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             event_hooks={"request": [_before_each_hop], "response": [_refuse_stale_answer]},
         )
     except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:

@@ -99,6 +99,6 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
 def _parsed_date(text: str) -> datetime | None:
     try:
         at = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError, TypeError, IndexError):  # of a year, or a zone, that no calendar has
         return None
     return at.replace(tzinfo=UTC) if at.tzinfo is None else at

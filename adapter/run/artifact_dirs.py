@@ -1,4 +1,4 @@
-"""The directories of a run's artifacts: made, and proved writable before anything is trained."""
+"""The directories of a run's artifacts: made, and proved writable and ours before anything is trained."""
 
 from __future__ import annotations
 
@@ -9,38 +9,68 @@ from pathlib import Path
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
 from ..plumbing.durable import temporary_name
+from ..plumbing.safe_open import distrust, make_directory
 
-__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs"]
+__all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs", "untrusted_dirs"]
 
 CODE = "startup.invalid_artifact_paths"
 WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
+SHARING = "If everybody who may write it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
+HOLD_OUR_FILES_ALONE = ("checkpoints_dir", "samples_dir")
+"""Directories whose files are taken for ours by their names, so that not even a new one may come from others."""
 
 
 def prepare_artifact_dirs(config: RunConfig) -> None:
     """Make the directories of `config` and write a probe into each.
 
     Raises:
-        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used.
+        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used, or that
+            others may write.
     """
     names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
-    faults = artifact_dir_faults({name: getattr(config, name) for name in names}, create=True)
+    paths = {name: getattr(config, name) for name in names}
+    shared = config.shared_artifacts
+    faults = [] if shared else untrusted_dirs(paths)  # before anything is made in them
+    faults = faults or artifact_dir_faults(paths, create=True, shared=shared)
+    # And again with what was made: a neighbour may have been quicker.
+    faults = faults or ([] if shared else untrusted_dirs(paths))
     if faults:
         raise StartupContractError(CODE, "\n  ".join(faults))
 
 
-def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]:
-    """What is wrong with the artifact directories, a sentence each.
+def untrusted_dirs(paths: Mapping[str, Path]) -> list[str]:
+    """Which of the artifact directories that exist somebody else could change, a sentence each."""
+    found: dict[Path, str] = {}
+    for name, path in _directories(paths).items():
+        if any(path.is_relative_to(faulty) for faulty in found):
+            continue
+        try:
+            reason = distrust(path, may_be_sticky=name not in HOLD_OUR_FILES_ALONE) if path.is_dir() else None
+        except OSError:  # which `artifact_dir_faults` names
+            continue
+        if reason is not None:
+            found[path] = f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
+    return list(found.values())
+
+
+def _directories(paths: Mapping[str, Path]) -> dict[str, Path]:
+    return {**paths, "events_path": paths["events_path"].parent}
+
+
+def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool, shared: bool = False) -> list[str]:
+    """What keeps the artifact directories from being written, a sentence each.
 
     Args:
         paths: The directories by name, and ``events_path``, a file.
         create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+        shared: Leave it to the umask who else may enter those that are made.
     """
-    directories = {**paths, "events_path": paths["events_path"].parent}
+    directories = _directories(paths)
     found: dict[Path, str] = {}
     for name, path in directories.items():
         # What lies below a directory that cannot be written cannot be written either, and needs no line of its own.
         if not any(path.is_relative_to(faulty) for faulty in found) and (
-            fault := directory_fault(name, path, WAY_OUT, create=create)
+            fault := directory_fault(name, path, WAY_OUT, create=create, shared=shared)
         ):
             found[path] = fault
     faults = list(found.values())
@@ -49,11 +79,11 @@ def artifact_dir_faults(paths: Mapping[str, Path], *, create: bool) -> list[str]
     return faults
 
 
-def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True) -> str | None:
+def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True, shared: bool = True) -> str | None:
     """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
     try:
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path, shared=shared)
         _probe(path if create else _nearest_existing(path))
     except OSError as error:
         elsewhere = error.filename and not Path(error.filename).is_relative_to(path)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
+from ..plumbing.safe_open import open_own
 
 __all__ = ["LOCK_NAME", "HeldLock", "lock_artifacts", "lock_directory", "lock_holder"]
 
@@ -57,8 +58,8 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
     """Hold the artifact directories of `config`, which must exist, for this process.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: another live process holds one of them;
-            ``startup.invalid_artifact_paths``: one cannot be locked.
+        StartupContractError: ``startup.artifacts_in_use``: another live process holds one of them, or its file system
+            has no locks; ``startup.invalid_artifact_paths``: its lock cannot be opened.
     """
     with contextlib.ExitStack() as stack:
         for directory in _separate_directories(config):
@@ -69,13 +70,15 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
 def lock_holder(directory: Path) -> str | None:
     """Who holds an artifacts directory, in words; None when nobody does. Neither makes nor keeps a lock."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_own(directory / LOCK_NAME, os.O_RDONLY)
     except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _holder(descriptor)
+    except OSError:  # a file system without locks
+        return None
     finally:
         os.close(descriptor)
     return None
@@ -92,16 +95,17 @@ def lock_directory(directory: Path, run_id: str) -> HeldLock:
     """Hold a directory, which must exist, for this process, under the name `run_id`.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: another live process holds it;
-            ``startup.invalid_artifact_paths``: it cannot be locked.
+        StartupContractError: ``startup.artifacts_in_use``: another live process holds it, or its file system has no
+            locks; ``startup.invalid_artifact_paths``: its lock cannot be opened.
     """
     path = directory / LOCK_NAME
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise StartupContractError(
             "startup.invalid_artifact_paths",
-            f"{str(path)!r} cannot be opened: {error.strerror}. Let this user write it, or choose another directory.",
+            f"{str(path)!r} cannot be opened: {error.strerror}. Let this user write it, or choose another folder with "
+            "`TRAINER_ARTIFACTS_DIR`.",
         ) from error
     lock = HeldLock(descriptor)
     try:
@@ -114,9 +118,13 @@ def lock_directory(directory: Path, run_id: str) -> HeldLock:
             f"{str(directory)!r} is held by a live run ({holder}). "
             "Wait until it has ended, end it, or choose another artifacts directory.",
         ) from None
-    except OSError:
+    except OSError as error:
         lock.release()
-        raise
+        raise StartupContractError(
+            CODE,
+            f"{str(directory)!r} cannot be locked, so that no other run can be kept out of it: {error.strerror}. "
+            "Choose a folder on a file system with locks (Lustre: mounted with `flock`) by `TRAINER_ARTIFACTS_DIR`.",
+        ) from error
     me = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(me).encode(), 0)

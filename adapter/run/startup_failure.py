@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..job.errors import FaultList
 from ..job.sources import artifact_paths, artifacts_template, read_settings
+from .artifact_dirs import untrusted_dirs
 
 __all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "resolve_failure_sinks"]
 
@@ -42,10 +43,11 @@ def resolve_failure_sinks(
     run_id = reading.spec.run_id
     paths = artifact_paths(reading, template, run_id or UNKNOWN_RUN_ID)
     placed = run_id is not None or "{run_id}" not in template
+    safe = bool(reading.pick("shared_artifacts")) or not untrusted_dirs(paths)
     given = any(reading.pick(name) is not None for name in ("artifacts_dir", "metrics_dir", "events_path"))
     return FailureSinks(
         run_id=run_id or UNKNOWN_RUN_ID,
-        events_path=paths["events_path"] if placed or given else None,
+        events_path=paths["events_path"] if safe and (placed or given) else None,
         terminal_url=reading.pick("uploads.terminal_url"),
         token=reading.pick("capability_token"),
     )

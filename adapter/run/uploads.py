@@ -44,6 +44,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         file_store_url=config.file_store_url,
         token_origins=sorted(config.token_origins),
         targets=config.uploads.targets,
+        roots=(config.checkpoints_dir, config.samples_dir),
         deadline_s=config.upload_deadline_s,
     )
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):

@@ -17,12 +17,15 @@ import numpy as np
 import torch
 import xxhash
 
-from ...adapter.contract.exceptions import BrokenCheckpointError
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ...adapter.plumbing.safe_open import open_regular
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
+from .format.contents import parse_state_file
 from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
 from .format.record import CheckpointRecord, FileEntry, read_record
-from .format.safetensors_header import TORCH_TYPES, TypedShape, parse_header
+from .format.references import Stored, array_type, check_array, check_tensor
+from .format.safetensors_header import HEADER_LIMIT, TORCH_TYPES, TypedShape, parse_header
 from .format.shard_index import rank_of
 from .format.verification import check_file, find_file, read_proven, verify_files
 from .saving import CONTRACT_KEY
@@ -72,7 +75,8 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     record = read_record(record_path(path))
     files = [entry for entry in record.files if record.file_name(entry).endswith(MODEL_FILE)]
     whole = [entry for entry in files if record.file_name(entry) == MODEL_FILE]
-    weights = _read_tensors(record, whole[0], as_arrays=False) if whole else {}
+    read = _read_tensors(record, whole[0], as_arrays=False) if whole else {}
+    weights = {key: tensor for key, (tensor, _) in read.items()}
     verify_files(record, [entry for entry in files if rank_of(record.file_name(entry)) is not None])
     for (file, key), pieces in pieces_of(record).items():
         if file == MODEL_FILE:
@@ -96,8 +100,11 @@ def _load(source: _Source) -> dict[str, Any]:
             checkpoint["state_dict"] = _with_metadata(
                 checkpoint["state_dict"], decode(content["weights_metadata"], source)
             )
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise BrokenCheckpointError(record.name, f"its content is malformed: {error!r}") from error
+    except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
+        raise
+    except Exception as error:
+        # The codecs call constructors, which raise what they like of values that a file has chosen.
+        raise BrokenCheckpointError(record.name, f"its content is malformed: {error!r:.500}") from error
     return checkpoint
 
 
@@ -112,6 +119,7 @@ class _Source:
         self._slices_to_prove = slices_to_prove
         """None proves them all and reads them with the rest."""
         self._stored: dict[tuple[str, str], Any] = {}
+        self._shapes: dict[tuple[str, str], Stored] = {}
         self._pieces: dict[tuple[str, str], list[Piece]] = {}
         self._given: dict[Any, Any] = {}
 
@@ -123,12 +131,12 @@ class _Source:
         for entry in record.files:
             name = record.file_name(entry)
             if name == STATE_FILE:
-                content = json.loads(read_proven(record, entry))
+                content = parse_state_file(record, read_proven(record, entry))
             elif rank_of(name) is not None:
                 sliced.append(entry)
             elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/"):
                 as_arrays = name == ARRAYS_FILE
-                self._stored |= {(name, key): item for key, item in _read_tensors(record, entry, as_arrays).items()}
+                self._keep(name, _read_tensors(record, entry, as_arrays))
             else:
                 others.append(entry)
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
@@ -137,10 +145,16 @@ class _Source:
             raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
         return content
 
+    def _keep(self, file: str, tensors: dict[str, tuple[Any, TypedShape]]) -> None:
+        for key, (tensor, facts) in tensors.items():
+            self._stored[file, key] = tensor
+            self._shapes[file, key] = Stored(facts.dtype, facts.shape, facts.end - facts.begin)
+
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
         """The tensor behind a reference; the same object for equal references."""
         identity = json.dumps(reference, sort_keys=True)
         if identity not in self._given:
+            check_tensor(reference, self._shapes)  # before memory is taken for it
             self._given[identity] = self._make(reference)
         tensor: torch.Tensor = self._given[identity]
         return tensor
@@ -149,9 +163,9 @@ class _Source:
         """The array behind a reference; the same object for equal references."""
         identity = json.dumps(reference, sort_keys=True)
         if identity not in self._given:
-            dtype = reference["dtype"]
+            check_array(reference, self._shapes)
             stored = self._stored[reference["file"], reference["key"]]
-            kind = np.dtype(dtype) if isinstance(dtype, str) else np.lib.format.descr_to_dtype(_tuples(dtype))
+            kind = array_type(reference["dtype"])
             array = (
                 stored.view(kind).reshape(reference["shape"]) if kind.itemsize else np.zeros(reference["shape"], kind)
             )
@@ -225,25 +239,21 @@ def _with_metadata(weights: dict[str, Any], metadata: Any) -> dict[str, Any]:
     return ordered
 
 
-def _read_tensors(record: CheckpointRecord, entry: FileEntry, as_arrays: bool) -> dict[str, Any]:
+def _read_tensors(record: CheckpointRecord, entry: FileEntry, as_arrays: bool) -> dict[str, tuple[Any, TypedShape]]:
     """Tensors (or arrays) of one file; none is handed out before the whole file is proven."""
     hasher = xxhash.xxh3_128()
-    tensors: dict[str, Any] = {}
-    with open(find_file(record, entry), "rb", buffering=0) as file:
-        length = _take(file, memoryview(bytearray(8)), hasher)
-        header_size = int.from_bytes(length, "little")
-        if header_size > entry.size - 8:
-            raise BrokenCheckpointError(record.name, f"{entry.path} has a header longer than the file")
+    tensors: dict[str, tuple[Any, TypedShape]] = {}
+    with os.fdopen(open_regular(find_file(record, entry)), "rb", buffering=0) as file:
         try:
-            layout = parse_header(bytes(_take(file, memoryview(bytearray(header_size)), hasher)))
-            for key, stored in layout.items():
-                tensors[key], memory = _allocate(stored, as_arrays)
-                if len(memory) != stored.end - stored.begin:
-                    raise ValueError(
-                        f"{key!r} has {stored.end - stored.begin} bytes, but its shape needs {len(memory)}"
-                    )
+            header_size = int.from_bytes(_take(file, memoryview(bytearray(8)), hasher), "little")
+            if header_size > min(entry.size - 8, HEADER_LIMIT):
+                raise ValueError("it has a header longer than the file, or than the format allows")
+            header = bytes(_take(file, memoryview(bytearray(header_size)), hasher))
+            for key, stored in parse_header(header, entry.size - 8 - header_size).items():
+                tensor, memory = _allocate(stored, as_arrays)
+                tensors[key] = (tensor, stored)
                 _take(file, memory, hasher)
-        except (ValueError, KeyError, EOFError) as error:
+        except (ValueError, EOFError) as error:
             raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from error
         position = file.tell()
     check_file(record, entry, position, hasher.hexdigest())
@@ -269,17 +279,3 @@ def _allocate(stored: TypedShape, as_arrays: bool) -> tuple[Any, memoryview]:
         array = np.empty(stored.end - stored.begin, np.uint8)
         return array, array.data
     return empty_tensor(_TYPE_OF_FORMAT[stored.dtype], stored.shape)
-
-
-def _tuples(description: list[Any]) -> list[Any]:
-    """A structured NumPy type's description, whose tuples JSON turned into lists."""
-    return [
-        tuple(
-            _tuples(part) if isinstance(part, list) and index == 1 else _tuple(part) for index, part in enumerate(field)
-        )
-        for field in description
-    ]
-
-
-def _tuple(part: Any) -> Any:
-    return tuple(part) if isinstance(part, list) else part

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
+from .format.contents import check_contents
 from .format.layout import FINAL_NAME, is_record_of_callback, name_of, record_path, record_paths, step_of_name
 from .format.record import CheckpointRecord, read_record
 from .format.verification import verify_files
@@ -73,6 +74,7 @@ def newest_valid(
             if not accept(listed.record):
                 continue
             verify_files(listed.record)
+            check_contents(listed.record)
         except BrokenCheckpointError as error:
             warnings.append(f"{error}; falling back to the one before it")
             continue

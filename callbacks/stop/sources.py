@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...adapter.plumbing.safe_open import open_regular
+
 __all__ = ["Deadline", "cancel_file_is_set", "process_age_s"]
 
 _TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
@@ -80,14 +82,22 @@ def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:
 
 
 def cancel_file_is_set(path: Path) -> bool:
-    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read."""
+    """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read.
+
+    What is no regular file, such as a pipe that would be waited for, counts as one that cannot be read.
+    """
     try:
-        with path.open("rb") as file:
-            text = file.read(64)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        text = os.read(descriptor, 64)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
     return text.decode(errors="replace").strip().lower() in _TRUE
 
 

@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import queue
-import stat
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from typing import Any, Self
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
+from ...adapter.plumbing.safe_open import open_own
 from .reader import decode_object
 
 __all__ = ["LineFile"]
@@ -235,7 +235,7 @@ def _open_locked(path: Path) -> int:
     try:
         _make_directories(path.parent)
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 _lock(descriptor, path)
                 if _is_at(descriptor, path):
@@ -249,8 +249,6 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise EventLogError(f"cannot open {path}: it is not a regular file")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -265,7 +263,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
 

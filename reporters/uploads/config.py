@@ -64,6 +64,9 @@ class UploadConfig:
     """Further origins that may be sent the token, beside those of the URLs above."""
     targets: Sequence[str] = field(default=(), repr=False)
     """Further destinations of checkpoints and samples: ``hf://owner/name``, or any URL that fsspec opens."""
+    roots: Sequence[str | Path] = ()
+    """Folders that files of an earlier process may lie in, beside the parent of the spool; files that the journal
+    names elsewhere are not sent."""
     deadline_s: float = 60.0
     """Seconds that the end of a run waits for uploads to settle."""
     timeout_s: float = 30.0

@@ -278,4 +278,4 @@ class Delivery:
 
     def _let_go(self, parcel: Parcel) -> None:
         if parcel.held:
-            release(parcel.files[-1].location(self._root))
+            release(self._spool.directory, parcel.files[-1].location(self._root))

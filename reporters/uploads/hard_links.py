@@ -50,14 +50,16 @@ def hold(spool: Path, main: Path, files: Iterable[Path]) -> Held:
     return held
 
 
-def release(link: Path) -> None:
-    """Drop `link` and all that were made with it."""
-    shutil.rmtree(_folder_of(link), ignore_errors=True)
+def release(spool: Path, link: Path) -> None:
+    """Drop `link` and all that were made with it; a path that is not below the spool's own folder of links stays."""
+    folder = _folder_of(spool, link)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def release_others(spool: Path, wanted: Iterable[Path]) -> None:
     """Drop every link that was not made with one of `wanted`: a process may die between linking and enqueueing."""
-    keep = {_folder_of(link).name for link in wanted}
+    keep = {folder.name for link in wanted if (folder := _folder_of(spool, link)) is not None}
     try:
         names = os.listdir(spool / HELD_DIRECTORY)
     except FileNotFoundError:
@@ -67,5 +69,8 @@ def release_others(spool: Path, wanted: Iterable[Path]) -> None:
             shutil.rmtree(spool / HELD_DIRECTORY / name, ignore_errors=True)
 
 
-def _folder_of(link: Path) -> Path:
-    return next(folder for folder in link.parents if folder.parent.name == HELD_DIRECTORY)
+def _folder_of(spool: Path, link: Path) -> Path | None:
+    """The folder that was made with `link`; None for a path that the journal names and that is no link of ours."""
+    inside = Path(os.path.abspath(spool)) / HELD_DIRECTORY
+    path = Path(os.path.abspath(link))
+    return inside / path.relative_to(inside).parts[0] if inside in path.parents else None

@@ -11,13 +11,28 @@ from typing import Any, get_args
 import msgspec
 
 from ...adapter.contract.exceptions import UploadError
-from .payloads import Kind
+from ...adapter.plumbing.safe_open import read_own
+from .parcel import Parcel, unpack
+from .payloads import Kind, UploadedFile
 
-__all__ = ["DESCRIPTION", "JOURNAL", "Content", "Entry", "Line", "read_content", "read_description", "read_journal"]
+__all__ = [
+    "DESCRIPTION",
+    "JOURNAL",
+    "Content",
+    "Description",
+    "Entry",
+    "Line",
+    "fault_of",
+    "read_content",
+    "read_description",
+    "read_journal",
+]
 
 JOURNAL = "journal.jsonl"
 DESCRIPTION = "about.json"
 MAX_RECEIPTS = 1024
+LARGEST_JOURNAL_BYTES = 1 << 30
+LARGEST_DESCRIPTION_BYTES = 1 << 20
 
 
 class Entry(msgspec.Struct):
@@ -34,6 +49,37 @@ class Entry(msgspec.Struct):
     auth: bool = False
     attempted: bool = True
     """Whether a request for it may have been sent; an entry read back from disk counts as attempted."""
+
+
+class Description(msgspec.Struct, frozen=True):
+    """Whose spool it is. Where to send what waits is not read from here: the folder may have come from elsewhere."""
+
+    run_id: str
+    owner: str = ""
+    targets: list[str] = []
+    """Names of further destinations, for a person to look at."""
+    starts: int = 0
+    stores_files: bool = False
+
+
+class MetricsBody(msgspec.Struct):
+    """What an entry of kind ``metrics`` holds."""
+
+    metrics: dict[str, float | None]
+
+
+class TerminalMessage(msgspec.Struct):
+    """What is read of a terminal message before it is sent as it is."""
+
+    status: str
+    error: str | None = None
+
+
+class TerminalBody(msgspec.Struct):
+    """What an entry of kind ``terminal`` holds."""
+
+    payload: TerminalMessage
+    key: str
 
 
 class Line(msgspec.Struct, omit_defaults=True):
@@ -93,6 +139,22 @@ class Content:
             yield Line("add", entry=entry)
 
 
+def fault_of(entry: Entry) -> str | None:
+    """Why what an entry says cannot be used, whoever wrote it; None where it can."""
+    kind: Any = {"metrics": MetricsBody, "terminal": TerminalBody}.get(entry.kind, Parcel)
+    try:
+        if kind is Parcel:
+            unpack(entry.body)
+        else:
+            msgspec.convert(entry.body, kind)
+        for part, receipt in entry.parts.items():
+            if part.startswith("put:"):
+                msgspec.convert(receipt, UploadedFile)
+    except (UploadError, msgspec.ValidationError) as error:
+        return str(error)
+    return None
+
+
 def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
     """The entries that wait in the spool at `directory`, oldest first; takes no lock and changes nothing.
 
@@ -103,16 +165,16 @@ def read_journal(directory: str | os.PathLike[str]) -> list[Entry]:
     return list(content.by_seq.values())
 
 
-def read_description(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Whose spool lies at `directory`: ``run_id``, ``owner``, ``targets``, ``stores_files``, ``starts``.
+def read_description(directory: str | os.PathLike[str]) -> Description:
+    """Whose spool lies at `directory`.
 
     Raises:
         UploadError: There is no spool, or the description is damaged.
     """
     path = Path(directory) / DESCRIPTION
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Description)
+    except (OSError, ValueError, RecursionError) as error:
         raise UploadError(f"{directory} is no upload spool: {path.name} cannot be read ({error}).") from error
 
 
@@ -120,16 +182,18 @@ def read_content(path: Path) -> tuple[Content, int]:
     """The content of a journal and the length of its whole lines in bytes."""
     content, length = Content(), 0
     try:
-        data = path.read_bytes()
+        data = read_own(path, limit=LARGEST_JOURNAL_BYTES)
     except FileNotFoundError:
         return content, 0
+    except OSError as error:
+        raise UploadError(f"The upload journal {path} cannot be read: {error.strerror}.") from error
     decoder = msgspec.json.Decoder(Line)
     for number, raw in enumerate(data.splitlines(keepends=True), start=1):
         if not raw.endswith(b"\n"):
             break
         try:
             content.apply(decoder.decode(raw))
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UploadError(
                 f"The upload journal {path} is damaged in line {number} ({error}). Move it aside to go on without "
                 "what it holds."

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from ...adapter.contract.exceptions import StartupContractError, UploadError
 from .config import UploadConfig
 from .hard_links import release_others
-from .journal import read_description
+from .journal import Description, fault_of, read_description
 from .outcome import REQUIRED_KINDS
-from .parcel import unpack
+from .parcel import strays, unpack
 from .spool import Spool
 
 __all__ = ["claim", "look_through"]
@@ -29,18 +29,18 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
     try:
         before = read_description(spool.directory)
     except UploadError:
-        before = {}
-    if before.get("run_id", config.run_id) != config.run_id:
+        before = Description(config.run_id)
+    if before.run_id != config.run_id:
         if spool.entries():
             raise StartupContractError(
                 "startup.artifacts_in_use",
-                f"The upload spool {spool.directory} holds uploads of run {before['run_id']!r}, not of "
+                f"The upload spool {spool.directory} holds uploads of run {before.run_id!r}, not of "
                 f"{config.run_id!r}. Deliver them by `genlight uploads {shlex.quote(str(spool.directory.parent))} "
                 "retry`, or use another directory.",
             )
         spool.forget_everything()
-        before = {}
-    starts = int(before.get("starts", 0)) + 1
+        before = Description(config.run_id)
+    starts = before.starts + 1
     facts = {"run_id": config.run_id, "owner": config.owner, "targets": list(targets)}
     spool.describe({**facts, "starts": starts, "stores_files": config.stores_files()})
     return starts
@@ -51,13 +51,33 @@ def look_through(spool: Spool, config: UploadConfig, *, keep_terminal: bool) -> 
     if not keep_terminal:
         for entry in spool.entries("terminal"):
             spool.remove(entry)
+    _drop_malformed(spool)
     _drop_vanished(spool)
+    _refuse_strays(spool, config)
     for kind in REQUIRED_KINDS:
         if spool.count(kind) and not config.wants(kind):
             log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, spool.directory)
     parcels = [unpack(entry.body) for entry in (*spool.entries("sample"), *spool.entries("checkpoint"))]
     links = [parcel.files[-1].location(spool.directory.parent) for parcel in parcels if parcel.held]
     release_others(spool.directory, links)
+
+
+def _drop_malformed(spool: Spool) -> None:
+    for entry in spool.entries():
+        fault = fault_of(entry)
+        if fault is not None:
+            log.warning("an upload of kind %s in %s is ignored: %s", entry.kind, spool.directory, fault)
+            spool.remove(entry)
+
+
+def _refuse_strays(spool: Spool, config: UploadConfig) -> None:
+    """A journal that came with a folder from elsewhere could name any file of this machine."""
+    root = spool.directory.parent
+    for entry in (*spool.entries("sample"), *spool.entries("checkpoint")):
+        found = strays(unpack(entry.body), root, config.roots)
+        if found:
+            reason = f"{found[0]} lies outside of the run's folders; name its folder as another root"
+            spool.fail(entry, reason, auth=False)
 
 
 def _drop_vanished(spool: Spool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from ...adapter.contract.exceptions import UploadError
 from .payloads import Kind
 
-__all__ = ["Parcel", "ParcelFile", "files_in", "pack", "stored_path", "unpack"]
+__all__ = ["Parcel", "ParcelFile", "files_in", "pack", "stored_path", "strays", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,38 @@ class Parcel:
 
 
 def unpack(body: dict[str, Any]) -> Parcel:
-    """The parcel that `Parcel.body` described."""
-    return msgspec.convert(body, Parcel)
+    """The parcel that `Parcel.body` described.
+
+    Raises:
+        UploadError: It is malformed, or its layout leads out of the folder that it is put into.
+    """
+    try:
+        parcel = msgspec.convert(body, Parcel)
+    except msgspec.ValidationError as error:
+        raise UploadError(f"what waits is malformed: {error}") from None
+    if not parcel.files or not (parcel.subject is None or 0 <= parcel.subject < len(parcel.files)):
+        raise UploadError("what waits is malformed: it does not say which file it is about")
+    for file in parcel.files:
+        if not _is_inside(file.layout):
+            raise UploadError(f"what waits is malformed: its layout {file.layout!r} leads out of its folder")
+        if "\0" in file.path:
+            raise UploadError(f"what waits is malformed: {file.path!r} is not a path")
+    return parcel
+
+
+def strays(parcel: Parcel, root: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The files of a parcel that lie neither in the run's folder at `root` nor in one of `roots`, links followed.
+
+    A journal may have come with a folder from elsewhere. What it names there must not leave this machine.
+    """
+    allowed = [os.path.realpath(folder) for folder in (root, *roots)]
+    places = {file.path: Path(os.path.realpath(file.location(root))) for file in parcel.files}
+    return [path for path, place in places.items() if not any(place.is_relative_to(folder) for folder in allowed)]
+
+
+def _is_inside(layout: str) -> bool:
+    path = PurePosixPath(layout)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in layout
 
 
 def pack(

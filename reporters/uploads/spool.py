@@ -23,6 +23,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
+from ...adapter.plumbing.safe_open import make_directory, open_own, read_own
 from .journal import DESCRIPTION, JOURNAL, Content, Entry, Line, read_content
 from .payloads import Kind
 
@@ -53,7 +54,7 @@ class Spool:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(os.path.abspath(directory))
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         self._mutex = threading.RLock()
         self._rewriting = threading.RLock()
         """Taken before `_mutex`, never after it."""
@@ -91,7 +92,7 @@ class Spool:
                 (self.directory / name).unlink()
 
     def _open_journal(self) -> None:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def add(self, kind: Kind, step: int, body: dict[str, Any]) -> Entry:
         """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise."""
@@ -155,8 +156,10 @@ class Spool:
         """Write down whose spool it is, for commands that look at it later; `read_description` gives it back."""
         data = msgspec.json.format(msgspec.json.encode(facts, order="sorted")) + b"\n"
         path = self.directory / DESCRIPTION
-        if not path.exists() or path.read_bytes() != data:
-            write_bytes_durably(path, data)
+        with contextlib.suppress(OSError):  # of what is no file of ours, which is replaced
+            if read_own(path, limit=len(data)) == data:
+                return
+        write_bytes_durably(path, data, mode=0o600)
 
     def sync(self) -> None:
         """Make what was added survive a power cut as well; nobody who adds meanwhile waits for the disk."""
@@ -256,8 +259,8 @@ class Spool:
             self._adopt(fresh, len(snapshot), taken_at)
 
     def _adopt(self, fresh: Path, snapshot_size: int, taken_at: int) -> None:
-        added = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        target = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        added = open_own(self._path, os.O_RDONLY)
+        target = open_own(fresh, os.O_WRONLY | os.O_APPEND)
         try:
             late = os.pread(added, self._size - taken_at, taken_at)
             write_all(target, late)
@@ -283,7 +286,7 @@ def _take_lock(directory: Path) -> int:
     with _guard_spools:
         if real in _spools_of_this_process:
             raise _in_use(directory)
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(directory / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import temporary_name
+from ...adapter.plumbing.folder_name import folder_name
 from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, outcome_of_status
 from ...adapter.plumbing.urls import safe_url
 
@@ -103,9 +104,9 @@ class HuggingFaceTarget:
         from huggingface_hub.errors import HfHubHTTPError
 
         api = HfApi(endpoint=self._endpoint)
+        folder = f"{folder_name(shipment.run_id)}/{shipment.folder}"
         operations = [
-            CommitOperationAdd(path_in_repo=f"{shipment.run_id}/{shipment.folder}/{name}", path_or_fileobj=path)
-            for name, path in shipment.files
+            CommitOperationAdd(path_in_repo=f"{folder}/{name}", path_or_fileobj=path) for name, path in shipment.files
         ]
         message = f"{shipment.run_id}: {shipment.folder[:-1]} {shipment.title}"
         try:
@@ -152,7 +153,7 @@ class FsspecTarget:
             if shipment.interrupted():
                 raise Interrupted
             try:
-                self._put(path, f"{self._root}/{shipment.run_id}/{shipment.folder}/{name}")
+                self._put(path, f"{self._root}/{folder_name(shipment.run_id)}/{shipment.folder}/{name}")
             except PermissionError as error:
                 raise Refused(f"{self.name}: {error.strerror or 'permission denied'}", auth=True) from error
             except Exception as error:

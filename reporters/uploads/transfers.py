@@ -9,7 +9,9 @@ the whole file.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import msgspec
 
 from ...adapter.plumbing.http import failure_text
 from ...adapter.plumbing.retry import Contradicted, Interrupted, Refused, TryAgain, outcome_of_status
+from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.urls import safe_url
 from .payloads import FileFacts, UploadedFile
 
@@ -26,6 +29,8 @@ __all__ = ["ANSWER_LIMIT_BYTES", "FileBody", "Wire", "facts_of"]
 
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
+_NEVER_READABLE = (errno.ENOENT, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
+"""Of a file that is gone, may not be read, or is a pipe, a device or a directory."""
 
 
 class FileBody(httpx2.SyncByteStream):
@@ -55,8 +60,10 @@ def open_file(path: Path) -> Any:
         Refused: It is gone, or may not be read.
     """
     try:
-        return open(path, "rb", buffering=0)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        return os.fdopen(open_regular(path), "rb", buffering=0)
+    except OSError as error:
+        if error.errno not in _NEVER_READABLE:
+            raise
         raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
 
 
@@ -124,8 +131,10 @@ class Wire:
         """Bytes of the transfer that the store holds already; 0 where it does not say."""
         try:
             response = self._client.head(url, headers={"Idempotency-Key": key})
-        except httpx2.TransportError as error:
+        except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
             raise TryAgain(f"{failure_text(error)} at {safe_url(url)}") from error
+        except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
+            raise Refused(f"{failure_text(error)} at {safe_url(url)}") from error
         text = response.headers.get("Upload-Offset", "")
         held = int(text) if response.is_success and text.isdecimal() and len(text) < 20 else 0
         return held if held <= size else 0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ...contract.exceptions import StartupContractError
 from ...contract.types import TrainingJobSpec
-from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, token_origins_of
+from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, private_hosts_of, token_origins_of
 from ...job.errors import FaultList
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
@@ -87,7 +87,9 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
     if settings.spec.run_id is not None or settings.pick("artifacts_dir") is not None:
         resumes = bool(settings.pick("resume_from_latest") or settings.pick("resume_checkpoint_path"))
         resumes = resumes or settings.spec.inputs.resume_checkpoint_ref is not None
-        yield from check_artifacts(_paths(settings, template), resumes=resumes)
+        yield from check_artifacts(
+            _paths(settings, template), resumes=resumes, shared=bool(settings.pick("shared_artifacts"))
+        )
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)
@@ -112,6 +114,7 @@ def _ask_network(settings: Settings) -> Any:
         token=settings.pick("capability_token"),
         token_origins=token_origins_of(settings),
         file_store_url=settings.pick("file_store_url"),
+        private_hosts=private_hosts_of(settings),
     )
 
 

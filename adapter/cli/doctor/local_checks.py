@@ -16,7 +16,7 @@ from ...inputs.local import parquet_files
 from ...job.spec import DatasetSpec
 from ...module.plugin_loading import find_trainer, on_sys_path
 from ...plumbing.urls import has_scheme, safe_url
-from ...run.artifact_dirs import artifact_dir_faults
+from ...run.artifact_dirs import artifact_dir_faults, untrusted_dirs
 from ...run.artifacts_lock import lock_holder
 
 __all__ = ["Finding", "asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
@@ -35,9 +35,9 @@ class Finding:
     text: str
 
 
-def check_artifacts(paths: Mapping[str, Path], *, resumes: bool) -> Iterator[Finding]:
+def check_artifacts(paths: Mapping[str, Path], *, resumes: bool, shared: bool = False) -> Iterator[Finding]:
     """Directories, space, other runs, and checkpoints that the run would refuse to overwrite."""
-    faults = artifact_dir_faults(paths, create=False)
+    faults = ([] if shared else untrusted_dirs(paths)) or artifact_dir_faults(paths, create=False)
     yield from (Finding("fault", "artifacts", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
     if faults:
         return

@@ -18,6 +18,7 @@ from ...contract.exceptions import InputError
 from ...inputs.http import RetryPolicy, probe
 from ...inputs.huggingface import probe_hub
 from ...inputs.local import checked_ref
+from ...inputs.private_addresses import AddressGuard
 from ...inputs.tensorhub import HttpResolveClient
 from ...job.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ...job.spec import InputsSpec
@@ -51,6 +52,7 @@ class NetworkChecks:
         token: Shown to `token_origins` alone.
         token_origins: Origins that may have the token.
         file_store_url: The tensor hub of ``cozy:`` references.
+        private_hosts: What references may reach in spite of a private address; None for everything.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class NetworkChecks:
         token: str | None,
         token_origins: frozenset[str],
         file_store_url: str | None,
+        private_hosts: tuple[str, ...] | None = None,
     ) -> None:
         self._client = build_client(
             token,
@@ -69,6 +72,8 @@ class NetworkChecks:
             timeout_s=ANSWER_TIMEOUT_S,
             max_connections=16,
         )
+        if private_hosts is not None:
+            AddressGuard(private_hosts).attach(self._client)
         self._plain_client = build_client(
             None, (), connect_timeout_s=CONNECT_TIMEOUT_S, timeout_s=ANSWER_TIMEOUT_S, max_connections=16
         )

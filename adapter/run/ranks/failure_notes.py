@@ -7,7 +7,6 @@ seen by the others as a connection that closed, or as a collective that never en
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import shutil
@@ -15,11 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Protocol
 
-from ...contract.exceptions import RankFailed, TrainingCanceled
+import msgspec
+
+from ...contract.exceptions import FailureCategory, RankFailed, StopReason, TrainingCanceled
 from ...contract.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.durable import write_bytes_durably
+from ...plumbing.safe_open import make_directory, read_own
 
 __all__ = ["RankFailures", "watch_ranks"]
 
@@ -40,6 +42,27 @@ PATIENCE_S = 2.0
 ACKNOWLEDGED_WITHIN_S = 15.0
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have begun, and failed."""
+
+
+LONGEST_NOTE_BYTES = 1 << 20
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a rank wrote down of its failure."""
+
+    category: FailureCategory | StopReason
+    text: str
+    resumable: bool
+    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    at_s: float
+    """Seconds since 1970."""
+    launch: str
+
+    def failure(self) -> Failure:
+        """What rank zero reports of it."""
+        text = self.text if self.exit_code == EXIT_STOPPED else f"{self.text} (rank {self.rank})"
+        return Failure(self.category, text, self.resumable, self.exit_code)
 
 
 class ChildProcess(Protocol):
@@ -65,12 +88,13 @@ class RankFailures:
         self.children: Sequence[ChildProcess] = ()
         """Processes of other ranks that this one started."""
         self._since_s = 0.0
+        self._told_of: set[str] = set()
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        note = {**dataclasses.asdict(failure), "rank": rank, "at_s": time.time(), "launch": _launch()}
-        write_bytes_durably(self.folder / f"rank-{rank}.json", json.dumps(note).encode())
+        make_directory(self.folder)
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch())
+        write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
         """Return when rank zero has reported what was noted, or does not seem to."""
@@ -82,8 +106,7 @@ class RankFailures:
         """The oldest failure that a rank noted; one that died without a word where none did."""
         notes = self._notes()
         if notes:
-            oldest = min(notes, key=lambda note: float(note["at_s"]))
-            return _failure_of(oldest)
+            return min(notes, key=lambda note: note.at_s).failure()
         for number, child in enumerate(self.children, start=1):
             code = child.poll()
             if code:
@@ -103,7 +126,7 @@ class RankFailures:
 
     def _before(self, at_s: float) -> Failure | None:
         notes = self._notes()
-        older = [note for note in notes if note["at_s"] < at_s]
+        older = [note for note in notes if note.at_s < at_s]
         return None if notes and not older else self.found()
 
     def stop_reason(self) -> str | None:
@@ -115,9 +138,22 @@ class RankFailures:
         """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
         self._since_s = began_s - (LAUNCHED_WITHIN_S if _launch() else 0.0)
 
-    def _notes(self) -> list[dict[str, Any]]:
-        notes = [json.loads(path.read_bytes()) for path in self.folder.glob("rank-*.json")]
-        return [note for note in notes if note["at_s"] >= self._since_s and note["launch"] == _launch()]
+    def _notes(self) -> list[Note]:
+        notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
+        return [note for note in notes if note.at_s >= self._since_s and note.launch == _launch()]
+
+    def _read(self, path: Path) -> Note | None:
+        """A note; None, with a warning, for what no rank of ours can have written."""
+        try:
+            return msgspec.json.decode(read_own(path, limit=LONGEST_NOTE_BYTES), type=Note)
+        except FileNotFoundError:  # cleared meanwhile
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            if path.name not in self._told_of:
+                self._told_of.add(path.name)
+                why = error.strerror if isinstance(error, OSError) else error
+                log.warning("%s is ignored: %s", path, why)
+            return None
 
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
@@ -127,14 +163,6 @@ class RankFailures:
 def _launch() -> str:
     """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
-
-
-def _failure_of(note: dict[str, Any]) -> Failure:
-    names = {field.name for field in dataclasses.fields(Failure)}
-    failure = Failure(**{name: value for name, value in note.items() if name in names})
-    if failure.exit_code == EXIT_STOPPED:
-        return failure
-    return dataclasses.replace(failure, text=f"{failure.text} (rank {note['rank']})")
 
 
 def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], None]) -> Callable[[], None]:

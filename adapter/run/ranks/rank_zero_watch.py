@@ -74,7 +74,4 @@ def watch_first_rank(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[
 
 
 def _is_locked(directory: Path) -> bool:
-    try:
-        return lock_holder(directory) is not None
-    except OSError:  # a file system without locks
-        return False
+    return lock_holder(directory) is not None

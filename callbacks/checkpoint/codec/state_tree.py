@@ -22,10 +22,13 @@ from . import named_types as known_types
 from .omegaconf_values import build_config, config_type, config_type_name, take_config_apart
 from .stdlib_types import CODECS_BY_TAG, CODECS_BY_TYPE
 
-__all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "decode", "encode", "format_path"]
+__all__ = ["Attribute", "Path", "TensorSink", "TensorSource", "check", "decode", "encode", "format_path"]
 
 MAX_DEPTH = 100
 """Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
+
+_DEEPEST_TREE = 2 * MAX_DEPTH + 10
+"""Stored values within stored values: a container may be stored as an object with a list in it."""
 
 _INLINE_INT_BITS = 63
 
@@ -81,6 +84,16 @@ def decode(tree: Any, source: TensorSource) -> Any:
         CheckpointError: The tree uses a type that this process does not know.
     """
     return _Decoder(source).decode(tree)
+
+
+def check(tree: Any, source: TensorSource) -> None:
+    """Go through a stored tree as `decode` would, without a type of this process being made or looked for.
+
+    Raises:
+        CheckpointError: It has a tag that is not known here.
+        Exception: Whatever the content of the tree makes a constructor raise.
+    """
+    _Checker(source).decode(tree)
 
 
 def format_path(path: Path) -> str:
@@ -255,6 +268,41 @@ class _Decoder:
 
     def _dict(self, pairs: list[Any]) -> dict[Any, Any]:
         return {self.decode(key): self.decode(item) for key, item in pairs}
+
+
+class _Checker(_Decoder):
+    """Decodes what Python's own library can hold, and of everything else just looks whether it is well formed."""
+
+    def __init__(self, source: TensorSource) -> None:
+        super().__init__(source)
+        self._depth = 0
+
+    def decode(self, tree: Any) -> Any:
+        # Before Python's own limit, which depends on who calls: loading has a deeper stack below it than a check.
+        if self._depth > _DEEPEST_TREE:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
+        self._depth += 1
+        try:
+            return super().decode(tree)
+        finally:
+            self._depth -= 1
+
+    def _tagged(self, tag: str, content: Any) -> Any:
+        if tag in ("$dataclass", "$namedtuple", "$enum"):
+            name, inner = content
+            if not isinstance(name, str) or isinstance(inner, str) is not (tag == "$enum"):
+                raise TypeError(f"{tag} has no name and content")
+            self.decode({} if tag == "$enum" else inner)
+            return object()
+        if tag in ("$torch", "$device"):
+            if not isinstance(content, str):
+                raise TypeError(f"{tag} is not a text")
+            return object()
+        if tag == "$size":
+            if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):
+                raise TypeError("a size is not a list of numbers")
+            return object()
+        return super()._tagged(tag, content)
 
 
 def _decode_numpy_scalar(content: list[str]) -> Any:

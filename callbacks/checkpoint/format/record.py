@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
-from ....adapter.contract.exceptions import BrokenCheckpointError
+from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
+from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .ckpt_file import CKPT_FILE_START, in_ckpt_file, record_in
 from .layout import name_of, step_of_name
 
@@ -31,6 +33,7 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "RECORD_MARKER",
+    "LARGEST_RECORD_BYTES",
     "SHARDED_FORMAT_VERSION",
     "TORCH_MAGICS",
     "CheckpointRecord",
@@ -53,6 +56,9 @@ RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 TORCH_MAGICS = (b"PK", b"\x80\x02")
 """What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
+LARGEST_RECORD_BYTES = 256 << 20
+"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
+
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
 """Keys that a record of an older runtime may have."""
 _DIGEST_MEMBER = b',"digest":"xxh3_128:'
@@ -70,6 +76,42 @@ class FileEntry:
     """Hexadecimal, of the content as it was in memory."""
     sha256: str | None = None
     """Hexadecimal, where the file was uploaded."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _StoredFile(msgspec.Struct, frozen=True):
+    """A file as a record has it."""
+
+    path: str
+    size: _Count
+    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class _StoredRecord(msgspec.Struct, frozen=True):
+    """The members of a record that are read; a later genlight may write more."""
+
+    step: _Count
+    run_id: str
+    attempt: _Count
+    final: bool
+    max_steps: _Count | None
+    spec_digest: str | None
+    spec: dict[str, Any]
+    created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)]
+    """Of the years 5 to 9987, which a date can hold in each time zone."""
+    elapsed_s: Annotated[float, msgspec.Meta(ge=0)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    metrics: dict[str, float | None]
+    versions: dict[str, str]
+    trainer_checkpoint: dict[str, Any] | None
+    state: Any
+    folder: str | None
+    files: list[_StoredFile]
+    digest: str
+    writer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +193,14 @@ class CheckpointRecord:
     def primary_path(self) -> Path | None:
         """The file or folder that the trainer's hook named for reporting and upload, as an absolute path.
 
-        None where it named none, or one outside of its folder, which is no part of the checkpoint.
+        None where it named none, or one that leads out of its folder: nobody's record makes this process send other
+        files.
         """
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
-        if not isinstance(named, (str, os.PathLike)) or folder is None:
+        if folder is None or not isinstance(named, (str, os.PathLike)) or not _is_path(os.fspath(named)):
             return None
-        path = _moved_with(folder, Path(named)) if self.is_old else folder / named
-        path = Path(os.path.abspath(path))
-        return path if path.is_relative_to(os.path.abspath(folder)) else None
+        path = Path(os.path.abspath(_moved_with(folder, Path(named)) if self.is_old else folder / named))
+        return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
 
     @property
     def size_bytes(self) -> int:
@@ -216,6 +258,9 @@ def serialise_record(
         ],
     }
     body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
+    if len(body) > LARGEST_RECORD_BYTES - 100:
+        hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
+        raise UnstorableStateError("state_dict()", type(state).__name__, hint)
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
@@ -233,13 +278,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
     path = Path(os.path.realpath(path))
-    with path.open("rb") as file:
-        data = file.read(CKPT_FILE_START)
-        if is_torch_file(data):  # or gigabytes would be read to find that they are no JSON
-            raise BrokenCheckpointError(
-                name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
-            )
-        data += file.read()
+    data = _read(path)
     data = data if (held := record_in(data)) is None else held
     try:
         content = json.loads(data)
@@ -251,6 +290,24 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
         return _old_record(path, content)
     _check_own_digest(path, data)
     return _new_record(path, content)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        descriptor = open_regular(path)
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        start, size = file.read(CKPT_FILE_START), os.fstat(descriptor).st_size
+        if is_torch_file(start):  # or gigabytes would be read to find that they are no JSON
+            raise BrokenCheckpointError(
+                name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
+            )
+        if size > LARGEST_RECORD_BYTES:
+            raise BrokenCheckpointError(
+                name_of(path), f"its record {path.name} has {size:,} bytes, more than {LARGEST_RECORD_BYTES:,}"
+            )
+        return start + file.read(max(size - len(start), 0))
 
 
 @functools.cache
@@ -275,7 +332,7 @@ def _check_own_digest(path: Path, data: bytes) -> None:
 
 def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     step = content.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
         step = step_of_name(name_of(path)) or 0
     trainer_checkpoint = content.get("trainer_checkpoint")
     return CheckpointRecord(
@@ -310,43 +367,31 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
             "upgrade it",
         )
     try:
-        values = {key: content[key] for key in _RECORD_KEYS}
-        files = tuple(FileEntry(**entry) for entry in content["files"])
-    except (KeyError, TypeError) as error:
+        stored = msgspec.convert(content, _StoredRecord)
+    except (ValueError, RecursionError) as error:  # as msgspec's own are
         raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
-    for named in [entry.path for entry in files] + ([] if values["folder"] is None else [values["folder"]]):
+    for named in [entry.path for entry in stored.files] + ([] if stored.folder is None else [stored.folder]):
         _refuse_outside(name, named)
-    writer = content.get("writer")
-    return CheckpointRecord(
-        path=path,
-        files=files,
-        digest=content["digest"],
-        writer=writer if isinstance(writer, str) else None,
-        **values,
-    )
-
-
-_RECORD_KEYS = (
-    "step",
-    "run_id",
-    "attempt",
-    "final",
-    "max_steps",
-    "spec_digest",
-    "spec",
-    "created_at_ms",
-    "elapsed_s",
-    "world_size",
-    "metrics",
-    "versions",
-    "trainer_checkpoint",
-    "state",
-    "folder",
-)
+    if stored.folder is not None and len(PurePosixPath(stored.folder).parts) > 1:
+        raise BrokenCheckpointError(name, f"its record names a folder within another one: {stored.folder!r}")
+    if len({PurePosixPath(entry.path) for entry in stored.files}) < len(stored.files):
+        raise BrokenCheckpointError(name, "its record names a file twice")
+    members = {member: getattr(stored, member) for member in stored.__struct_fields__}
+    members["files"] = tuple(FileEntry(**msgspec.structs.asdict(entry)) for entry in stored.files)
+    return CheckpointRecord(path=path, **members)
 
 
 def _refuse_outside(checkpoint: str, path: str) -> None:
     """A record that came from elsewhere must not make this process read, or delete, files beyond its folder."""
     parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or not _is_path(path):
         raise BrokenCheckpointError(checkpoint, f"its record names a file outside of its folder: {path!r}")
+
+
+def _is_path(text: str) -> bool:
+    """Whether the system takes `text` for a path at all."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text

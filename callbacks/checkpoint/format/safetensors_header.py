@@ -7,11 +7,23 @@ and never exist twice; every file is readable by ``safetensors.safe_open``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-__all__ = ["RAW", "TORCH_TYPES", "TypedShape", "build_header", "numpy_type", "parse_header"]
+import msgspec
+
+__all__ = [
+    "ELEMENT_BYTES",
+    "HEADER_LIMIT",
+    "RAW",
+    "TORCH_TYPES",
+    "TypedShape",
+    "build_header",
+    "numpy_type",
+    "parse_header",
+]
 
 RAW = "U8"
 """What holds the bytes of element types that the format does not know."""
@@ -52,7 +64,16 @@ _NUMPY_TYPES = {
     "<c8": "C64",
 }
 
-_HEADER_LIMIT = 100_000_000
+ELEMENT_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Size of an element of each type."""
+
+HEADER_LIMIT = 100_000_000
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _DATA_ALIGNMENT = 64
 """The header is padded to a multiple of this, so that a memory map of the file has aligned tensors."""
 
@@ -86,27 +107,43 @@ def build_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_header(text: bytes) -> dict[str, TypedShape]:
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor as a header describes it."""
+
+    dtype: str
+    shape: list[_Offset]
+    data_offsets: tuple[_Offset, _Offset]
+
+
+def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
     """The tensors of a header (without its length), in the order of their bytes.
 
+    Args:
+        text: The header.
+        data_bytes: How many bytes follow it in the file; the tensors fill them exactly.
+
     Raises:
-        ValueError: The header is malformed.
+        ValueError: The header is malformed, or describes other bytes than the file has.
     """
-    if len(text) > _HEADER_LIMIT:
+    if len(text) > HEADER_LIMIT:
         raise ValueError(f"a header of {len(text)} bytes is longer than the format allows")
     try:
-        header = json.loads(text)
-        tensors = {
-            key: TypedShape(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for key, entry in header.items()
-            if key != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        header = msgspec.convert(json.loads(text), dict[str, Any])
+        entries = {key: msgspec.convert(entry, _Entry) for key, entry in header.items() if key != "__metadata__"}
+    except (ValueError, RecursionError) as error:  # as msgspec's own are
         raise ValueError(f"its safetensors header is malformed: {error}") from None
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
+    ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     position = 0
-    for key, entry in ordered.items():
-        if entry.begin != position or entry.end < entry.begin:
+    for key, entry in ordered:
+        begin, end = entry.data_offsets
+        if begin != position or end < begin:
             raise ValueError(f"its safetensors header has a gap or an overlap at {key!r}")
-        position = entry.end
-    return ordered
+        if entry.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"its safetensors header has an unknown element type {entry.dtype!r} at {key!r}")
+        needed = math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]
+        if needed != end - begin:
+            raise ValueError(f"{key!r} has {end - begin} bytes, but its shape needs {needed}")
+        position = end
+    if position != data_bytes:
+        raise ValueError(f"its safetensors header describes {position} bytes, but {data_bytes} follow it")
+    return {key: TypedShape(entry.dtype, tuple(entry.shape), *entry.data_offsets) for key, entry in ordered}

@@ -9,10 +9,11 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
+import msgspec
 import xxhash
 
 __all__ = [
@@ -92,17 +93,24 @@ def parse_part(data: bytes) -> list[SliceEntry]:
     Raises:
         ValueError: It is none, or one of a later version.
     """
-    content = json.loads(data)
+    try:
+        content = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
         raise ValueError("it is not the index of a part")
     if content.get("format_version") != _FORMAT_VERSION:
         raise ValueError(f"its version {content.get('format_version')!r} is not known to this genlight; upgrade it")
-    return [_slice(entry) for entry in content["slices"]]
+    return [_sound(entry) for entry in msgspec.convert(content.get("slices"), list[SliceEntry])]
 
 
-def _slice(entry: Mapping[str, Any]) -> SliceEntry:
-    return SliceEntry(**{name: _frozen(value) for name, value in entry.items()})
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+def _sound(entry: SliceEntry) -> SliceEntry:
+    """`entry`, whose numbers fit together; how many bytes its elements take, torch knows."""
+    numbers = (*entry.whole, *entry.offset, *entry.shape, entry.begin, entry.size)
+    if any(not 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"a slice of {entry.key!r} has a number out of range")
+    if not len(entry.whole) == len(entry.offset) == len(entry.shape) > 0:
+        raise ValueError(f"a slice of {entry.key!r} does not say where it lies in the whole")
+    if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
+        raise ValueError(f"a slice of {entry.key!r} has other bytes than its shape needs")
+    return entry

@@ -6,10 +6,12 @@ The module imports neither torch nor Lightning.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
+from ....adapter.plumbing.safe_open import UnsafeFileError, read_regular
 from ..storage.write_file import hash_file
 from .layout import record_path
 from .record import CheckpointRecord, FileEntry, digest_of, read_record
@@ -38,7 +40,7 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
     for entry in record.files if only is None else only:
         path = find_file(record, entry)
         try:
-            size, digest = hash_file(path)
+            size, digest = hash_file(path, most=entry.size)
         except OSError as error:
             raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
         check_file(record, entry, size, digest)
@@ -52,9 +54,12 @@ def find_file(record: CheckpointRecord, entry: FileEntry) -> Path:
     """
     path = record.path.parent / entry.path
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise BrokenCheckpointError(record.name, f"{entry.path} is not a regular file")
     if size != entry.size:
         raise BrokenCheckpointError(
             record.name, f"{entry.path} has {size:,} bytes, but its record says {entry.size:,} bytes"
@@ -68,7 +73,10 @@ def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
     Raises:
         BrokenCheckpointError: It is missing or otherwise than it was saved.
     """
-    data = find_file(record, entry).read_bytes()
+    try:
+        data = read_regular(find_file(record, entry), limit=entry.size)
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from error
     check_file(record, entry, len(data), digest_of(data))
     return data
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
+from ....adapter.plumbing.safe_open import open_regular
 from ..codec.tensor_bytes import element_type
 from ..format.record import CheckpointRecord
 from ..format.shard_index import BLOCK, PART_FILE, SliceEntry, parse_part, rank_of
@@ -54,7 +56,7 @@ class Piece:
         start, stop = first * BLOCK, min(last * BLOCK, self.entry.size)
         buffer = bytearray(stop - start)
         view = memoryview(buffer)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(self.path)
         try:
             filled = 0
             while filled < len(buffer):
@@ -97,8 +99,19 @@ def pieces_of(record: CheckpointRecord) -> dict[tuple[str, str], list[Piece]]:
             holder = files.get(f"{folder}/{entry.file}")
             if holder is None:
                 raise BrokenCheckpointError(record.name, f"{file.path} names {entry.file}, which the record does not")
+            if not _fits(entry, holder.size):
+                raise BrokenCheckpointError(record.name, f"{file.path} has not the bytes that {entry.key} needs")
             found[entry.file, entry.key].append(Piece(record.name, record.path.parent / holder.path, entry))
     return found
+
+
+def _fits(entry: SliceEntry, file_bytes: int) -> bool:
+    """Whether a slice has the bytes that its shape needs, within its file."""
+    try:
+        needed = math.prod(entry.shape) * element_type(entry.dtype).itemsize
+    except ValueError:
+        return False
+    return entry.size == needed and entry.begin + entry.size <= file_bytes
 
 
 @dataclass(frozen=True)

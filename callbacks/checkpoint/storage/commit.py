@@ -20,7 +20,13 @@ from pathlib import Path
 
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.durable import fsync_directory, temporary_name
-from ..format.layout import STATE_FILE, UNCOMMITTED_FILE, is_temporary, name_of, record_path
+from ..format.layout import (
+    STATE_FILE,
+    UNCOMMITTED_FILE,
+    is_temporary,
+    name_of,
+    record_path,
+)
 from ..ownership import (
     DataFolder,
     claims_in,

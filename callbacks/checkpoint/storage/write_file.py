@@ -21,6 +21,7 @@ import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError
 from ....adapter.plumbing.durable import start_writeback
+from ....adapter.plumbing.safe_open import open_regular
 
 __all__ = ["hash_file", "write_file"]
 
@@ -65,11 +66,15 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
     return read_back
 
 
-def hash_file(path: Path) -> tuple[int, str]:
-    """Size and xxh3-128 of the content of a file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def hash_file(path: Path, *, most: int | None = None) -> tuple[int, str]:
+    """Size and xxh3-128 of the content of a file; ends soon after `most` bytes, whatever grows there.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    descriptor = open_regular(path)
     try:
-        return _hash_descriptor(descriptor)
+        return _hash_descriptor(descriptor, most)
     finally:
         os.close(descriptor)
 
@@ -160,11 +165,11 @@ def _write_gathered(descriptor: int, parts: list[memoryview]) -> int:
     return total
 
 
-def _hash_descriptor(descriptor: int) -> tuple[int, str]:
+def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str]:
     hasher, position = xxhash.xxh3_128(), 0
     size = os.fstat(descriptor).st_size
     buffer = memoryview(bytearray(max(1, min(size, _MOST_READ, max(_LEAST_READ, size // 100)))))
-    while count := os.preadv(descriptor, [buffer], position):
+    while (most is None or position <= most) and (count := os.preadv(descriptor, [buffer], position)):
         hasher.update(buffer[:count])
         position += count
     return position, hasher.hexdigest()

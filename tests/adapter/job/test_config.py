@@ -326,6 +326,7 @@ def test_hyperparameters_nested_beyond_reason_are_a_fault_and_no_crash(job):
 
 BYTES_ARE_FINE = {
     *("TRAINER_PLUGIN", "TRAINER_ORCHESTRATED", "TRAINER_CANCELLED", "TRAINER_CANCEL_FILE", "TRAINER_EVENTS_PATH"),
+    "TRAINER_SHARED_ARTIFACTS",
     *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
 }
 

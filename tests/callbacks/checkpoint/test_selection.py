@@ -1,7 +1,6 @@
 """Which checkpoint of a directory is taken."""
 
 import errno
-import io
 import json
 import os
 import subprocess
@@ -132,14 +131,14 @@ def test_a_file_that_torch_wrote_is_told_from_a_broken_record(tmp_path):
 def test_a_record_that_cannot_be_read_is_listed_and_never_passed_over(tmp_path, monkeypatch):
     """It may be the newest whole one: a run that went on from an older one would replace it."""
     save_steps(tmp_path, 1, 2)
-    opened = io.open
+    opened = os.open
 
     def refused(path, *rest, **options):
-        if os.fspath(path).endswith("step-00000002.json"):
+        if str(path).endswith("step-00000002.json"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
         return opened(path, *rest, **options)
 
-    monkeypatch.setattr(io, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     assert list_checkpoints(tmp_path)[1].problem == "it cannot be read: Permission denied"
     for chosen_by in (newest_valid, find_checkpoint):
         with pytest.raises(PermissionError):

@@ -89,7 +89,7 @@ def test_links_keep_the_bytes_in_their_layout_until_they_are_released(run):
     other = hold(spool, root / "x", [])
     release_others(spool, [held.link_of(root / "c/step/a/b")])
     assert not other.folder.exists()
-    release(held.link_of(root / "c/step/a/b"))
+    release(root / "uploads", held.link_of(root / "c/step/a/b"))
     assert os.listdir(spool / HELD_DIRECTORY) == []
 
 

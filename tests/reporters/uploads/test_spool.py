@@ -268,7 +268,7 @@ def test_a_spool_is_open_in_one_process_at_a_time_and_free_after_a_kill(tmp_path
 def test_the_description_tells_whose_spool_it_is(open_spool, tmp_path):
     spool = open_spool()
     spool.describe({"run_id": "r", "owner": "me", "targets": []})
-    assert read_description(spool.directory)["run_id"] == "r"
+    assert read_description(spool.directory).run_id == "r"
     with pytest.raises(UploadError, match="no upload spool"):
         read_description(tmp_path)
 

@@ -1,0 +1,246 @@
+"""Opening files where somebody else may have put something in their place.
+
+On a shared machine a neighbour may have been in a folder first: with a link that leads to a file of ours, a pipe that
+nobody writes to, a lock that never ends. So a file of ours is opened without following a link, never waits, must be
+regular and belong to somebody who may be trusted with it; and what is read is bounded before memory is taken.
+
+Whom to trust: this user; root, who can do everything anyway; and whoever owns the folder that the file lies in, since
+that one could put any file there. The last is also what keeps network file systems working that show all files as those
+of one user (``root_squash``, ``all_squash``, a mount with ``uid=``). Whether the folder itself may be trusted is for
+`distrust` to say, which is asked once, at the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from .durable import temporary_name
+
+__all__ = ["UnsafeFileError", "distrust", "make_directory", "open_own", "open_regular", "read_own", "read_regular"]
+
+PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
+_ROOT = 0
+_IS_LINK = "it is a symbolic link, and those are not followed here; remove it"
+
+
+class UnsafeFileError(OSError):
+    """Something is where a file should be that is not opened, or not read: a link, a pipe, a stranger's file."""
+
+
+def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) -> int:
+    """A descriptor for a file that only we should write: a lock, a journal, a log, a note.
+
+    Permissions of a file of ours that are wider than `mode` are narrowed to it.
+
+    Args:
+        path: The file; its last part is not followed where it is a link.
+        flags: As of ``os.open``. Not ``O_TRUNC``, which would act before the file was looked at.
+        mode: Permissions of a new file.
+
+    Raises:
+        UnsafeFileError: It is a link or not a regular file, or belongs to somebody else; ``strerror`` says which, and
+            what to do.
+        OSError: It cannot be opened.
+    """
+    assert not flags & os.O_TRUNC
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise _explained(error, path) from None
+    try:
+        status = _regular(descriptor, path)
+        _refuse_foreign(status, path)
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & ~mode:
+            with contextlib.suppress(PermissionError):  # a file system that keeps no permissions
+                os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a file with, which may be anybody's and behind a link, but is regular.
+
+    Raises:
+        UnsafeFileError: It is a pipe, a device or a socket.
+        OSError: It cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _explained(error, path) from None
+    try:
+        _regular(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
+    """The content of a file that only we should have written.
+
+    Raises:
+        UnsafeFileError: As `open_own`, or the file is larger than `limit` bytes.
+        OSError: It cannot be read.
+    """
+    return _read(open_own(path, os.O_RDONLY), path, limit)
+
+
+def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
+    """The content of a file that may be anybody's.
+
+    Raises:
+        UnsafeFileError: As `open_regular`, or the file is larger than `limit` bytes.
+        OSError: It cannot be read.
+    """
+    return _read(open_regular(path), path, limit)
+
+
+def make_directory(path: str | os.PathLike[str], *, shared: bool = False) -> None:
+    """Make a directory of ours and those above it that are missing, for this user alone.
+
+    Args:
+        path: The directory; one that exists stays as it is.
+        shared: Leave it to the umask who else may enter.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    directory = Path(path)
+    try:
+        _make_one(directory, shared)
+    except FileNotFoundError:
+        if directory == directory.parent:
+            raise
+        make_directory(directory.parent, shared=shared)
+        _make_one(directory, shared)
+
+
+def _make_one(directory: Path, shared: bool) -> None:
+    try:
+        directory.mkdir(0o777 if shared else PRIVATE_DIRECTORY)
+    except FileNotFoundError:
+        raise
+    except OSError:  # not every system says EEXIST of a directory that may not be written
+        if not directory.is_dir():
+            raise
+
+
+def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
+    """Why somebody else could change what lies in the directory `path`; None where nobody could.
+
+    A directory must belong to this user or to root, and nobody else may write it. Four things look otherwise and are
+    none the less sound:
+
+    - A group that is this user's own (as many systems make one for each user), or root's, which containers that run
+      under an arbitrary user rely on.
+    - The root of a mounted volume. Nobody but an administrator puts one there, and volumes of containers often belong
+      to root and are open to all (``emptyDir``), or to the user outside. What we make below it is ours alone.
+    - A file system that keeps no owners or permissions, or shows those of one user for all: a file that we make in the
+      directory then shows the same owner as the directory, or more permissions than we asked for. So a probe is made
+      before anything is refused. Who else reaches such a file system as the same user cannot be told apart by anybody.
+    - With `may_be_sticky`, a directory like ``/tmp``: others may add files, but can neither remove nor replace ours.
+
+    Directories above `path` are not looked at: whoever may rename those has been given the machine's folders by its
+    administrator, and to refuse them would refuse the common layout of group folders with users' folders inside.
+
+    Raises:
+        OSError: The directory cannot be looked at.
+    """
+    link, status = os.lstat(path), os.stat(path)
+    ours = {os.geteuid(), _ROOT}
+    strangers = [uid for uid in (link.st_uid, status.st_uid) if uid not in ours]
+    writers = _other_writers(status, may_be_sticky=may_be_sticky)
+    if not strangers and writers is None:
+        return None
+    if not stat.S_ISLNK(link.st_mode) and os.path.ismount(path):
+        return None
+    shown = _status_of_new_file(path)
+    strangers = [uid for uid in strangers if shown is None or uid != shown.st_uid]
+    if strangers:
+        kind = "a link that" if stat.S_ISLNK(link.st_mode) and link.st_uid == strangers[0] else "a directory that"
+        return f"it is {kind} belongs to another user (uid {strangers[0]}), who could change what lies in it"
+    if writers is None or (shown is not None and stat.S_IMODE(shown.st_mode) & ~PRIVATE_FILE):
+        return None
+    return writers
+
+
+def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None:
+    """Who else may write a directory, in words."""
+    if may_be_sticky and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "every user of this machine may write it (`chmod o-w,g-w` takes that away)"
+    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+        return f"its group (gid {status.st_gid}) may write it (`chmod g-w` takes that away)"
+    return None
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group has this user, or root, as its only member."""
+    if gid == _ROOT:
+        return True
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    # To ask for all users whose first group it is would take minutes where a directory service knows them.
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | None:
+    """What the file system shows of a file that we make for us alone; None where we can make none."""
+    probe = Path(directory) / temporary_name("probe")
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+
+
+def _regular(descriptor: int, path: str | os.PathLike[str]) -> os.stat_result:
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeFileError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return status
+
+
+def _refuse_foreign(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    folder = os.stat(os.path.dirname(os.fspath(path)) or ".")
+    if status.st_uid not in (os.geteuid(), _ROOT, folder.st_uid):
+        text = f"it belongs to another user (uid {status.st_uid}); remove it, or choose another folder"
+        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
+    if status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
+        text = "it is a second name of a file elsewhere; remove it, or choose another folder"
+        raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
+
+
+def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
+    if error.errno == errno.ELOOP and os.path.islink(path):
+        return UnsafeFileError(errno.ELOOP, _IS_LINK, error.filename)
+    if error.errno == errno.ENXIO:  # a pipe without a reader, a socket
+        return UnsafeFileError(errno.EINVAL, "it is not a regular file", error.filename)
+    return error
+
+
+def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            text = f"it has {size:,} bytes, and at most {limit:,} are read"
+            raise UnsafeFileError(errno.EFBIG, text, os.fspath(path))
+        return file.read(size)  # and no more, though it may grow meanwhile

@@ -1,0 +1,124 @@
+"""Proof that what a checkpoint holds can be loaded, beyond the proof that it is what was written.
+
+A digest says that nothing has changed since; it does not say that whoever wrote the file meant well. So before a
+checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of the files, without
+reading a tensor. What is wrong in them is then a broken checkpoint that is passed over, and never a crash, or memory
+for a tensor that the file has no bytes for, once the run depends on it.
+
+The module imports neither torch nor Lightning, unless the checkpoint holds slices of several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
+from ..codec.state_tree import check
+from .layout import STATE_FILE, TRAINER_FOLDER
+from .record import CheckpointRecord, FileEntry
+from .references import Stored, check_array, check_tensor
+from .safetensors_header import HEADER_LIMIT, TypedShape, parse_header
+from .shard_index import rank_of
+from .verification import find_file, read_proven
+
+__all__ = ["check_contents", "parse_state_file", "read_header"]
+
+
+def check_contents(record: CheckpointRecord) -> None:
+    """Prove that the parts of a checkpoint, whose digests hold, fit together.
+
+    Raises:
+        BrokenCheckpointError: They don't; says which file, or which value.
+        OSError: A file cannot be read, which does not mean that it is broken.
+    """
+    if record.is_old:
+        return
+    stored: dict[tuple[str, str], Stored] = {}
+    content: dict[str, Any] | None = None
+    for entry in record.files:
+        name = record.file_name(entry)
+        if name == STATE_FILE:
+            content = parse_state_file(record, read_proven(record, entry))
+        elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/") and rank_of(name) is None:
+            for key, tensor in read_header(record, entry).items():
+                stored[name, key] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
+    if content is None:
+        raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
+    source = _Checked(record, stored)
+    for where, tree in (
+        ("checkpoint", content["checkpoint"]),
+        ("weights_metadata", content.get("weights_metadata")),
+        ("state", record.state),
+    ):
+        try:
+            check(tree, source)
+        except (BrokenCheckpointError, OSError, MemoryError):
+            raise
+        except CheckpointError:
+            continue  # of a type that this process may still come to know: loading says so
+        except Exception as error:
+            raise BrokenCheckpointError(record.name, f"its {where} is malformed: {error!r:.500}") from error
+
+
+def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
+    """The tensors of a safetensors file of `record`, from its header alone.
+
+    Raises:
+        BrokenCheckpointError: The file is missing, or its header is malformed.
+    """
+    try:
+        descriptor = open_regular(find_file(record, entry))
+    except UnsafeFileError as error:
+        raise BrokenCheckpointError(record.name, f"{entry.path} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        size = int.from_bytes(file.read(8), "little") if entry.size >= 8 else -1
+        if not 0 <= size <= min(entry.size - 8, HEADER_LIMIT):
+            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: it has no header")
+        try:
+            return parse_header(file.read(size), entry.size - 8 - size)
+        except ValueError as error:
+            raise BrokenCheckpointError(record.name, f"{entry.path} is malformed: {error}") from None
+
+
+def parse_state_file(record: CheckpointRecord, data: bytes) -> dict[str, Any]:
+    """The content of the state file.
+
+    Raises:
+        BrokenCheckpointError: It is not an object with a checkpoint in it.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("checkpoint"), dict):
+        raise BrokenCheckpointError(record.name, f"its {STATE_FILE} is not an object with a checkpoint in it")
+    return content
+
+
+class _Checked:
+    """A `TensorSource` that compares references with what is stored and gives placeholders."""
+
+    def __init__(self, record: CheckpointRecord, stored: dict[tuple[str, str], Stored]) -> None:
+        self._record = record
+        self._stored = stored
+        self._pieces: dict[tuple[str, str], list[Any]] | None = None
+
+    def tensor(self, reference: Any) -> object:
+        sharded = check_tensor(reference, self._stored)
+        if sharded is not None:
+            self._check_slices(reference["file"], reference["key"], sharded.shape, sharded.dtype)
+        return object()
+
+    def array(self, reference: Any) -> object:
+        check_array(reference, self._stored)
+        return object()
+
+    def _check_slices(self, file: str, key: str, shape: list[int], dtype: str) -> None:
+        from ..sharded.read import pieces_of, stored_slices
+
+        if self._pieces is None:
+            self._pieces = pieces_of(self._record)
+        stored_slices(self._record.name, self._pieces.get((file, key), []), shape, dtype)

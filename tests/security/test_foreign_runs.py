@@ -1,0 +1,242 @@
+"""A run's folder that came from elsewhere: what its upload journal says is data, and never an order."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.adapter.cli import uploads as command
+from genlight.adapter.contract.exceptions import UploadError
+from genlight.reporters.uploads import UploadConfig, Uploader
+from genlight.reporters.uploads.hard_links import hold, release, release_others
+from genlight.reporters.uploads.journal import Entry, Line, fault_of, read_content, read_description, read_journal
+from genlight.reporters.uploads.parcel import strays, unpack
+from genlight.reporters.uploads.targets import Shipment, open_target
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def _file(path, layout):
+    return {"path": str(path), "name": "x", "layout": layout, "size_bytes": 6, "mtime_ns": 0}
+
+
+def _body(path="checkpoints/step.json", layout="step.json", **more):
+    facts = {"local_path": "x", "files": [_file(path, layout)], "subject": 0, "subject_bytes": 6, "main": "x"}
+    return facts | more
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file of the user outside of the run."""
+    path = tmp_path / "home" / "id_rsa"
+    path.parent.mkdir()
+    path.write_text("secret")
+    return path
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Writes a spool as somebody else would; returns the run's folder."""
+
+    def write(*bodies, **description):
+        run = tmp_path / "run"
+        (run / "uploads").mkdir(parents=True)
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "step.json").write_text("record")
+        lines = [Line("add", entry=Entry(number, "checkpoint", 1, body)) for number, body in enumerate(bodies, start=1)]
+        (run / "uploads" / "journal.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        about = {"run_id": "theirs", "owner": "they", "targets": [], "starts": 1, "stores_files": False, **description}
+        (run / "uploads" / "about.json").write_text(json.dumps(about))
+        return run
+
+    return write
+
+
+@pytest.fixture
+def genlight_uploads(capsys, monkeypatch):
+    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
+
+    def call(*arguments):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def _all_files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("layout", ["../../../planted", "/tmp/planted-by-genlight-test", "a/../../b", "", ".", "x\0"])
+def test_a_layout_that_leads_out_of_the_exported_folder_writes_nothing(foreign, genlight_uploads, tmp_path, layout):
+    run = foreign(_body(layout=layout))
+    _, _, err = genlight_uploads(run, "export", "--to", tmp_path / "deep" / "out")
+    assert "entry 1 is ignored" in err
+    assert _all_files(tmp_path / "deep") == ["out/messages.jsonl"]
+
+
+def test_a_file_outside_of_the_run_is_not_copied(foreign, genlight_uploads, tmp_path, secret):
+    run = foreign(_body(secret), _body("../home/id_rsa"))
+    code, _, err = genlight_uploads(run, "export", "--to", tmp_path / "out")
+    assert code == 1
+    assert err.count("lies outside of the run's folder") == 2
+    assert _all_files(tmp_path / "out") == ["messages.jsonl"]
+
+
+def test_nor_is_one_that_a_link_in_the_run_leads_to(foreign, genlight_uploads, tmp_path, secret):
+    run = foreign(_body("checkpoints/link"))
+    (run / "checkpoints" / "link").symlink_to(secret)
+    genlight_uploads(run, "export", "--to", tmp_path / "out")
+    assert _all_files(tmp_path / "out") == ["messages.jsonl"]
+
+
+def test_a_folder_of_ones_own_may_be_named(foreign, genlight_uploads, tmp_path, secret):
+    run = foreign(_body(secret))
+    code, _, _ = genlight_uploads(run, "export", "--to", tmp_path / "out", "--root", secret.parent)
+    assert code == 0
+    assert (tmp_path / "out/checkpoints/000001/step.json").read_text() == "secret"
+
+
+def test_a_pipe_among_the_files_is_not_waited_for(foreign, genlight_uploads, tmp_path):
+    run = foreign(_body("checkpoints/pipe"))
+    os.mkfifo(run / "checkpoints" / "pipe")
+    code, _, err = genlight_uploads(run, "export", "--to", tmp_path / "out")
+    assert code == 1
+    assert "checkpoints/pipe cannot be read: it is not a regular file" in err
+
+
+def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uploads, tmp_path, monkeypatch):
+    loot = tmp_path / "loot"
+    run = foreign(_body(), targets=[f"file://{loot}"])
+    monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
+    code, _, err = genlight_uploads(run, "retry", "--deadline", "0.1")
+    assert code == 2
+    assert "a target in a run's folder is not followed" in err
+    assert not loot.exists()
+    genlight_uploads(run, "retry", "--deadline", "0.1", "--target", f"file://{loot}")
+    assert loot.exists()  # where the command line names it
+
+
+def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp_path, secret):
+    run, loot = foreign(_body(secret)), tmp_path / "loot"
+    config = UploadConfig(run_id="theirs", spool_dir=run / "uploads", targets=[f"file://{loot}"])
+    with Uploader(config) as uploader:
+        (left,) = uploader.settle(0.1).undelivered
+    assert "lies outside of the run's folders" in str(left)
+    assert not loot.exists()
+
+
+def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, secret):
+    run, loot = foreign(_body(secret)), tmp_path / "loot"
+    config = UploadConfig(run_id="theirs", spool_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
+    with Uploader(config) as uploader:
+        assert uploader.settle(30).ok
+    assert _all_files(loot) == ["theirs/checkpoints/step.json"]
+
+
+@pytest.mark.parametrize("place", ["../home/held/x/y", "held/x", "uploads/held", "uploads/held/../../../home/held/x/y"])
+def test_links_are_removed_below_the_spools_own_folder_alone(tmp_path, place):
+    spool = tmp_path / "run" / "uploads"
+    (spool / "held" / "ours").mkdir(parents=True)
+    for folder in ("home/held/x", "run/held/x"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "y").write_text("")
+    before = _all_files(tmp_path)
+    release(spool, tmp_path / "run" / place)
+    release_others(spool, [tmp_path / "run" / place, spool / "held" / "ours" / "z"])
+    assert _all_files(tmp_path) == before
+    assert (spool / "held" / "ours").is_dir()
+
+
+def test_links_of_ours_are_removed(tmp_path):
+    (tmp_path / "step.json").write_text("")
+    spool = tmp_path / "uploads"
+    held = hold(spool, tmp_path / "step.json", [tmp_path / "step.json"])
+    release(spool, held.link_of(tmp_path / "step.json"))
+    assert os.listdir(spool / "held") == []
+
+
+@pytest.mark.parametrize("run_id", ["../../escaped", "..", "/abs", "a/b"])
+def test_a_run_id_cannot_lead_out_of_a_target(tmp_path, run_id):
+    (tmp_path / "file").write_text("x")
+    target = open_target(f"file://{tmp_path}/deep/target")
+    target.deliver(Shipment(run_id, "checkpoints", "final", (("file", tmp_path / "file"),)))
+    (arrived,) = _all_files(tmp_path / "deep")
+    assert arrived.startswith("target/")
+    assert len(arrived.split("/")) == 4
+    assert _all_files(tmp_path) == [f"deep/{arrived}", "file"]
+
+
+def test_a_journal_of_more_bytes_than_are_read_is_told(foreign, tmp_path):
+    run = foreign()
+    with (run / "uploads" / "journal.jsonl").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UploadError, match="1,099,511,627,776 bytes, and at most"):
+        read_journal(run / "uploads")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+PATHS = st.sampled_from(["../x", "/etc/passwd", "a", "a/b", "", ".", "\0", "a/../../b", "uploads/held/x/y"])
+FILES = st.fixed_dictionaries({"path": PATHS | JSON, "name": PATHS | JSON, "layout": PATHS | JSON,
+                               "size_bytes": JSON, "mtime_ns": JSON})  # fmt: skip
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "local_path": PATHS | JSON,
+        "files": st.lists(FILES | JSON, max_size=2) | JSON,
+        "subject": st.integers(-3, 3) | JSON,
+        "subject_bytes": st.just(1) | JSON,
+        "main": PATHS | JSON,
+        "held": st.booleans() | JSON,
+        "metrics": JSON,
+        "payload": JSON,
+        "key": JSON,
+    },
+)
+KINDS = st.sampled_from(["metrics", "sample", "checkpoint", "terminal"])
+
+
+@given(KINDS, BODIES, st.dictionaries(st.sampled_from(["post", "put:0", "put:x"]), st.dictionaries(st.text(), JSON)))
+def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
+    entry = Entry(1, kind, 1, body, parts)
+    fault = fault_of(entry)
+    assert fault is None or isinstance(fault, str)
+    if fault is None and kind in ("sample", "checkpoint"):
+        parcel = unpack(body)
+        strays(parcel, tmp_path, ())
+        assert all(".." not in file.layout.split("/") for file in parcel.files)
+
+
+@given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))
+def test_whatever_a_journal_holds_is_read_or_named(tmp_path, data):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(data)
+    with contextlib.suppress(UploadError):
+        content, length = read_content(path)
+        assert length <= len(data)
+        assert list(content.by_seq) == [entry.seq for entry in content.by_seq.values()]
+
+
+@given(st.binary(max_size=100) | JSON.map(lambda value: _encoded(value)))
+def test_whatever_a_description_holds_is_read_or_named(tmp_path, data):
+    (tmp_path / "about.json").write_bytes(data)
+    with contextlib.suppress(UploadError):
+        assert isinstance(read_description(tmp_path).run_id, str)
+
+
+def _encoded(value):
+    return json.dumps(value).encode()

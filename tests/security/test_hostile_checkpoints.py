@@ -1,0 +1,571 @@
+"""Checkpoints whose digests are right and whose contents are not: named, passed over, and the one before is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import (
+    BrokenCheckpointError,
+    CheckpointError,
+    InputError,
+    UnstorableStateError,
+)
+from genlight.adapter.module.module import trainer_directory
+from genlight.adapter.run.resume import decide_start
+from genlight.adapter.run.run import _refuse_lost_files
+from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
+from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
+from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format.record import digest_of, read_record
+from genlight.callbacks.checkpoint.format.safetensors_header import parse_header
+from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, parse_part, serialise_part
+from genlight.callbacks.checkpoint.selection import find_final
+from genlight.callbacks.checkpoint.storage.write_file import hash_file
+
+STATE = {
+    "weights": torch.arange(6.0).reshape(2, 3),
+    "view": None,
+    "array": np.arange(4),
+    "tuple": (1, 2),
+    "sparse": torch.eye(3).to_sparse(),
+}
+NAME = "step-00000002"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A folder with two checkpoints, the newer of which is what an attack changes."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    base = torch.arange(10.0)
+    for step in (1, 2):
+        content = {"global_step": step, "state_dict": {"w": torch.ones(2, 2)}, "genlight": {"state": STATE}}
+        content["views"] = [base, base[2:5]]
+        save(folder / f"step-{step:08d}", content, meta=RecordMeta(run_id="r"))
+    return folder
+
+
+@pytest.fixture
+def checkpoints(template, tmp_path):
+    shutil.copytree(template, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def _sign(folder, content):
+    """Write a record as whoever knows the format can: with the right digest of whatever it says."""
+    content = {name: value for name, value in content.items() if name != "digest"}
+    body = json.dumps(content, separators=(",", ":"))[:-1].encode()
+    (folder / f"{NAME}.json").write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')
+
+
+def _content(folder):
+    return json.loads((folder / f"{NAME}.json").read_bytes())
+
+
+def _replace(folder, name, data):
+    """Put another file in place of one of the checkpoint's, with the right size and digest."""
+    path = folder / NAME / name
+    path.write_bytes(data)
+    size, digest = hash_file(path)
+    content = _content(folder)
+    for entry in content["files"]:
+        if entry["path"] == f"{NAME}/{name}":
+            entry |= {"size": size, "xxh3_128": digest}
+    _sign(folder, content)
+
+
+def _passed_over(folder):
+    """The reason for which the newer checkpoint is passed over; the older one is taken."""
+    record, warnings = newest_valid(folder)
+    assert record is not None
+    assert record.step == 1, "the attack was not noticed"
+    (warning,) = warnings
+    assert NAME in warning
+    with contextlib.suppress(CheckpointError):  # nor does loading it all the same raise anything else
+        load(folder / NAME)
+    return warning
+
+
+def _never_crashes(folder):
+    """Whatever was done to the newer one, the search ends with one of the two, and loading that is safe."""
+    record, warnings = newest_valid(folder)
+    assert record is not None
+    assert len(warnings) == (record.path.stem != NAME)
+    with contextlib.suppress(CheckpointError):
+        load(folder / NAME)
+
+
+# records
+
+DEEP = json.loads("[" * 500 + "]" * 500)
+WRONG = {
+    "step": ["7", -5, 10**30, 2.5, None, True, [], {}],
+    "run_id": [7, None, []],
+    "attempt": ["1", -1, 10**30],
+    "final": ["yes", 1, None],
+    "max_steps": ["9", -1, 10**30],
+    "spec_digest": [7, []],
+    "spec": [None, [], "x"],
+    "created_at_ms": ["x", 10**30, -(10**18), 10**17],
+    "elapsed_s": ["x", -1, None],
+    "world_size": [0, -1, "2", 10**30],
+    "metrics": [[], {"a": "x"}, None],
+    "versions": [[], {"a": 1}, None],
+    "trainer_checkpoint": [[], "x", 7],
+    "folder": [7, "../x", "/etc", "", ".", "a/b", "a\0b", "\ud800"],
+    "files": [
+        None,
+        {},
+        [None],
+        [{}],
+        [[]],
+        *(
+            [{"path": path, "size": 1, "xxh3_128": "0" * 32}]
+            for path in (7, None, "../../etc/passwd", "/etc/passwd", "", "a\0b", "\ud800", "x" * 5000)
+        ),
+        *([{"path": "x", "size": size, "xxh3_128": "0" * 32}] for size in (-1, "1", None, 2.5, 10**30)),
+        *([{"path": "x", "size": 1, "xxh3_128": digest}] for digest in (7, None, "", "G" * 32)),
+        [{"path": "x", "size": 1, "xxh3_128": "0" * 32, "sha256": "short"}],
+        [{"path": path, "size": 1, "xxh3_128": "0" * 32} for path in ("x", "./x")],
+    ],
+    "format_version": [None, "1", [], 99],
+    "state": [{"$int": "x" * 10}, {"$timedelta": [10**30, 0, 0]}, {"$tensor": {"file": "x", "key": "y"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("member", "value"), [(member, value) for member, values in WRONG.items() for value in values], ids=repr
+)
+def test_a_member_of_the_wrong_type_or_size_is_a_broken_checkpoint(checkpoints, member, value):
+    _sign(checkpoints, _content(checkpoints) | {member: value})
+    _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize("member", [member for member in WRONG if member != "format_version"])
+def test_a_member_that_is_missing_is_a_broken_checkpoint(checkpoints, member):
+    content = _content(checkpoints)
+    del content[member]
+    _sign(checkpoints, content)
+    _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff\xfe", b"[]", b"7", b'{"a":' * 100_000, b"[" * 1_000_000, b'{"step":' + b"9" * 2_000_000 + b"}"],
+    ids=["empty", "no text", "list", "number", "deep objects", "deep lists", "2M digits"],
+)
+def test_what_is_no_record_is_a_broken_checkpoint(checkpoints, data):
+    (checkpoints / f"{NAME}.json").write_bytes(data)
+    _passed_over(checkpoints)
+
+
+def test_a_record_that_is_too_large_is_not_read(checkpoints):
+    with (checkpoints / f"{NAME}.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert "1,099,511,627,776 bytes" in _passed_over(checkpoints)
+
+
+def test_a_state_that_would_make_it_too_large_is_refused_when_it_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "LARGEST_RECORD_BYTES", 10_000)
+    with pytest.raises(UnstorableStateError, match="use tensors"):
+        save(tmp_path / "step-00000001", {"global_step": 1, "genlight": {"state": list(range(10_000))}})
+
+
+@pytest.mark.parametrize("place", ["final.json", f"{NAME}/training_state.json", f"{NAME}/model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_device_in_place_of_a_file_is_not_read(checkpoints, place, kind):
+    path = checkpoints / place
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    if place == "final.json":
+        with pytest.raises(BrokenCheckpointError, match="not a regular file"):
+            find_final(checkpoints)
+        assert newest_valid(checkpoints)[0].step == 2
+    else:
+        assert "not a regular file" in _passed_over(checkpoints)
+
+
+def test_hashing_ends_at_the_recorded_size(tmp_path):
+    with (tmp_path / "grows").open("wb") as file:
+        file.truncate(1 << 42)
+    size, _ = hash_file(tmp_path / "grows", most=1000)
+    assert size < 1 << 30
+
+
+# paths that a hook, or somebody else, put into a record
+
+
+@pytest.mark.parametrize("named", ["/etc/passwd", "../../../../etc/passwd", "link", "a\0b", "\ud800", 7, None, ["x"]])
+def test_a_path_for_upload_that_leads_out_of_the_checkpoint_counts_as_none(tmp_path, named):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    (tmp_path / "final.json").write_text(json.dumps({"state": {}, "trainer_checkpoint": {"primary_path": named}}))
+    assert read_record(tmp_path / "final.json").primary_path is None
+
+
+def test_one_that_stays_inside_is_reported(tmp_path):
+    (tmp_path / "final.json").write_text(
+        json.dumps({"state": {}, "trainer_checkpoint": {"primary_path": str(tmp_path / "final" / "lora.safetensors")}})
+    )
+    assert read_record(tmp_path / "final.json").primary_path == tmp_path / "final" / "lora.safetensors"
+
+
+def test_one_of_ours_stays_in_the_folder_that_the_hook_was_given(checkpoints):
+    _sign(checkpoints, _content(checkpoints) | {"trainer_checkpoint": {"primary_path": "../model.safetensors"}})
+    assert verify(checkpoints / NAME).primary_path is None
+
+
+def _old_record(folder, primary):
+    record = {"step": 3, "state": {}, "trainer_checkpoint": {"primary_path": str(primary)}}
+    (folder / "step-00000003.json").write_text(json.dumps(record))
+    return folder / "step-00000003.json"
+
+
+def test_of_an_older_runtimes_record_the_folder_beside_it_counts_whatever_it_names(tmp_path):
+    path = _old_record(tmp_path, "/gone/step-00000003/lora.safetensors")
+    assert trainer_directory(path) is None
+    (tmp_path / "step-00000003").mkdir()
+    assert trainer_directory(path) == tmp_path / "step-00000003"
+
+
+def test_a_trainer_does_not_go_on_without_the_files_that_such_a_record_names(tmp_path):
+    record = read_record(_old_record(tmp_path, "/gone/lora.safetensors"))
+    with pytest.raises(InputError, match=r"not in the folder '.*step-00000003'.*Put them there"):
+        _refuse_lost_files(SimpleNamespace(load_checkpoint=print), record)
+    _refuse_lost_files(SimpleNamespace(), record)  # which has no use for files
+
+
+# headers
+
+
+def _header(text, data=b""):
+    encoded = text if isinstance(text, bytes) else json.dumps(text).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def _tensor(**changes):
+    return {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}}
+
+
+HEADERS = {
+    "empty": b"",
+    "seven bytes": b"1234567",
+    "no text": _header(b"\xff\xfe"),
+    "longer than the file": (1 << 62).to_bytes(8, "little"),
+    "a list": _header([]),
+    "null": _header(None),
+    "deep": _header(b'{"w":' * 100_000),
+    "deep lists": _header(b"[" * 1_000_000),
+    "2M digits": _header(b'{"w":{"dtype":"F32","shape":[' + b"9" * 2_000_000 + b'],"data_offsets":[0,16]}}'),
+    "no tensor": _header({"w": 7}),
+    "other bytes": _header(_tensor(), bytes(17)),
+    "fewer bytes": _header(_tensor(), bytes(15)),
+    **{
+        f"{member} {value!r:.40}": _header(_tensor(**{member: value}), bytes(16))
+        for member, values in {
+            "shape": [[-2, -2], [2.0, 2], [1 << 40], "22", None, [None], [[2], 2], {}, 7, [2**64], [2] * 100, [True]],
+            "dtype": [["F32"], None, 7, "", "F4", "O", "f32", {}],
+            "data_offsets": [None, [0], [0, 16, 16], [16, 0], ["0", "16"], [0.0, 16.0], [-16, 0], [None, None], 16],
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("data", HEADERS.values(), ids=HEADERS)
+def test_a_malformed_header_is_a_broken_checkpoint(checkpoints, data):
+    _replace(checkpoints, "model.safetensors", data)
+    assert "model.safetensors" in _passed_over(checkpoints)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+NUMBERS = st.sampled_from([0, 1, 2, 4, 16, -1, 2**31, 2**40, 2**63, 2**64, 10**30])
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "U8", "BOOL", "C64", "O", ""]) | JSON,
+        "shape": st.lists(NUMBERS, max_size=3) | JSON,
+        "data_offsets": st.lists(NUMBERS, min_size=2, max_size=2) | JSON,
+    }
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), ENTRIES | JSON, max_size=3), st.integers(0, 40))
+@settings(max_examples=300)
+def test_whatever_a_header_says_is_read_or_refused(header, nbytes):
+    try:
+        tensors = parse_header(json.dumps(header).encode(), nbytes)
+    except ValueError:
+        return
+    assert sum(tensor.end - tensor.begin for tensor in tensors.values()) == nbytes
+
+
+@given(st.binary(max_size=300))
+def test_whatever_bytes_a_header_has_they_are_read_or_refused(data):
+    try:
+        parse_header(data, 0)
+    except ValueError:
+        return
+
+
+# values and references
+
+
+def _with_state(folder, state):
+    """Change the trainer's payload; all else stays as it was saved."""
+    _sign(folder, _content(folder) | {"state": state})
+
+
+def _reference(folder, **changes):
+    (weights,) = [item for key, item in _content(folder)["state"].items() if key == "weights"]
+    return {"$tensor": {**weights["$tensor"], **changes}}
+
+
+VALUES = [
+    {"$int": "0x" + "f" * 2_000_000 + "g"},
+    {"$int": 7},
+    {"$float": []},
+    {"$dict": [[1]]},
+    {"$dict": [[[], 1]]},
+    {"$dict": 7},
+    {"$tuple": 7},
+    {"$set": [[]]},
+    {"$bytes": "not base64"},
+    {"$complex": [1, 2, 3]},
+    {"$range": [1, 2, 0]},
+    {"$path": 7},
+    {"$datetime": ["x", 0, None]},
+    {"$timedelta": [10**30, 0, 0]},
+    {"$decimal": "x"},
+    {"$fraction": [1, 0]},
+    {"$uuid": "x"},
+    {"$default": ["eval", []]},
+    {"$deque": [-1, []]},
+    {"$arguments": {"a": {"$set": [{}]}}},
+    {"$arguments": 7},
+    {"$namedtuple": [7, []]},
+    {"$dataclass": ["x"]},
+    {"$enum": [1, 2]},
+    {"$torch": 7},
+    {"$device": []},
+    {"$size": "x"},
+    {"$size": [-1]},
+    {"$size": [2**70]},
+    {"$npscalar": ["<f4", "00"]},
+    {"$npscalar": ["|O", "0000000000000000"]},
+    {"$npscalar": ["((((", "00"]},
+    {"$npdtype": "no type"},
+    {"$tensor": 7},
+    {"$ndarray": {}},
+    {"$tensor": {"sparse": []}},
+    {"$tensor": {"sparse": [{"sparse": [{"sparse": []}] * 2}] * 2}},
+    {"$tensor": {"file": "model.safetensors", "key": "w", "sharded": {"dtype": "float32", "shape": [1 << 40]}}},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:60])
+def test_a_value_that_cannot_be_is_a_broken_checkpoint(checkpoints, value):
+    _with_state(checkpoints, {"a": value})
+    _passed_over(checkpoints)
+
+
+def test_a_run_goes_on_from_the_one_before(checkpoints, config_of):
+    _with_state(checkpoints, {"a": {"$timedelta": [10**30, 0, 0]}})
+    start = decide_start(config_of(f"checkpoints_dir={checkpoints}", resume_from_latest=True))
+    assert start.record.step == 1
+    (warning,) = start.warnings
+    assert "its state is malformed: OverflowError" in warning
+    assert "falling back to the one before it" in warning
+
+
+def test_values_nested_more_deeply_than_python_goes_are_a_broken_checkpoint(checkpoints):
+    deep = "7"
+    for _ in range(300):
+        deep = f'{{"$tuple":[{deep}]}}'
+    _with_state(checkpoints, json.loads(deep))
+    _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "levels"), [(lambda value: {1: value}, MAX_DEPTH - 2), (lambda value: (value,), MAX_DEPTH // 2 - 2)]
+)
+def test_as_deep_as_a_state_may_be_it_is_taken(tmp_path, wrapped, levels):
+    state = 7
+    for _ in range(levels):
+        state = wrapped(state)
+    save(tmp_path / "step-00000001", {"global_step": 1, "genlight": {"state": {"a": state}}})
+    assert newest_valid(tmp_path)[1] == []
+    assert load(tmp_path / "step-00000001")["genlight"]["state"]["a"] == state
+
+
+TIB = 1 << 40
+CHANGES = [
+    {"dtype": "float32", "shape": [TIB]},
+    {"dtype": "float32", "shape": [-2, -3]},
+    {"dtype": "float32", "shape": "23"},
+    {"dtype": ["float32"], "shape": [2, 3]},
+    {"dtype": "float32"},
+    {"stride": [TIB, 1]},
+    {"stride": [-3, 1]},
+    {"stride": [3]},
+    {"stride": None, "key": "nothing"},
+    {"file": None},
+    {"file": "../model.safetensors"},
+    {"key": []},
+    {"device": 7},
+    {"device": "cuda:99999999999999"},
+    {"requires_grad": "yes"},
+    {"view": 7},
+    {"view": {"dtype": "float32", "shape": [TIB], "stride": [1], "offset": 0, "span": 4}},
+    {"view": {"dtype": "float32", "shape": [1], "stride": [1], "offset": -4, "span": 4}},
+    {"view": {"dtype": "float32", "shape": [1], "stride": [1], "offset": 0, "span": TIB}},
+    {"view": {"dtype": "float32", "shape": [2, 2], "stride": [1], "offset": 0, "span": 4}},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: repr(changes)[:70])
+def test_a_reference_to_bytes_that_are_not_there_is_a_broken_checkpoint(checkpoints, changes):
+    _with_state(checkpoints, {"a": _reference(checkpoints, **changes)})
+    _passed_over(checkpoints)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "|O"}, {"dtype": "<i8", "shape": [TIB]}, {"dtype": [["a"]]}, {"dtype": "x" * 50}, {"shape": [-4]}],
+    ids=repr,
+)
+def test_so_is_one_of_an_array(checkpoints, changes):
+    array = _content(checkpoints)["state"]["array"]["$ndarray"]
+    _with_state(checkpoints, {"a": {"$ndarray": {**array, **changes}}})
+    _passed_over(checkpoints)
+
+
+STATE_FILES = [b"", b"[]", b"{}", b"\xff", b'{"checkpoint":7}', b'{"checkpoint":{"a":{"$set":7}}}', b"[" * 1_000_000]
+
+
+@pytest.mark.parametrize("data", STATE_FILES, ids=lambda data: repr(data[:40]))
+def test_a_malformed_state_file_is_a_broken_checkpoint(checkpoints, data):
+    _replace(checkpoints, "training_state.json", data)
+    _passed_over(checkpoints)
+
+
+def test_what_was_saved_is_still_taken(checkpoints):
+    record, warnings = newest_valid(checkpoints)
+    assert (record.step, warnings) == (2, [])
+    loaded = load(checkpoints / NAME)
+    assert torch.equal(loaded["genlight"]["state"]["weights"], STATE["weights"])
+    assert loaded["views"][1].tolist() == [2.0, 3.0, 4.0]
+
+
+TAGS = st.sampled_from([next(iter(value)) for value in VALUES] + ["$ndarray", "$ordered", "$counter", "$slice", "$new"])
+SHAPES = st.lists(NUMBERS, max_size=3)
+VIEWS = st.fixed_dictionaries(
+    {"dtype": st.just("float32"), "shape": SHAPES, "stride": SHAPES, "offset": NUMBERS, "span": NUMBERS}
+)
+REFERENCES = st.fixed_dictionaries(
+    {
+        "file": st.sampled_from(["training_state.safetensors", "arrays.safetensors", "x"]),
+        "key": st.sampled_from(["state.weights", "state.array", "x"]),
+    },
+    optional={
+        "dtype": st.sampled_from(["float32", "int64", "<i8", "|O", "float99"]) | JSON,
+        "shape": SHAPES | JSON,
+        "stride": SHAPES | JSON,
+        "view": VIEWS | JSON,
+        "sharded": JSON,
+        "sparse": JSON,
+        "device": st.sampled_from(["cpu", "meta:0", "x"]) | JSON,
+    },
+)
+TREES = st.recursive(
+    JSON | st.builds(lambda tag, reference: {tag: reference}, st.sampled_from(["$tensor", "$ndarray"]), REFERENCES),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.builds(lambda tag, content: {tag: content}, TAGS, st.lists(inner, max_size=3) | inner)
+    ),
+    max_leaves=6,
+)
+
+
+@given(TREES)
+@settings(max_examples=60)
+def test_whatever_a_state_holds_the_search_for_a_checkpoint_ends(checkpoints, tree):
+    _with_state(checkpoints, {"a": tree})
+    _never_crashes(checkpoints)
+
+
+@given(st.sampled_from(sorted(WRONG)), JSON)
+@settings(max_examples=60)
+def test_whatever_a_member_holds_the_search_for_a_checkpoint_ends(template, checkpoints, member, value):
+    _sign(checkpoints, _content(template) | {member: value})
+    record, warnings = newest_valid(checkpoints)
+    assert record is not None
+    assert len(warnings) <= 1
+
+
+@pytest.mark.slow
+@given(TREES, st.sampled_from(sorted(WRONG)), JSON)
+@settings(max_examples=2000)
+def test_so_it_does_whatever_both_hold(template, checkpoints, tree, member, value):
+    _sign(checkpoints, _content(template) | {"state": {"a": tree}} | {member: value})
+    _never_crashes(checkpoints)
+
+
+# slices of several ranks
+
+SLICE = SliceEntry("model.safetensors", "w", "float32", (4, 2), (0, 0), (2, 2), 64, 16, ("0" * 32,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": ()},
+        {"shape": (0, 2)},
+        {"shape": (-2, -2)},
+        {"offset": (0,)},
+        {"size": TIB},
+        {"size": -1},
+        {"begin": -1},
+        {"blocks": ()},
+        {"blocks": (7,)},
+        {"dtype": ["float32"]},
+        {"file": None},
+        {"whole": "42"},
+        {"begin": 2**70},
+    ],
+    ids=repr,
+)
+def test_an_index_of_slices_that_cannot_be_is_refused(changes):
+    data = json.loads(serialise_part(0, 2, [SLICE]))
+    data["slices"][0] |= changes
+    with pytest.raises(ValueError, match=r"slice|Expected"):
+        parse_part(json.dumps(data).encode())
+
+
+@given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_whatever_an_index_holds_is_read_or_refused(data):
+    try:
+        parse_part(data)
+    except ValueError:
+        return
+
+
+def test_a_sound_index_is_read():
+    large = dataclasses.replace(SLICE, size=BLOCK + 1, blocks=("0" * 32,) * 2)
+    assert parse_part(serialise_part(0, 2, [SLICE, large])) == [SLICE, large]

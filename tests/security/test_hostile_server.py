@@ -1,0 +1,421 @@
+"""Servers that answer something else than they were asked for, more than there is, or for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from datetime import UTC, datetime
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import InputError, StartupContractError
+from genlight.adapter.inputs import materialize_inputs
+from genlight.adapter.inputs.http import Download, download, probe
+from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
+from genlight.adapter.inputs.progress import Tracker
+from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest, fetch_from_cozy
+from genlight.adapter.job.environment import read_environment
+from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.refs import parse_ref
+from genlight.adapter.plumbing.http import build_client
+from genlight.adapter.plumbing.retry import Refused, retry_after_s
+from genlight.reporters.uploads.payloads import FileFacts
+from genlight.reporters.uploads.transfers import Wire
+
+GOOD, EVIL = b"good" * 1000, b"evil" * 1000
+
+
+@pytest.fixture
+def client():
+    with build_client(None, ()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def resolver(server, tmp_path, client, retry):
+    return HttpResolveClient(server.url, client, tmp_path / "answers", retry)
+
+
+@pytest.fixture
+def fetch_repository(resolver, tmp_path):
+    """Fetches ``cozy:owner/repo`` below ``<tmp>/deep/cozy``."""
+    return lambda: fetch_from_cozy(
+        parse_ref("cozy:owner/repo"), resolver, tmp_path / "deep" / "cozy", tracker=Tracker()
+    )
+
+
+@pytest.fixture
+def publish(server, sha256):
+    """Puts a repository with the given manifest on the server."""
+
+    def run(files, **answer):
+        manifest = files if isinstance(files, bytes) else json.dumps({"files": files}).encode()
+        digest = f"sha256:{sha256(manifest)}"
+        facts = {"owner": "owner", "repo": "repo", "digest": digest, **answer}
+        server.put("/api/v1/resolve/owner/repo", facts)
+        server.put(f"/api/v1/manifest/{facts['owner']}/{facts['repo']}/{digest.replace(':', '%3A')}", manifest)
+        server.put(f"/api/v1/manifest/owner/repo/{digest.replace(':', '%3A')}", manifest)
+        return digest
+
+    return run
+
+
+def _all_files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# the tensor hub
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"owner": "/tmp/planted-by-genlight-test"},
+        {"owner": "../../.."},
+        {"repo": "other"},
+        {"owner": "Owner"},
+        {"repo": "/etc"},
+        {"owner": ""},
+        {"digest": "sha256:../../x"},
+        {"digest": "sha256:" + "0" * 63},
+    ],
+    ids=repr,
+)
+def test_an_answer_about_another_repository_is_refused(publish, fetch_repository, tmp_path, answer):
+    publish([], **answer)
+    with pytest.raises(InputError, match="cozy:owner/repo"):
+        fetch_repository()
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x",
+        "/x",
+        "a/../../x",
+        "a//b",
+        "",
+        ".",
+        "..",
+        "a/.",
+        "a\\b",
+        "a:b",
+        "a\nb",
+        "a\x1b[2J",
+        "x" * 300,
+        "a\0",
+        "\x7f",
+    ],
+)
+def test_a_name_of_more_than_plain_characters_is_refused(publish, fetch_repository, tmp_path, path):
+    publish([{"path": path, "sha256": "0" * 64, "size_bytes": 1}])
+    with pytest.raises(InputError):
+        fetch_repository()
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["model.safetensors", "unet/config.json", ".gitattributes", "a-b_c+d=e (1).txt", "ü.json"]
+)
+def test_names_that_files_have_are_taken(publish, fetch_repository, server, sha256, path):
+    server.put("/blob", GOOD)
+    publish([{"path": path, "sha256": sha256(GOOD), "size_bytes": len(GOOD), "url": f"{server.url}/blob"}])
+    folder, _ = fetch_repository()
+    assert (folder / path).read_bytes() == GOOD
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[", "http://h:99999999/x", "file:///etc/passwd", "//a\\b@c/x", "http://a b/", "x:y"]
+)
+def test_a_malformed_address_is_an_input_error(publish, fetch_repository, url):
+    publish([{"path": "a", "sha256": "0" * 64, "size_bytes": 1, "url": url}])
+    with pytest.raises(InputError):
+        fetch_repository()
+
+
+@pytest.mark.parametrize(
+    "change", [{"sha256": "../x"}, {"sha256": "g" * 64}, {"size_bytes": -1}, {"size_bytes": 2**70}, {"size_bytes": "1"}]
+)
+def test_facts_of_a_file_that_cannot_be_are_refused(publish, fetch_repository, change):
+    publish([{"path": "a", "sha256": "0" * 64, "size_bytes": 1, **change}])
+    with pytest.raises(InputError, match="malformed"):
+        fetch_repository()
+
+
+@pytest.mark.parametrize("paths", [("a", "a"), ("a", "a/b"), ("a/b/c", "a/b")])
+def test_two_files_of_one_place_are_refused(publish, fetch_repository, paths):
+    publish([{"path": path, "sha256": "0" * 64, "size_bytes": 1} for path in paths])
+    with pytest.raises(InputError, match="names one place twice"):
+        fetch_repository()
+
+
+@pytest.mark.parametrize("reference", ["cozy:../x", "cozy:x/..", "cozy:./.", "cozy:.../..."])
+def test_a_reference_is_no_path_either(reference):
+    with pytest.raises(InputError):
+        parse_ref(reference)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps({"files": text}).encode()))
+def test_whatever_a_manifest_is_it_is_read_or_malformed(data):
+    with contextlib.suppress(ValueError, RecursionError):
+        msgspec.json.decode(data, type=Manifest)
+
+
+def test_a_deeply_nested_answer_is_malformed(publish, fetch_repository):
+    publish(b'{"files":' + b"[" * 1_000_000)
+    with pytest.raises(InputError, match="malformed"):
+        fetch_repository()
+
+
+# the cache
+
+
+def _plant(folder, content, claimed, sha256):
+    """A cache entry whose note claims another content than the file has, as whoever may write the cache can make it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").write_bytes(content)
+    facts = {
+        "content": {"size_bytes": len(content), "sha256": sha256(claimed), "xxh3_128": "0" * 32},
+        "version": {"etag": None, "last_modified": None},
+        "mtime_ns": (folder / "file").stat().st_mtime_ns,
+        "stored_at": 9e9,
+    }
+    (folder / ".file.meta.json").write_text(json.dumps(facts))
+
+
+def test_a_digest_is_proven_on_a_hit_as_well(server, client, tmp_path, sha256, retry):
+    _plant(tmp_path / "cache", EVIL, GOOD, sha256)
+    request = Download(server.put("/a", GOOD), tmp_path / "cache" / "file", sha256=sha256(GOOD))
+    assert download(request, client, retry=retry).read_bytes() == GOOD
+
+
+def test_a_proven_hit_asks_no_server(server, client, tmp_path, sha256, retry):
+    request = Download(server.put("/a", GOOD), tmp_path / "cache" / "file", sha256=sha256(GOOD))
+    download(request, client, retry=retry)
+    download(request, client, retry=retry)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("name", ["file.part", ".file.lock"])
+def test_a_link_in_the_cache_is_not_written_through(server, client, tmp_path, retry, name):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic link"):
+        download(Download(server.put("/a", GOOD), tmp_path / "cache" / "file"), client, retry=retry)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_note_of_another_user_does_not_count(server, client, tmp_path, sha256, retry, stranger):
+    _plant(tmp_path / "cache", EVIL, EVIL, sha256)
+    os.chown(tmp_path / "cache" / ".file.meta.json", stranger, -1)
+    request = Download(server.put("/a", GOOD, etag=None), tmp_path / "cache" / "file")
+    assert download(request, client, retry=retry).read_bytes() == GOOD
+
+
+# sizes
+
+
+@pytest.mark.parametrize("known", [{"size_bytes": 7}, {"most_bytes": 7}])
+def test_a_transfer_ends_when_it_brings_more_than_there_is(server, client, tmp_path, retry, known):
+    request = Download(server.put("/a", bytes(20_000_000)), tmp_path / "cache" / "file", **known)
+    with pytest.raises(InputError, match="20,000,000 bytes or more, but 7 were expected"):
+        download(request, client, retry=retry)
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) < 1000
+
+
+def test_so_does_one_whose_length_is_not_announced(tmp_path, client, retry):
+    """An answer in chunks without end; it is over after the first piece."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sent = []
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(10_000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                while True:
+                    connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                    sent.append(1 << 20)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/a"
+        with pytest.raises(InputError, match="7 were expected"):
+            download(Download(url, tmp_path / "cache" / "file", size_bytes=7), client, retry=retry)
+        client.close()
+        thread.join()
+    assert sum(sent) < 200 << 20
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) < 1000
+
+
+# the protocol
+
+
+def test_no_cookie_is_kept(server, other_server, client):
+    for running in (server, other_server):
+        running.put("/a", b"x", headers={"Set-Cookie": "session=s3cret; Path=/"})
+        client.get(f"{running.url}/a")
+        client.get(f"{running.url}/a")
+    assert all("cookie" not in request.headers for request in server.requests + other_server.requests)
+
+
+def test_a_redirect_loop_is_an_ordinary_failure(server, client, tmp_path, retry):
+    url = server.put("/loop", location=f"{server.url}/loop")
+    with pytest.raises(InputError, match="TooManyRedirects"):
+        download(Download(url, tmp_path / "file"), client, retry=retry)
+    with pytest.raises(InputError, match="TooManyRedirects"):
+        probe(url, client)
+
+
+def test_so_is_one_of_a_store_that_is_asked_how_much_it_holds(server, client, tmp_path, sha256):
+    url = server.put("/loop", location=f"{server.url}/loop")
+    (tmp_path / "file").write_bytes(GOOD)
+    wire = Wire(client, resume_from_bytes=1, interrupted=lambda: False)
+    with pytest.raises(Refused, match="TooManyRedirects"):
+        wire.put_file(url, tmp_path / "file", FileFacts(len(GOOD), sha256(GOOD)), "key", resume=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Fri, 31 Dec 99999999999999999999 23:59:59 GMT",
+        "Fri, 31 Dec 999999999 23:59:59 GMT",
+        "Fri, 31 Dec 9999 23:59:59 -9999",
+        "Fri, 31 Dec 9999 23:59:59 GMT",
+        "9" * 5000,
+        "-1",
+        "1e400",
+        "²",
+        "",
+    ],
+)
+def test_a_time_to_wait_until_that_no_calendar_has_is_none_or_bounded(text):
+    seconds = retry_after_s(text, datetime.now(UTC))
+    assert seconds is None or 0 <= seconds <= 3600
+
+
+@given(st.text(max_size=60))
+def test_whatever_a_server_asks_to_wait_is_none_or_bounded(text):
+    seconds = retry_after_s(text, datetime.now(UTC))
+    assert seconds is None or 0 <= seconds <= 3600
+
+
+# private addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "127.0.0.1",
+            "10.0.0.1",
+            "172.16.0.1",
+            "192.168.1.1",
+            "169.254.169.254",
+            "100.64.0.1",
+            "0.0.0.0",
+            "224.0.0.1",
+        ),
+        *("::1", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "::"),
+        "2002:7f00:0001::",
+    ],
+)
+def test_addresses_that_only_this_machine_or_its_network_reaches_are_private(address):
+    assert is_private(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700:4700::1111", "::ffff:1.1.1.1", "64:ff9b::101:101"])
+def test_others_are_not(address):
+    assert not is_private(address)
+
+
+def test_a_connection_to_a_private_address_is_refused_before_a_byte_is_sent(server, client, tmp_path, retry):
+    url = server.put("/a", GOOD)
+    AddressGuard().attach(client)
+    with pytest.raises(InputError, match=r"127\.0\.0\.1, which is a private address.*`TRAINER_PRIVATE_HOSTS`"):
+        download(Download(url, tmp_path / "file"), client, retry=retry)
+    assert server.requests == []
+
+
+def test_a_name_that_leads_to_one_is_refused_as_well(server, client, tmp_path, retry):
+    url = server.put("/a", GOOD).replace("127.0.0.1", "localhost")
+    AddressGuard().attach(client)
+    with pytest.raises(InputError, match="localhost is at"):
+        download(Download(url, tmp_path / "file"), client, retry=retry)
+    assert server.requests == []
+
+
+def test_so_is_a_redirect_to_one(server, other_server, client, tmp_path, retry):
+    """The first server is allowed by name, and sends the request on to one that is not."""
+    secret = other_server.put("/secret", b"credentials").replace("127.0.0.1", "127.0.0.2")
+    url = server.put("/a", location=secret)
+    AddressGuard(["127.0.0.1"]).attach(client)
+    with pytest.raises(InputError, match=r"127\.0\.0\.2"):
+        download(Download(url, tmp_path / "file"), client, retry=retry)
+    assert other_server.requests == []
+
+
+@pytest.mark.parametrize("allowed", ["127.0.0.1", "127.0.0.0/8"])
+def test_what_is_allowed_may_be_reached(server, client, tmp_path, retry, allowed):
+    AddressGuard([allowed]).attach(client)
+    assert download(Download(server.put("/a", GOOD), tmp_path / "file"), client, retry=retry).read_bytes() == GOOD
+
+
+def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch):
+    """The proxy may be private itself, and would reach what is asked of it."""
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("http_proxy", server.url)
+    with build_client(None, ()) as client:
+        AddressGuard().attach(client)
+        with pytest.raises(InputError, match=r"169\.254\.169\.254, which is a private address"):
+            download(Download("http://169.254.169.254/latest/meta-data", tmp_path / "file"), client, retry=retry)
+    assert server.requests == []
+
+
+def test_an_orchestrated_run_keeps_its_references_from_private_addresses(server, config_of, tmp_path):
+    job = {"orchestrated": True, "capability_token": "t", "inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
+    with pytest.raises(InputError, match="private address"):
+        materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache")
+    assert server.requests == []
+    for environ in (
+        {"TRAINER_PRIVATE_HOSTS": "127.0.0.0/8"},
+        {"TRAINER_PRIVATE_HOSTS": "*"},
+        {"TENSORHUB_URL": server.url},
+    ):
+        assert materialize_inputs(config_of(environ=environ, **job), cache_dir=tmp_path / "cache").model_dir is not None
+
+
+def test_so_the_data_files_that_it_names_by_url(server, config_of, tmp_path):
+    job = {"orchestrated": True, "capability_token": "t", "dataset": {"parquet_paths": [f"{server.url}/a.parquet"]}}
+    with pytest.raises(InputError, match="private address"):
+        materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache")
+
+
+def test_a_run_by_hand_may_reach_them_unless_told_otherwise(server, config_of, tmp_path):
+    job = {"inputs": {"base_model_ref": server.put("/a.bin", GOOD)}}
+    assert materialize_inputs(config_of(**job), cache_dir=tmp_path / "cache").model_dir is not None
+    with pytest.raises(InputError, match="private address"):
+        materialize_inputs(
+            config_of(environ={"TRAINER_PRIVATE_HOSTS": "10.0.0.1"}, **job), cache_dir=tmp_path / "cache"
+        )
+
+
+def test_the_job_spec_cannot_allow_itself_anything(config_of):
+    assert config_of(orchestrated=True, capability_token="t", private_hosts=["*"]).private_hosts == ()
+
+
+@pytest.mark.parametrize("text", ["http://h/", "10.0.0.0/99", "a b/c", "-x"])
+def test_a_list_that_holds_something_else_is_a_fault(config_of, text):
+    faults = FaultList()
+    read_environment({"TRAINER_PRIVATE_HOSTS": text}, faults)
+    assert "host names, addresses or networks" in faults.faults[0].text
+    with pytest.raises(StartupContractError):
+        config_of(environ={"TRAINER_PRIVATE_HOSTS": text})

@@ -1,0 +1,385 @@
+"""A neighbour who was in the folder first: with links, pipes, devices, locks and directories of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+
+import pytest
+
+from genlight.adapter.contract.exceptions import EventLogError, StartupContractError, UploadError
+from genlight.adapter.contract.failures import Failure
+from genlight.adapter.plumbing import safe_open
+from genlight.adapter.plumbing.safe_open import (
+    distrust,
+    make_directory,
+    open_own,
+    open_regular,
+    read_own,
+    read_regular,
+)
+from genlight.adapter.run.artifact_dirs import prepare_artifact_dirs, untrusted_dirs
+from genlight.adapter.run.artifacts_lock import lock_artifacts, lock_holder
+from genlight.adapter.run.ranks.failure_notes import RankFailures
+from genlight.adapter.run.startup_failure import resolve_failure_sinks
+from genlight.callbacks.stop.sources import cancel_file_is_set
+from genlight.reporters.events.event_log import EventLog
+from genlight.reporters.uploads.journal import read_journal
+from genlight.reporters.uploads.spool import Spool
+
+NOT_REGULAR = "it is not a regular file"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file of the user that links lead to; it must stay as it is."""
+    path = tmp_path / "victim"
+    path.write_text("precious\n")
+    yield path
+    assert path.read_text() == "precious\n"
+
+
+@pytest.fixture(params=["pipe", "socket", "device", "directory"])
+def irregular(request, tmp_path):
+    """What is at a path where a file should be, and would be waited for or read for ever."""
+    path = tmp_path / "irregular"
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "device":
+        path.symlink_to("/dev/zero")
+    elif request.param == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    return path
+
+
+# opening
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND])
+def test_a_link_is_not_followed_to_a_file_of_ours(tmp_path, victim, flags):
+    (tmp_path / "link").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link, and those are not followed here; remove it"):
+        open_own(tmp_path / "link", flags)
+
+
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(irregular):
+    for attempt in (
+        lambda: open_own(irregular, os.O_RDONLY),
+        lambda: open_own(irregular, os.O_WRONLY),
+        lambda: open_regular(irregular),
+        lambda: read_own(irregular, limit=10),
+        lambda: read_regular(irregular, limit=10),
+    ):
+        with pytest.raises(OSError, match=f"{NOT_REGULAR}|symbolic link|No such device|directory"):
+            attempt()
+
+
+def test_a_file_that_is_larger_than_may_be_read_is_refused_before_memory_is_taken(tmp_path):
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 43)  # a sparse file of 8 TiB
+    with pytest.raises(OSError, match="8,796,093,022,208 bytes, and at most 1,000 are read"):
+        read_regular(tmp_path / "huge", limit=1000)
+
+
+def test_permissions_of_a_file_of_ours_are_narrowed(tmp_path):
+    path = tmp_path / ".lock"
+    path.write_text("")
+    path.chmod(0o666)
+    os.close(open_own(path, os.O_RDWR | os.O_CREAT))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_of_another_user_is_refused_by_name(tmp_path, stranger):
+    path = tmp_path / ".lock"
+    path.write_text("")
+    os.chown(path, stranger, -1)
+    with pytest.raises(OSError, match=f"belongs to another user \\(uid {stranger}\\); remove it"):
+        open_own(path, os.O_RDWR | os.O_CREAT)
+
+
+def test_a_second_name_of_a_file_is_refused_in_a_folder_of_somebody_else(tmp_path, victim, stranger):
+    (tmp_path / "theirs").mkdir()
+    os.link(victim, tmp_path / "theirs" / ".lock")
+    os.chown(tmp_path / "theirs", stranger, -1)
+    with pytest.raises(OSError, match="second name of a file elsewhere"):
+        open_own(tmp_path / "theirs" / ".lock", os.O_RDWR | os.O_CREAT)
+
+
+# directories
+
+
+def test_directories_are_made_for_this_user_alone(tmp_path):
+    make_directory(tmp_path / "a" / "b")
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
+
+
+def test_in_a_shared_folder_the_umask_says_who_may_enter(tmp_path):
+    before = os.umask(0o007)
+    try:
+        make_directory(tmp_path / "a", shared=True)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o770
+
+
+def test_a_directory_of_this_user_alone_is_trusted(tmp_path):
+    (tmp_path / "own").mkdir(0o755)
+    assert distrust(tmp_path / "own") is None
+
+
+def test_a_directory_that_everybody_may_write_is_not(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert "every user of this machine may write it (`chmod o-w,g-w`" in distrust(tmp_path / "open")
+    assert os.listdir(tmp_path / "open") == []  # the probe is gone
+
+
+def test_one_with_the_sticky_bit_may_hold_files_that_are_looked_at_one_by_one(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    assert distrust(tmp_path / "tmp", may_be_sticky=True) is None
+    assert distrust(tmp_path / "tmp") is not None
+
+
+def test_a_directory_of_another_user_is_not_trusted(tmp_path, stranger):
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", stranger, -1)
+    assert f"a directory that belongs to another user (uid {stranger})" in distrust(tmp_path / "theirs")
+
+
+def test_a_link_that_another_user_made_is_not_trusted_wherever_it_leads(tmp_path, stranger):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to("own")
+    assert distrust(tmp_path / "link") is None  # one's own, as to a larger disk
+    os.lchown(tmp_path / "link", stranger, -1)
+    assert f"a link that belongs to another user (uid {stranger})" in distrust(tmp_path / "link")
+
+
+def test_a_group_may_write_where_it_is_the_users_own_or_roots(tmp_path, stranger):
+    (tmp_path / "team").mkdir()
+    (tmp_path / "team").chmod(0o2775)
+    assert distrust(tmp_path / "team") is None  # the group is root's
+    os.chown(tmp_path / "team", -1, stranger)
+    (tmp_path / "team").chmod(0o2775)
+    assert f"its group (gid {stranger}) may write it (`chmod g-w`" in distrust(tmp_path / "team")
+
+
+def test_on_a_file_system_that_shows_one_owner_for_all_that_owner_is_trusted(tmp_path, stranger, monkeypatch):
+    """As with ``root_squash``: also what this process makes belongs to that user."""
+    squashed = tmp_path / "nfs"
+    squashed.mkdir()
+    os.chown(squashed, stranger, -1)
+    made = safe_open._status_of_new_file
+
+    def shown(directory):
+        status = made(directory)
+        return os.stat_result((*status[:4], stranger, *status[5:]))
+
+    monkeypatch.setattr(safe_open, "_status_of_new_file", shown)
+    assert distrust(squashed) is None
+
+
+def test_on_a_file_system_without_permissions_these_say_nothing(tmp_path, monkeypatch):
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "mnt").chmod(0o777)
+    made = safe_open._status_of_new_file
+
+    def shown(directory):
+        status = made(directory)
+        return os.stat_result((status.st_mode | 0o777, *status[1:]))
+
+    monkeypatch.setattr(safe_open, "_status_of_new_file", shown)
+    assert distrust(tmp_path / "mnt") is None
+
+
+def test_a_mounted_volume_is_trusted_as_it_is():
+    """As one of a container, which belongs to root and is open to all; nobody else can put one there."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("/dev/shm is not mounted here")
+    assert stat.S_IMODE(os.stat("/dev/shm").st_mode) & 0o002
+    assert distrust("/dev/shm") is None
+
+
+# a run
+
+
+def test_a_run_refuses_a_folder_that_others_may_write_and_names_the_ways_out(config_of, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    with pytest.raises(StartupContractError) as caught:
+        prepare_artifact_dirs(config_of())
+    assert caught.value.code == "startup.invalid_artifact_paths"
+    for part in (
+        "`artifacts_dir`",
+        "every user of this machine",
+        "`TRAINER_ARTIFACTS_DIR`",
+        "TRAINER_SHARED_ARTIFACTS",
+    ):
+        assert part in caught.value.message
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_team_says_so_and_may_share_a_folder(config_of, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    prepare_artifact_dirs(config_of(environ={"TRAINER_SHARED_ARTIFACTS": "1"}))
+    assert (tmp_path / "out" / "samples").is_dir()
+
+
+def test_the_job_spec_cannot_say_so(config_of, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    with pytest.raises(StartupContractError):
+        prepare_artifact_dirs(config_of(shared_artifacts=True))
+
+
+def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out" / "samples").symlink_to(tmp_path / "elsewhere")
+    os.lchown(tmp_path / "out" / "samples", stranger, -1)
+    with pytest.raises(StartupContractError, match=r"`samples_dir`.*a link that belongs to another user"):
+        prepare_artifact_dirs(config_of())
+
+
+def test_what_a_run_makes_is_for_this_user_alone(config_of, tmp_path):
+    config = config_of()
+    prepare_artifact_dirs(config)
+    with lock_artifacts(config), contextlib.closing(Spool(tmp_path / "out" / "uploads")):
+        modes = {
+            str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
+            for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+        }
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
+def test_a_failed_start_writes_no_event_into_a_folder_of_others(config_of, tmp_path):
+    (tmp_path / "out" / "metrics").mkdir(parents=True)
+    (tmp_path / "out" / "metrics").chmod(0o777)
+    config = config_of()
+    sinks = resolve_failure_sinks(spec_path=config.spec_path, overrides=[f"artifacts_dir={tmp_path / 'out'}"])
+    assert sinks.events_path is None
+
+
+def _begin(config):
+    """Open all that a run writes to."""
+    with lock_artifacts(config), EventLog(config.events_path, run_id="r"):
+        Spool(config.artifacts_dir / "uploads").close()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/journal.jsonl", "uploads/lock"])
+def test_a_planted_link_is_never_written_through(config_of, tmp_path, victim, name):
+    config = config_of()
+    prepare_artifact_dirs(config)
+    link = tmp_path / "out" / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(victim)
+    with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match="symbolic link"):
+        _begin(config)
+
+
+def test_a_planted_description_of_the_spool_is_replaced_and_not_followed(tmp_path, victim):
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "uploads" / "about.json").symlink_to(victim)
+    with contextlib.closing(Spool(tmp_path / "uploads")) as spool:
+        spool.describe({"run_id": "r"})
+    assert not (tmp_path / "uploads" / "about.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics/events.jsonl", "uploads/journal.jsonl"])
+def test_a_pipe_in_place_of_a_file_of_ours_is_not_waited_for(config_of, tmp_path, name):
+    config = config_of()
+    prepare_artifact_dirs(config)
+    path = tmp_path / "out" / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises((StartupContractError, EventLogError, UploadError, OSError), match=NOT_REGULAR):
+        _begin(config)
+    assert lock_holder(tmp_path / "out") is None
+    if name.endswith("journal.jsonl"):
+        with pytest.raises(UploadError, match=NOT_REGULAR):
+            read_journal(path.parent)
+
+
+def test_a_lock_that_others_could_open_is_closed_to_them(config_of, tmp_path):
+    config = config_of()
+    prepare_artifact_dirs(config)
+    (tmp_path / "out" / ".lock").write_text("")
+    (tmp_path / "out" / ".lock").chmod(0o644)
+    with lock_artifacts(config):
+        assert stat.S_IMODE((tmp_path / "out" / ".lock").stat().st_mode) == 0o600
+
+
+def test_a_file_system_without_locks_is_told_in_our_own_words(config_of, tmp_path, monkeypatch):
+    config = config_of()
+    prepare_artifact_dirs(config)
+
+    def refuse(descriptor, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StartupContractError) as caught, lock_artifacts(config):
+        pass
+    assert caught.value.code == "startup.artifacts_in_use"
+    for part in ("Function not implemented", "`TRAINER_ARTIFACTS_DIR`", "file system with locks"):
+        assert part in caught.value.message
+    assert lock_holder(tmp_path / "out") is None
+
+
+# notes of ranks and the cancel file
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"at_s": 1}',
+        b'{"category": "own3d", "text": "x", "resumable": true, "exit_code": 1, "rank": 0, "at_s": 9e9, "launch": ""}',
+        b'{"category": "input", "text": 3, "resumable": true, "exit_code": 1, "rank": 0, "at_s": 9e9, "launch": ""}',
+        b'{"category": "input", "text": "x", "resumable": true, "exit_code": -1, "rank": 0, "at_s": 9e9, "launch": ""}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_note_that_no_rank_can_have_written_is_ignored_with_a_warning(tmp_path, caplog, content):
+    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks.folder.mkdir()
+    (ranks.folder / "rank-1.json").write_bytes(content)
+    assert ranks.found() is None
+    assert ranks.found() is None
+    (warning,) = caplog.messages
+    assert "rank-1.json is ignored" in warning
+    ranks.note(2, Failure("input", "input:x", resumable=False, exit_code=1))
+    assert ranks.found().text == "input:x (rank 2)"
+
+
+def test_a_note_of_another_user_is_ignored(tmp_path, stranger):
+    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks.note(1, Failure("input", "input:x", resumable=False, exit_code=1))
+    os.chown(ranks.folder / "rank-1.json", stranger, -1)
+    assert ranks.found() is None
+
+
+def test_a_note_that_is_a_pipe_or_a_link_is_not_waited_for(tmp_path):
+    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks.folder.mkdir()
+    os.mkfifo(ranks.folder / "rank-1.json")
+    (ranks.folder / "rank-2.json").symlink_to("/dev/zero")
+    assert ranks.found() is None
+
+
+def test_a_cancel_file_that_is_a_pipe_or_a_device_counts_as_set_at_once(irregular):
+    assert cancel_file_is_set(irregular)
+
+
+def test_folders_that_cannot_be_looked_at_are_left_to_whoever_uses_them(tmp_path):
+    (tmp_path / "file").write_text("")
+    paths = {"artifacts_dir": tmp_path / "file" / "a", "events_path": tmp_path / "b" / "e"}
+    assert untrusted_dirs(paths) == []
