@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from ..adapter.contract.event_error import describe_failure
 from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from .checkpoint.checkpoint import Checkpoint
@@ -345,16 +346,13 @@ class UploadArtifacts(Hook):
 
 
 def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
-    """How the run ended; of a foreign exception only its type is told, because its text may hold anything."""
+    """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
     newest = [callback.last_model_path or callback.best_model_path for callback in _model_checkpoints(trainer)]
     checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
-    if isinstance(error, UploadError):
-        text = f"{'auth' if error.auth else 'upload'}: {error}"
-    else:
-        text = f"train-step: {type(error).__name__}"
+    text = describe_failure(error, has_checkpoint=checkpoint is not None).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..plumbing.redaction import secrets_in
 from .environment import BY_SETTING, read_environment
 from .errors import FaultList, nearest
 from .overrides import Overrides, apply_overrides, parse_overrides
@@ -39,7 +40,8 @@ class Settings:
     """Whether the file of the job spec held a JSON object."""
     given: frozenset[str]
     """Dotted names, two levels deep, that the job spec and the command line give."""
-    secrets: tuple[str | None, ...] = field(default=(), repr=False)
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """The token, what stands under secret names in the job, and credentials of its URLs."""
     sources: dict[str, str] = field(default_factory=dict)
 
     def pick(self, name: str, default: Any = None) -> Any:
@@ -93,9 +95,11 @@ def read_settings(
         (raw or {}).get("capability_token"),
         environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
     )
-    secrets = tuple(token for token in tokens if isinstance(token, str) and token)
+    secrets = [token for token in tokens if isinstance(token, str) and token]
+    if not faults.concern(WHOLE_SPEC):  # else it may be nested too deeply to be looked through
+        secrets += [*secrets_in(merged), *secrets_in(raw or {})]
     readable = raw is not None and not faults.concern(WHOLE_SPEC)
-    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), secrets)
+    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), tuple(secrets))
 
 
 def _names(raw: Mapping[str, Any]) -> Iterator[str]:

@@ -37,6 +37,7 @@ from ..job.config import RunConfig, resolve_run_config
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.redaction import text_of, traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
@@ -91,7 +92,7 @@ def run_job(options: RunOptions) -> int:
             config = resolve_run_config(
                 spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
             )
-            with redacted_logs((config.token,), options.environ):
+            with redacted_logs(config.secrets, options.environ):
                 return _run(config, options, signals)
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
             return _report_startup_failure(options, error)
@@ -103,8 +104,32 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
     if not _is_first_rank():
         return _follow(config, options, signals)
     prepare_artifact_dirs(config)
-    with lock_artifacts(config), _open_event_log(config) as event_log:
-        return _attempt(config, options, signals, event_log)
+    with lock_artifacts(config):
+        return _owning(_open_event_log(config), config, options, signals)
+
+
+def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals: StopSignals) -> int:
+    """An attempt that owns its log: whatever goes wrong from here on is no failed start, and is not reported as one."""
+    try:
+        code = _attempt(config, options, signals, event_log)
+    except BaseException as error:  # noqa: BLE001 - nobody else may report this attempt
+        log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
+        code = EXIT_FAILED
+        if event_log.phase != "ended":
+            _leave_a_last_word(event_log)
+    try:
+        event_log.close()
+    except EventLogError as error:
+        log.error("the event log may not be durable: %s", error)  # noqa: TRY400
+        code = code or EXIT_FAILED
+    return code
+
+
+def _leave_a_last_word(event_log: EventLog) -> None:
+    try:
+        event_log.failed(step=0, error="the end of the run could not be reported", category="train-step")
+    except EventLogError as error:
+        log.error("the failure could not be recorded: %s", error)  # noqa: TRY400
 
 
 def _open_event_log(config: RunConfig) -> EventLog:
@@ -193,9 +218,10 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int
 
 def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
     """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves."""
-    secrets = (config.token or "",)
-    failure = describe_failure(error, stage=stage, has_checkpoint=False, secrets=secrets, environ=options.environ)
-    log_failure(error, failure, secrets=secrets, environ=options.environ)
+    failure = describe_failure(
+        error, stage=stage, has_checkpoint=False, secrets=config.secrets, environ=options.environ
+    )
+    log_failure(error, failure, secrets=config.secrets, environ=options.environ)
     if first_rank_is_gone():  # The next attempt must not take this for a failure of its own.
         return failure.exit_code
     ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
@@ -325,7 +351,7 @@ class _Training:
         except (ValueError, MisconfigurationException) as error:
             if self.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
                 raise
-            text = f"The `lightning` block of the job cannot be used: {str(error).strip()}"
+            text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
             raise StartupContractError("startup.invalid_job_spec", text) from error
         except SystemExit as error:
             if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
@@ -403,7 +429,7 @@ def _load_trainer(config: RunConfig) -> TrainerPlugin:
         target = find_trainer(config.trainer)
     except (Exception, SystemExit) as error:
         context = "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {_kind(error)}: "
-        raise StartupContractError("startup.invalid_trainer", f"{context}{error}") from error
+        raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
     return make_trainer(target)
 
 
@@ -415,9 +441,9 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
     """Say why a run could not start, and leave a ``failed`` event where there is a place for it."""
     sinks = resolve_failure_sinks(spec_path=options.spec_path, overrides=options.overrides, environ=options.environ)
     failure = describe_failure(
-        error, stage="startup", has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
+        error, stage="startup", has_checkpoint=False, secrets=sinks.secrets, environ=options.environ
     )
-    log_failure(error, failure, secrets=(sinks.token,), environ=options.environ)
+    log_failure(error, failure, secrets=sinks.secrets, environ=options.environ)
     if not _is_first_rank():
         return EXIT_STARTUP
     report_startup_failure(sinks, failure)
@@ -426,7 +452,7 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
                 event_log.failed(step=0, error=failure.text, category=failure.category)
-        except (OSError, EventLogError) as problem:
+        except (OSError, EventLogError, ValueError) as problem:
             log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP
 
