@@ -17,7 +17,7 @@ from ..plumbing.redaction import secrets_in
 from .environment import BY_SETTING, read_environment
 from .errors import FaultList, nearest
 from .overrides import Overrides, apply_overrides, parse_overrides
-from .spec import WHOLE_SPEC, JobSpec, parse_job_spec, read_job_spec
+from .spec import DEEPEST, WHOLE_SPEC, JobSpec, parse_job_spec, read_job_spec
 from .spec_fields import NESTED_FIELDS
 from .trainer_arguments import trainer_arguments
 
@@ -88,7 +88,7 @@ def read_settings(
     path = _spec_path(spec_path, environment, faults)
     raw = None if path is None else read_job_spec(path, faults)
     set_by_hand = parse_overrides(overrides, faults)
-    merged = apply_overrides(raw or {}, set_by_hand, faults)
+    merged = _without_half_characters("", apply_overrides(raw or {}, set_by_hand, faults), faults)
     spec = parse_job_spec(merged, faults)
     tokens = (
         merged.get("capability_token"),
@@ -100,6 +100,38 @@ def read_settings(
         secrets += [*secrets_in(merged), *secrets_in(raw or {})]
     readable = raw is not None and not faults.concern(WHOLE_SPEC)
     return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), tuple(secrets))
+
+
+def _without_half_characters(name: str, value: Any, faults: FaultList, levels: int = DEEPEST) -> Any:
+    """`value` with each half of a surrogate pair spelled out, which is a fault: nothing can be written with it.
+
+    Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
+    """
+    if levels < 0:
+        return value  # a fault of its own
+    if isinstance(value, dict):
+        return {
+            _whole(name, key, faults): _without_half_characters(f"{name}.{key}".lstrip("."), inner, faults, levels - 1)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_half_characters(f"{name}[{at}]", inner, faults, levels - 1) for at, inner in enumerate(value)]
+    return _whole(name, value, faults) if isinstance(value, str) else value
+
+
+def _whole(name: str, text: str, faults: FaultList) -> str:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        spelled = text.encode("utf-8", "backslashreplace").decode()
+        half = f"\\u{ord(text[error.start]):x}"
+        shown = name.encode("utf-8", "backslashreplace").decode() or "the job spec"
+        faults.add(
+            f"Invalid `{shown}`. A text in it holds {half}, one half of a surrogate pair. Write the whole character.",
+            name=shown,
+        )
+        return spelled
+    return text
 
 
 def _names(raw: Mapping[str, Any]) -> Iterator[str]:

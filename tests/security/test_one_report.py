@@ -82,4 +82,4 @@ def test_doctor_names_half_a_surrogate_pair(job, capsys):
     job.run(run_id="\ud800")
     assert main(["doctor", str(job.folder / "job.json")]) != 0
     said = capsys.readouterr()
-    assert "surrogate" in said.out + said.err
+    assert "surrogate pair" in said.out + said.err
