@@ -151,8 +151,10 @@ _HEADER = re.compile(
     r"[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
-_QUERY_OF_PATH = re.compile(r"(/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?)(?![\s<)\].,;:!?])[^\s'\"<>`]+")
-_QUERY_OF_PAIRS = re.compile(r"(?<=[\w.%~+-])\?[^\s=?&'\"<>`]{1,128}=[^\s'\"<>`]*")
+_QUERY_OF_PATH = re.compile(
+    r"(/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?)(?![\s<)\].,;:!?])[^\s'\"<>`]+(?:<hidden>[^\s'\"<>`]*)*"
+)
+_QUERY_OF_PAIRS = re.compile(r"(?<=[\w.%~+-])\?[^\s=?&'\"<>`]{1,128}=[^\s'\"<>`]*(?:<hidden>[^\s'\"<>`]*)*")
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:

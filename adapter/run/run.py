@@ -34,6 +34,7 @@ from ..contract.types import JobLifecycleClient
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress_display import shown_progress
 from ..job.config import RunConfig, resolve_run_config
+from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.log_redaction import redacted_logs
@@ -415,7 +416,7 @@ class _Training:
             attempt=attempt,
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
-            spec=dict(config.spec_fields),
+            spec=sealed_fields(config.spec_fields),
         )
 
 
