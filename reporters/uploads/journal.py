@@ -112,7 +112,7 @@ def read_description(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / DESCRIPTION
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UploadError(f"{directory} is no upload spool: {path.name} cannot be read ({error}).") from error
 
 
@@ -129,7 +129,7 @@ def read_content(path: Path) -> tuple[Content, int]:
             break
         try:
             content.apply(decoder.decode(raw))
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UploadError(
                 f"The upload journal {path} is damaged in line {number} ({error}). Move it aside to go on without "
                 "what it holds."

@@ -36,7 +36,8 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
             )
         spool.forget_everything()
         before = {}
-    starts = int(before.get("starts", 0)) + 1
+    known = before.get("starts")
+    starts = (known if isinstance(known, int) and known > 0 else 0) + 1
     facts = {"run_id": config.run_id, "owner": config.owner, "targets": list(targets)}
     spool.describe({**facts, "starts": starts, "stores_files": config.stores_files()})
     return starts
@@ -47,6 +48,7 @@ def look_through(spool: Spool, config: UploadConfig, *, keep_terminal: bool) -> 
     if not keep_terminal:
         for entry in spool.entries("terminal"):
             spool.remove(entry)
+    _drop_malformed(spool)
     _drop_vanished(spool)
     for kind in REQUIRED_KINDS:
         if spool.count(kind) and not config.wants(kind):
@@ -54,6 +56,15 @@ def look_through(spool: Spool, config: UploadConfig, *, keep_terminal: bool) -> 
     parcels = [unpack(entry.body) for entry in (*spool.entries("sample"), *spool.entries("checkpoint"))]
     links = [parcel.files[-1].location(spool.directory.parent) for parcel in parcels if parcel.held]
     release_others(spool.directory, links)
+
+
+def _drop_malformed(spool: Spool) -> None:
+    for entry in (*spool.entries("sample"), *spool.entries("checkpoint")):
+        try:
+            unpack(entry.body)
+        except UploadError as error:
+            log.warning("an upload of kind %s in %s is ignored: %s", entry.kind, spool.directory, error)
+            spool.remove(entry)
 
 
 def _drop_vanished(spool: Spool) -> None:

@@ -66,8 +66,15 @@ class Parcel:
 
 
 def unpack(body: dict[str, Any]) -> Parcel:
-    """The parcel that `Parcel.body` described."""
-    return msgspec.convert(body, Parcel)
+    """The parcel that `Parcel.body` described.
+
+    Raises:
+        UploadError: It is malformed.
+    """
+    try:
+        return msgspec.convert(body, Parcel)
+    except msgspec.ValidationError as error:
+        raise UploadError(f"what waits is malformed: {error}") from None
 
 
 def pack(
