@@ -18,6 +18,9 @@ from .format.verification import verify_files
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
 
+MOST_WARNINGS = 10
+"""How many broken checkpoints are told of one by one."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -73,8 +76,16 @@ def newest_valid(
         except BrokenCheckpointError as error:
             warnings.append(f"{error}; falling back to the one before it")
             continue
-        return listed.record, warnings
-    return None, warnings
+        return listed.record, _few(warnings, directory)
+    return None, _few(warnings, directory)
+
+
+def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
+    """`warnings`, of many the first and a word about the others."""
+    others = len(warnings) - MOST_WARNINGS
+    if others <= 0:
+        return warnings
+    return [*warnings[:MOST_WARNINGS], f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -47,6 +47,8 @@ TRAINER_FOLDER = "trainer"
 FINAL_NAME = "final"
 RECORD_SUFFIXES = (".json", ".ckpt")
 _STEP_NAME = re.compile(r"step-(\d+)")
+_OUR_RECORD = re.compile(r"(?:step-\d+|final)\.json|.*\.ckpt", re.DOTALL)
+_BEGINNING_BYTES = 64 * 1024
 
 
 def step_name(step: int) -> str:
@@ -82,7 +84,10 @@ def is_temporary(name: str) -> bool:
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
-    """All files in `directory` that have the name of a record, sorted; empty when there is no such directory."""
+    """All files in `directory` that are records by name and look, sorted; empty when there is no such directory.
+
+    A file of a record's suffix whose name is not one of ours may be anything. It is looked at, but not parsed.
+    """
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except FileNotFoundError:
@@ -90,5 +95,23 @@ def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
     return [
         Path(entry.path)
         for entry in entries
-        if entry.name.endswith(RECORD_SUFFIXES) and not is_temporary(entry.name) and entry.is_file()
+        if entry.name.endswith(RECORD_SUFFIXES)
+        and not is_temporary(entry.name)
+        and entry.is_file()
+        and (_OUR_RECORD.fullmatch(entry.name) is not None or _may_be_record(entry.path))
     ]
+
+
+def _may_be_record(path: str) -> bool:
+    """Whether a file begins as a record of ours, or holds the ``state`` that one of an older runtime has."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return True  # whoever reads it says why that cannot be
+    try:
+        beginning = os.read(descriptor, _BEGINNING_BYTES)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return beginning.startswith(b'{"format"') or b'"state"' in beginning or len(beginning) == _BEGINNING_BYTES

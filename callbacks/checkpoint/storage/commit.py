@@ -169,15 +169,15 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
     """
     directory = Path(directory)
     try:
-        entries = sorted(os.listdir(directory))
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
-    named = set(_named_folders(directory))
-    debris = [
-        name
-        for name in entries
-        if (is_temporary(name) and name not in _live) or (name not in named and _is_data_folder(directory / name))
-    ]
+    debris = [entry.name for entry in entries if is_temporary(entry.name) and entry.name not in _live]
+    folders = [entry.name for entry in entries if entry.is_dir() and not is_temporary(entry.name)]
+    of_checkpoints = [name for name in folders if _is_data_folder(directory / name)]
+    if of_checkpoints:
+        named = set(_named_folders(directory))
+        debris += [name for name in of_checkpoints if name not in named]
     for name in debris:
         path = directory / name
         if path.is_dir() and not path.is_symlink():
