@@ -25,12 +25,20 @@ from ...callbacks.hook.hook import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
-from ..contract.exceptions import EventLogError, GenlightError, TrainingCanceled
-from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
+from ..contract.exceptions import EventLogError, GenlightError, RankFailed, TrainingCanceled
+from ..contract.failures import (
+    EXIT_COMPLETED,
+    EXIT_FAILED,
+    EXIT_STARTUP,
+    EXIT_STOPPED,
+    describe_failure,
+    stop_behind_lost_worker,
+)
 from ..job.parser_errors import is_about_what_was_given, root_cause
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
+from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_meeting
 from .parser import CommandParser
 
@@ -183,7 +191,13 @@ class GenlightCLI(LightningCLI):
             if signals.reason is not None:
                 raise TrainingCanceled(signals.reason)
 
-        with signals.installed(), watching_meeting(self.trainer, raise_if_stopped, self._end_now):
+        children = RankProcesses(self.trainer)
+        signals.before_exit = children.kill_at_once
+        with (
+            signals.installed(),
+            watching_meeting(self.trainer, raise_if_stopped, self._end_now),
+            watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
+        ):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
@@ -196,6 +210,11 @@ class GenlightCLI(LightningCLI):
         code = _report_stop(stop)
         RankProcesses(self.trainer).kill()
         os._exit(code)
+
+    def _end_failed(self, error: RankFailed) -> None:
+        log.error("%s", error)
+        RankProcesses(self.trainer).kill()
+        os._exit(EXIT_FAILED)
 
     def _checkpoints(self) -> Path | None:
         """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""

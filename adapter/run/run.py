@@ -26,6 +26,7 @@ from ..contract.exceptions import (
     ContractError,
     EventLogError,
     FailureCategory,
+    RankFailed,
     StartupContractError,
     TrainingCanceled,
 )
@@ -46,7 +47,8 @@ from .lightning_import import import_lightning
 from .outcome import Completion, Ending, log_failure
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures, watch_ranks
-from .ranks.rank_zero_watch import first_rank_announced, first_rank_is_gone, watch_first_rank
+from .ranks.paused_ranks import watching_paused_ranks
+from .ranks.rank_zero_watch import first_rank_announced, first_rank_is_gone, first_rank_process, watch_first_rank
 from .ranks.rendezvous_watch import watching_meeting
 from .resume import Start, decide_start, move_old_artifacts_aside
 from .startup_failure import resolve_failure_sinks
@@ -202,9 +204,15 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> int
         os._exit(EXIT_COMPLETED if isinstance(error, TrainingCanceled) else code)
 
     training = _Training(config, signals, None, end_now)
+
+    def leave(error: RankFailed) -> None:
+        log.error("%s, so this rank ends as well", error)
+        os._exit(EXIT_FAILED)
+
     stop_watch = watch_first_rank(config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
     try:
-        training.run(allow_changed=options.allow_changed)
+        with watching_paused_ranks(first_rank_process, training.is_stopping, leave):
+            training.run(allow_changed=options.allow_changed)
     except TrainingCanceled as error:
         if not training.stop_is_agreed:
             _tell_first_rank(config, options, training.stage, error)
@@ -370,12 +378,22 @@ class _Training:
         children = RankProcesses(trainer)
         ranks.children = children
         self.ending.end_ranks = children.kill
+        self.signals.before_exit = children.kill_at_once
         stop = watch_ranks(ranks, self.ending.fail_and_exit)
         try:
-            with first_rank_announced():
+            with first_rank_announced(), watching_paused_ranks(children.ids, self.is_stopping, self.end_now):
                 yield
         finally:
             stop()
+            self.signals.before_exit = lambda: None
+
+    def is_stopping(self) -> bool:
+        """Whether this rank or another one was told to stop."""
+        try:
+            self.raise_if_stopped()
+        except TrainingCanceled:
+            return True
+        return self.stop_is_agreed
 
     def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
