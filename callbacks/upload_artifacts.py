@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ..adapter.contract.event_error import describe_failure
 from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
+from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord, read_record
@@ -352,7 +353,8 @@ def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) ->
     checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
-    text = describe_failure(error, has_checkpoint=checkpoint is not None).text
+    secrets = secrets_of_module(trainer.lightning_module)
+    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
 
 

@@ -35,6 +35,8 @@ from ..contract.failures import (
     stop_behind_lost_worker,
 )
 from ..job.parser_errors import is_about_what_was_given, root_cause
+from ..plumbing.log_redaction import redact_uncaught, redacted_logs
+from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
@@ -64,6 +66,7 @@ class GenlightCLI(LightningCLI):
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
+        self._is_own_process = list(arguments) == sys.argv[1:]
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
@@ -79,7 +82,7 @@ class GenlightCLI(LightningCLI):
             seed_everything_default=False,
             parser_class=_Parser,
             # LightningCLI warns of arguments beside those of the process, even where they are the same.
-            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            args=None if self._is_own_process else list(arguments),
         )
 
     @staticmethod
@@ -110,6 +113,16 @@ class GenlightCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
+        secrets = secrets_in(self.config.as_dict())
+        with redacted_logs(secrets):
+            try:
+                self._run_and_tell(subcommand)
+            except Exception:
+                if self._is_own_process:  # whose interpreter shows what nobody catches
+                    redact_uncaught(secrets)
+                raise
+
+    def _run_and_tell(self, subcommand: str) -> None:
         try:
             with contextlib.ExitStack() as self._held:
                 super()._run_subcommand(subcommand)
@@ -277,17 +290,18 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
     compat.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
-    try:
-        GenlightCLI(arguments)
-    except TrainingCanceled as error:
-        return _report_stop(error)
-    except GenlightError as error:
-        log.error("%s", error)  # noqa: TRY400 - its message says all
-        return describe_failure(error, has_checkpoint=False).exit_code
-    except (_UnusableConfigurationError, MisconfigurationException) as error:
-        log.error("%s", error)  # noqa: TRY400 - its message says all
-        return EXIT_STARTUP
-    return 0
+    with redacted_logs(()):
+        try:
+            GenlightCLI(arguments)
+        except TrainingCanceled as error:
+            return _report_stop(error)
+        except GenlightError as error:
+            log.error("%s", error)  # noqa: TRY400 - its message says all
+            return describe_failure(error, has_checkpoint=False).exit_code
+        except (_UnusableConfigurationError, MisconfigurationException) as error:
+            log.error("%s", error)  # noqa: TRY400 - its message says all
+            return EXIT_STARTUP
+    return EXIT_COMPLETED
 
 
 def _report_stop(stop: TrainingCanceled) -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "is_secret_name",
     "redact",
     "secrets_in",
+    "secrets_of_module",
     "text_of",
     "traceback_of",
     "without_secrets",
@@ -204,6 +205,13 @@ def is_secret_name(name: str) -> bool:
 def secrets_in(value: Any) -> list[str]:
     """The secrets within a decoded JSON value: what stands under a secret name, and the credentials of URLs."""
     return list(dict.fromkeys(_secrets_in(value, is_secret=False)))
+
+
+def secrets_of_module(module: object) -> list[str]:
+    """The secrets among the hyperparameters of a LightningModule: its own, and those of the job that it hosts."""
+    job_hyperparams = getattr(getattr(module, "job", None), "hyperparams", None)
+    found = (job_hyperparams, getattr(module, "hparams", None))
+    return secrets_in([hyperparams for hyperparams in found if isinstance(hyperparams, Mapping)])
 
 
 def without_secrets(value: Any) -> Any:

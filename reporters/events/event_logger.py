@@ -22,6 +22,7 @@ from typing_extensions import override
 from ...adapter.contract.event_error import describe_failure
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.redaction import secrets_of_module
 from .event_log import EventLog
 from .lines import RESUMED_METRIC
 
@@ -263,7 +264,10 @@ class EventLogger(Logger):
             if error is None:
                 event_log.failed(step=step, error="the run was aborted", category="train-step")
                 return
-            failure = describe_failure(error, has_checkpoint=self._has_checkpoint(), lost_steps=step > 0)
+            secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
+            failure = describe_failure(
+                error, has_checkpoint=self._has_checkpoint(), lost_steps=step > 0, secrets=secrets
+            )
             event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except (EventLogError, OSError):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -118,3 +121,34 @@ def test_the_configuration_is_printed_without_credentials(job, capsys):
     assert "credentials are left out" in shown.err
     hyperparams = yaml.safe_load(shown.out)["model"]["init_args"]["job"]["hyperparams"]
     assert (hyperparams["lr"], hyperparams["api_key"]) == (0.001, "<hidden>")
+
+
+def fit_config(job, does, events):
+    trained = {"run_id": "r", "max_steps": 4, "hyperparams": {**HYPERPARAMS, "does": f"said = repr(p); {does}"}}
+    logger = {"class_path": "genlight.reporters.EventLogger", "init_args": {"run_id": "r", "save_dir": str(events)}}
+    config = {
+        "trainer": {"max_steps": 4, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False},
+        "model": {
+            "class_path": "genlight.adapter.ContractModule",
+            "init_args": {"plugin": f"{job.module}:Trainer", "job": trained},
+        },
+        "data": {"class_path": "genlight.adapter.MockDataModule", "init_args": {"batches": [1, 2, 3, 4]}},
+    }
+    path = job.folder / "fit.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saying", ["exception", "log", "thread"])
+def test_neither_does_a_fit_show_them(job, saying):
+    """In a process of its own, whose interpreter shows what nobody catches."""
+    path = fit_config(job, SAYINGS[saying], job.folder / "events")
+    command = [sys.executable, "-m", "genlight.adapter.cli", "fit", "--config", str(path)]
+    environ = {**os.environ, "PYTHONPATH": str(job.folder), "MY_API_KEY": CANARIES["variable"]}
+    done = subprocess.run(command, cwd=job.folder, env=environ, capture_output=True, check=False)
+
+    raises = saying.startswith("exception")
+    assert done.returncode == (1 if raises else 0), done.stderr
+    assert leaks(done.stdout, done.stderr, (job.folder / "events" / "events.jsonl").read_bytes()) == set()
+    assert b"<hidden>" in done.stderr
