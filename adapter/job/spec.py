@@ -294,7 +294,7 @@ def _convert(name: str, value: Any, rule: Rule, faults: FaultList) -> Any:
     """`value` as the rule's type, or None when it is a fault."""
     try:
         converted = msgspec.convert(value, rule.type)
-    except (msgspec.ValidationError, OverflowError):
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
         converted = None
     if converted is None or not rule.holds(converted):
         too_large = type(value) is int and value > LARGEST

@@ -132,6 +132,10 @@ _NAMES = (
     r"(?:token|secret|passw(?:or)?d|passphrase|credentials?|signature|authorization|\bsig|\bsas|"
     r"(?:api|access|account|private|secret|signing)[_-]?key)"
 )
+_ANY_NAME = re.compile(
+    r"token|secret|passw|passphrase|credential|signature|sig|sas|key|authorization|bearer", re.IGNORECASE
+)
+"""What each pattern below has in it, for the many texts that have nothing to hide."""
 _NO_VOCABULARY = "".join(f"(?<!{kind}_)" for kind in ("bos", "cls", "eos", "mask", "max", "pad", "sep", "unk"))
 _BETWEEN = r"(?:[\"']?\s{0,4}=|[\"']\s{0,4}:)\s{0,4}"
 _NOT_HIDDEN_YET = r"(?!\$[A-Z]|<hidden>)"
@@ -171,8 +175,9 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 
     Paths and short values of the environment stay, because a traceback without them says little.
     """
-    found = {value: f"${name}" for name, value in _environment(environ) if _may_be_secret(name, value)}
-    return _without_credentials(_replaced(text, found | _hidden_by([*_secrets_of_settings(environ), *secrets])))
+    variables = dict(os.environ if environ is None else environ)
+    found = {value: f"${name}" for name, value in variables.items() if _may_be_secret(name, value)}
+    return _without_credentials(_replaced(text, found | _hidden_by([*_secrets_of_settings(variables), *secrets])))
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -181,14 +186,15 @@ def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: 
     Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. So do those of `PLAIN_VARIABLES`,
     less the credentials of their URLs.
     """
+    variables = dict(os.environ if environ is None else environ)
     found: dict[str, str] = {}
-    plain = {value for name, value in _environment(environ) if name in PLAIN_VARIABLES}
-    for name, value in _environment(environ):
+    plain = {variables[name] for name in PLAIN_VARIABLES if name in variables}
+    for name, value in variables.items():
         if name in PLAIN_VARIABLES or (value in plain and not _is_secret_variable(name)):
             continue
         if len(value) >= SHORTEST_OF_SECRET_NAME:
             found.setdefault(value, f"${name}")
-    return _without_credentials(_replaced(text, found | _hidden_by([*_secrets_of_settings(environ), *secrets])))
+    return _without_credentials(_replaced(text, found | _hidden_by([*_secrets_of_settings(variables), *secrets])))
 
 
 def is_secret_name(name: str) -> bool:
@@ -254,10 +260,6 @@ def traceback_of(error: BaseException) -> str:
     return "".join(lines).rstrip()
 
 
-def _environment(environ: Mapping[str, str] | None) -> Iterable[tuple[str, str]]:
-    return (os.environ if environ is None else environ).items()
-
-
 @functools.lru_cache(maxsize=1024)
 def _is_secret_variable(name: str) -> bool:
     return name not in PLAIN_VARIABLES and _SECRET_VARIABLE.search(name) is not None
@@ -271,10 +273,10 @@ def _may_be_secret(name: str, value: str) -> bool:
     return len(value) >= SHORTEST_OF_ANY_NAME and re.search(r"[\s/]", value) is None
 
 
-def _secrets_of_settings(environ: Mapping[str, str] | None) -> Iterator[str]:
-    for name, value in _environment(environ):
-        if name in PLAIN_VARIABLES and "://" in value:
-            yield from _secrets_of_url(value)
+def _secrets_of_settings(variables: Mapping[str, str]) -> Iterator[str]:
+    for name in PLAIN_VARIABLES:
+        if "://" in variables.get(name, ""):
+            yield from _secrets_of_url(variables[name])
 
 
 def _hidden_by(secrets: Iterable[str | None]) -> dict[str, str]:
@@ -323,6 +325,8 @@ def _without_credentials(text: str) -> str:
     text = hide_urls(text)
     if "?" in text:
         text = _QUERY_OF_PAIRS.sub(f"?{HIDDEN}", _QUERY_OF_PATH.sub(rf"\1{HIDDEN}", text))
+    if _ANY_NAME.search(text) is None:
+        return text
     text = _HEADER.sub(rf"\1{HIDDEN}", text)
     text = _QUOTED_ASSIGNMENT.sub(rf"\1\2{HIDDEN}", text)
     return _LABELLED.sub(rf"\1{HIDDEN}", _ASSIGNMENT.sub(rf"\1{HIDDEN}", text))
