@@ -5,6 +5,7 @@ The module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
-from .format.layout import FINAL_NAME, name_of, record_path, record_paths, step_of_name
+from .format.layout import FINAL_NAME, RECORD_SUFFIXES, is_temporary, name_of, record_path, record_paths, step_of_name
 from .format.record import CheckpointRecord, read_record
 from .format.verification import verify_files
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
+
+log = logging.getLogger(__name__)
 
 MOST_WARNINGS = 10
 """How many broken checkpoints are told of one by one."""
@@ -64,7 +67,8 @@ def newest_valid(
         OSError: A newer one cannot be read, which does not mean that it is broken.
     """
     warnings = []
-    for listed in reversed(list_checkpoints(directory)):
+    checkpoints = list_checkpoints(directory)
+    for listed in reversed(checkpoints):
         if listed.error is not None:
             raise listed.error
         try:
@@ -77,7 +81,22 @@ def newest_valid(
             warnings.append(f"{error}; falling back to the one before it")
             continue
         return listed.record, _few(warnings, directory)
+    _tell_of_foreign(directory, {listed.path.name for listed in checkpoints})
     return None, _few(warnings, directory)
+
+
+def _tell_of_foreign(directory: str | os.PathLike[str], records: set[str]) -> None:
+    """Say once what was passed over: somebody who looks for a checkpoint may have renamed or damaged it."""
+    named = [
+        name
+        for name in (os.listdir(directory) if os.path.isdir(directory) else ())
+        if name.endswith(RECORD_SUFFIXES) and name not in records and not is_temporary(name)
+    ]
+    if named:
+        place, example = os.fspath(directory), min(named)
+        log.warning(
+            "%d files in %s are not checkpoint records and were passed over, such as %s", len(named), place, example
+        )
 
 
 def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:

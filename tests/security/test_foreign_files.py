@@ -31,9 +31,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_files_of_others_are_passed_over_without_a_word(folder):
+def test_files_of_others_are_passed_over_with_one_warning(folder, caplog):
     assert list_checkpoints(folder) == []
     assert newest_valid(folder) == (None, [])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"5 files in {folder} are not checkpoint records and were passed over")
     assert sweep(folder) == []
     assert {path.name for path in folder.iterdir()} == {*FOREIGN, "theirs"}
 
