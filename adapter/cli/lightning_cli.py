@@ -26,14 +26,7 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
 from ..contract.exceptions import EventLogError, GenlightError, RankFailed, TrainingCanceled
-from ..contract.failures import (
-    EXIT_COMPLETED,
-    EXIT_FAILED,
-    EXIT_STARTUP,
-    EXIT_STOPPED,
-    describe_failure,
-    stop_behind_lost_worker,
-)
+from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..job.parser_errors import is_about_what_was_given, root_cause
 from ..plumbing.log_redaction import redact_uncaught, redacted_logs
 from ..plumbing.redaction import secrets_in
@@ -227,7 +220,7 @@ class GenlightCLI(LightningCLI):
     def _end_failed(self, error: RankFailed) -> None:
         log.error("%s", error)
         RankProcesses(self.trainer).kill()
-        os._exit(EXIT_FAILED)
+        os._exit(describe_failure(error, has_checkpoint=False).exit_code)
 
     def _checkpoints(self) -> Path | None:
         """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
@@ -307,7 +300,8 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
 def _report_stop(stop: TrainingCanceled) -> int:
     log.warning("stopped: %s; start again with --resume auto to go on", stop.reason)
     # A launcher ends the other processes when one leaves with an error, rank 0 while it still tidies up.
-    return EXIT_STOPPED if getattr(rank_zero_only, "rank", 0) == 0 else EXIT_COMPLETED
+    is_first = getattr(rank_zero_only, "rank", 0) == 0
+    return describe_failure(stop, has_checkpoint=True).exit_code if is_first else EXIT_COMPLETED
 
 
 class _UnusableConfigurationError(Exception):

@@ -125,11 +125,9 @@ def _whole(name: str, text: str, faults: FaultList) -> str:
     except UnicodeEncodeError as error:
         spelled = text.encode("utf-8", "backslashreplace").decode()
         half = f"\\u{ord(text[error.start]):x}"
-        shown = name.encode("utf-8", "backslashreplace").decode() or "the job spec"
-        faults.add(
-            f"Invalid `{shown}`. A text in it holds {half}, one half of a surrogate pair. Write the whole character.",
-            name=shown,
-        )
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        where = f"Invalid `{shown}`. A text in it" if shown else "A key of the job spec"
+        faults.add(f"{where} holds {half}, one half of a surrogate pair. Write the whole character.", name=shown)
         return spelled
     return text
 
