@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from genlight.adapter.contract.exceptions import InputError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
-from genlight.callbacks.hook.hook import Hook, fire, run_state_of
+from genlight.callbacks.hook.events import fire, run_state_of
+from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
