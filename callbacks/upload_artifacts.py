@@ -13,7 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from ..adapter.contract.event_error import describe_failure
 from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
+from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
 from .checkpoint.checkpoint import Checkpoint
@@ -361,16 +363,14 @@ class UploadArtifacts(Hook):
 
 
 def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
-    """How the run ended; of a foreign exception only its type is told, because its text may hold anything."""
+    """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
     newest = [callback.last_model_path or callback.best_model_path for callback in _model_checkpoints(trainer)]
     checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
-    if isinstance(error, UploadError):
-        text = f"{'auth' if error.auth else 'upload'}: {error}"
-    else:
-        text = f"train-step: {type(error).__name__}"
+    secrets = secrets_of_module(trainer.lightning_module)
+    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
 
 

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from ...reporters.events.reader import follow, read_events
-from ...reporters.events.validation import validate_events
+from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import EventLogError
 
 __all__ = ["add_arguments", "run"]
 
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
+_PIECE_BYTES = 1 << 20
 _STYLES = {
     "started": "bold cyan",
     "metric": "",
@@ -68,22 +69,26 @@ def _complain(message: str, code: int) -> int:
 
 
 def _check(path: Path, *, as_json: bool) -> int:
-    violations = validate_events(path)
-    for violation in violations:
+    count = 0
+    for violation in iter_violations(path):
+        count += 1
         sys.stdout.write((json.dumps(asdict(violation)) if as_json else str(violation)) + "\n")
     if not as_json:
-        count = len(violations)
         counted = f"{count} violations" if count != 1 else "1 violation"
         sys.stdout.write(f"{path}: {counted}\n" if count else f"sound: {_extent(path)}\n")
-    return _BROKEN if violations else _SOUND
+    return _BROKEN if count else _SOUND
 
 
 def _extent(path: Path) -> str:
     """How much was found sound: a file without one whole line breaks no rule, and is hardly what was meant."""
-    whole, _, torn = path.read_bytes().rpartition(b"\n")
-    lines = len(whole.splitlines())
+    lines, torn_bytes = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            newest = piece.rfind(b"\n")
+            lines += piece.count(b"\n")
+            torn_bytes = len(piece) - newest - 1 if newest >= 0 else torn_bytes + len(piece)
     events = f"{lines} events" if lines != 1 else "1 event"
-    return f"{events}, and a torn last line of {len(torn)} bytes" if torn else events
+    return f"{events}, and a torn last line of {torn_bytes} bytes" if torn_bytes else events
 
 
 def _show(path: Path, args: argparse.Namespace) -> int:

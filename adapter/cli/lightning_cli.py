@@ -25,12 +25,15 @@ from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
-from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, TrainingCanceled
-from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, EXIT_STOPPED, describe_failure, stop_behind_lost_worker
+from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
+from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..plumbing.log_redaction import redact_uncaught, redacted_logs
+from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
+from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_meeting
 from .parser import CommandParser
 
@@ -56,6 +59,7 @@ class GenlightCLI(LightningCLI):
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
+        self._is_own_process = list(arguments) == sys.argv[1:]
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
@@ -71,7 +75,7 @@ class GenlightCLI(LightningCLI):
             seed_everything_default=False,
             parser_class=_Parser,
             # LightningCLI warns of arguments beside those of the process, even where they are the same.
-            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            args=None if self._is_own_process else list(arguments),
         )
 
     @staticmethod
@@ -102,6 +106,16 @@ class GenlightCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
+        secrets = secrets_in(self.config.as_dict())
+        with redacted_logs(secrets):
+            try:
+                self._run_and_tell(subcommand)
+            except Exception:
+                if self._is_own_process:  # whose interpreter shows what nobody catches
+                    redact_uncaught(secrets)
+                raise
+
+    def _run_and_tell(self, subcommand: str) -> None:
         try:
             with contextlib.ExitStack() as self._held:
                 super()._run_subcommand(subcommand)
@@ -195,7 +209,13 @@ class GenlightCLI(LightningCLI):
             if signals.reason is not None:
                 raise TrainingCanceled(signals.reason)
 
-        with signals.installed(), watching_meeting(self.trainer, raise_if_stopped, self._end_now):
+        children = RankProcesses(self.trainer)
+        signals.before_exit = children.kill_at_once
+        with (
+            signals.installed(),
+            watching_meeting(self.trainer, raise_if_stopped, self._end_now),
+            watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
+        ):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
@@ -208,6 +228,11 @@ class GenlightCLI(LightningCLI):
         code = _report_stop(stop)
         RankProcesses(self.trainer).kill()
         os._exit(code)
+
+    def _end_failed(self, error: RankFailed) -> None:
+        log.error("%s", error)
+        RankProcesses(self.trainer).kill()
+        os._exit(describe_failure(error, has_checkpoint=False).exit_code)
 
     def _checkpoints(self) -> Path | None:
         """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
@@ -270,23 +295,25 @@ def run_lightning_cli(arguments: Sequence[str]) -> int:
     compat.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
-    try:
-        GenlightCLI(arguments)
-    except TrainingCanceled as error:
-        return _report_stop(error)
-    except GenlightError as error:
-        log.error("%s", error)  # noqa: TRY400 - its message says all
-        return describe_failure(error, has_checkpoint=False).exit_code
-    except (_UnusableConfigurationError, MisconfigurationException) as error:
-        log.error("%s", error)  # noqa: TRY400 - its message says all
-        return EXIT_STARTUP
-    return 0
+    with redacted_logs(()):
+        try:
+            GenlightCLI(arguments)
+        except TrainingCanceled as error:
+            return _report_stop(error)
+        except GenlightError as error:
+            log.error("%s", error)  # noqa: TRY400 - its message says all
+            return describe_failure(error, has_checkpoint=False).exit_code
+        except (_UnusableConfigurationError, MisconfigurationException) as error:
+            log.error("%s", error)  # noqa: TRY400 - its message says all
+            return EXIT_STARTUP
+    return EXIT_COMPLETED
 
 
 def _report_stop(stop: TrainingCanceled) -> int:
     log.warning("stopped: %s; start again with --resume auto to go on", stop.reason)
     # A launcher ends the other processes when one leaves with an error, rank 0 while it still tidies up.
-    return EXIT_STOPPED if getattr(rank_zero_only, "rank", 0) == 0 else EXIT_COMPLETED
+    is_first = getattr(rank_zero_only, "rank", 0) == 0
+    return describe_failure(stop, has_checkpoint=True).exit_code if is_first else EXIT_COMPLETED
 
 
 class _UnusableConfigurationError(Exception):

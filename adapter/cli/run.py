@@ -58,6 +58,7 @@ def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]
     from ..contract.exceptions import StartupContractError
     from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP
     from ..job.config import resolve_run_config
+    from ..plumbing.redaction import without_secrets
 
     try:
         config = resolve_run_config(spec_path=spec_path, overrides=overrides)
@@ -69,5 +70,8 @@ def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]
     from ..job.lightning_config import lightning_config  # loads Lightning
 
     described = lightning_config(config)
-    sys.stdout.write(yaml.safe_dump(described, sort_keys=False))
+    shown = without_secrets(described)
+    if shown != described:
+        sys.stderr.write("credentials are left out; put them where <hidden> stands, or into the URLs\n")
+    sys.stdout.write(yaml.safe_dump(shown, sort_keys=False))
     return EXIT_COMPLETED

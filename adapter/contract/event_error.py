@@ -1,10 +1,16 @@
-"""The text of an exception as an event may show it."""
+"""What an exception means for the operator: a category, a text that is safe to show, whether to go on, an exit code.
+
+`describe_failure` alone decides, for the event log, the terminal payload, the command line and notes of ranks.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from ..plumbing.redaction import hide_environment
+from ..plumbing.redaction import hide_environment, text_of
 from .exceptions import (
     AuthError,
     FailureCategory,
@@ -16,18 +22,82 @@ from .exceptions import (
     UploadError,
 )
 
-__all__ = ["failure_category", "safe_text", "stop_reason"]
+__all__ = [
+    "EXIT_COMPLETED",
+    "EXIT_FAILED",
+    "EXIT_STARTUP",
+    "EXIT_STOPPED",
+    "Failure",
+    "describe_failure",
+    "failure_category",
+    "safe_text",
+    "stop_reason",
+]
+
+EXIT_COMPLETED: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_STARTUP: Final = 2
+"""A startup error, or wrong usage of the command line."""
+EXIT_STOPPED: Final = 75
+"""Cancelled, timed out or preempted: a restart goes on where it stopped (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _LONGEST_TEXT = 2000
 
 
-def safe_text(error: BaseException, *, secrets: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> str:
+@dataclass(frozen=True)
+class Failure:
+    """How a run that did not complete is reported."""
+
+    category: FailureCategory | StopReason
+    text: str
+    """``category:safe text``, or the reason of a stop."""
+    resumable: bool
+    """Whether the same start again goes on from a checkpoint."""
+    exit_code: int
+
+
+def describe_failure(
+    error: BaseException,
+    *,
+    has_checkpoint: bool,
+    lost_steps: bool = False,
+    stage: FailureCategory = "train-step",
+    secrets: Iterable[str | None] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Failure:
+    """Tell a failure by what was raised and when; raises nothing, whatever the exception's own methods do.
+
+    Args:
+        error: What ended the run.
+        has_checkpoint: Whether a restart finds a checkpoint.
+        lost_steps: Whether steps were done that no checkpoint may have kept, so that even a stop is not to be resumed
+            without one.
+        stage: What was going on: the category of an exception whose type tells nothing.
+        secrets: Texts that must not be shown.
+        environ: Environment whose values must not be shown; None takes the process's own.
+    """
+    reason = stop_reason(error)
+    if reason is not None:
+        return Failure(reason, reason, resumable=has_checkpoint or not lost_steps, exit_code=EXIT_STOPPED)
+    category = failure_category(error)
+    if category == "train-step":
+        category = stage
+    text = safe_text(error, secrets=secrets, environ=environ)
+    exit_code = EXIT_STARTUP if category == "startup" else EXIT_FAILED
+    return Failure(
+        category, f"{category}:{text}", resumable=has_checkpoint and category != "startup", exit_code=exit_code
+    )
+
+
+def safe_text(
+    error: BaseException, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None
+) -> str:
     """What an exception says, without what must not leave the machine; see `hide_environment`.
 
     Of genlight's own exceptions all lines, as one; of others the type and the first line.
     """
-    known = tuple(secrets)
-    said = hide_environment(str(error), secrets=known, environ=environ)  # while values of several lines are whole
+    # Hidden first, while values of several lines are whole.
+    said = hide_environment(text_of(error), secrets=tuple(secrets), environ=environ)
     lines = [line.strip() for line in said.strip().splitlines()]
     if lines and isinstance(error, GenlightError):
         text = "; ".join(line.removeprefix("- ") for line in lines)
@@ -52,4 +122,8 @@ def stop_reason(error: BaseException) -> StopReason | None:
     if isinstance(error, TrainingCanceled):
         known: dict[str, StopReason] = {"timeout": "timeout", "preempted": "preempted"}
         return known.get(error.reason, "canceled")
+    # Only where Lightning is loaded can it have raised its own.
+    lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")
+    if lightning is not None and isinstance(error, lightning.SIGTERMException):
+        return "preempted"
     return "canceled" if isinstance(error, KeyboardInterrupt) else None

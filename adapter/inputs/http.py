@@ -239,11 +239,14 @@ def _refuse(response: httpx2.Response, request: Download) -> None:
 
 
 def _auth_advice(response: httpx2.Response) -> str:
-    if "authorization" in response.request.headers:
+    sent = response.request.headers.get("authorization", "")
+    if sent.startswith("Bearer "):
+        return "It refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`."
+    if sent:
         return "Credentials were sent; ask for ones that may read it."
     return (
         "No credentials were sent, because the token goes to known origins alone. "
-        "Add the origin to `TRAINER_TOKEN_ORIGINS` if it may have the token."
+        "Set `TRAINER_CAPABILITY_TOKEN`, and add the origin to `TRAINER_TOKEN_ORIGINS` if it may have the token."
     )
 
 

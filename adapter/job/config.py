@@ -50,6 +50,8 @@ class RunConfig:
     sample_prompts: tuple[SampleRequest, ...]
     sample_seed: int | None
     token: str | None = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
+    """What no text may show: the token, values of secret names in the job, credentials of its URLs."""
     orchestrated: bool
     max_runtime_s: float | None
     """From process start, inputs included; None means no limit."""
@@ -152,6 +154,7 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         sample_prompts=_sample_prompts(reading),
         sample_seed=reading.pick("sample_seed"),
         token=reading.pick("capability_token"),
+        secrets=reading.secrets,
         orchestrated=reading.pick("orchestrated", False),
         max_runtime_s=reading.pick("max_runtime_seconds") or None,
         cancel_file=reading.path("cancel_file_path"),

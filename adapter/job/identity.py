@@ -1,25 +1,30 @@
 """Which job a checkpoint belongs to.
 
 A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
-reports. The identity is kept as one short digest for each field, so that a later start can name what changed without
-any value having been stored.
+reports. A record keeps one short digest for each field, so that a later start can name what changed without any value
+having been stored. They are salted, so that no table of likely values tells what was hashed; what stands under a secret
+name is not part of the identity.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
 from .spec import DatasetSpec, InputsSpec
 
-__all__ = ["differing_fields", "digest_of_fields", "spec_fields", "without_credentials"]
+__all__ = ["differing_fields", "digest_of_fields", "sealed_fields", "spec_fields", "without_credentials"]
 
 FIELD_DIGEST_LENGTH = 16
+SALT = "salt"
+"""Where a record keeps the salt; the names of fields begin otherwise."""
 
 
 def spec_fields(
@@ -34,9 +39,9 @@ def spec_fields(
     """Digest of each field that makes up the identity of a job, by dotted name.
 
     A path under `spec_dir` counts relative to it, so that a folder that was moved is still the same job. Of a URL
-    neither user info nor query counts; a ``#sha256=`` does.
+    neither user info nor query counts; a ``#sha256=`` does. A hyperparameter of a secret name does not count.
     """
-    identity: dict[str, Any] = {"trainer": trainer, "hyperparams": dict(hyperparams)}
+    identity: dict[str, Any] = {"trainer": trainer, "hyperparams": _public(hyperparams)}
     if dataset is not None:
         identity["dataset"] = {
             "parquet_paths": [_reference(path, spec_dir) for path in dataset.parquet_paths],
@@ -60,8 +65,24 @@ def digest_of_fields(fields: Mapping[str, str]) -> str:
     return f"sha256:{_digest(dict(fields))}"
 
 
+def sealed_fields(fields: Mapping[str, str], salt: str | None = None) -> dict[str, str]:
+    """`fields` as a record keeps them, with the salt of their digests; None makes a new one."""
+    salt = secrets.token_hex(16) if salt is None else salt
+    return {
+        SALT: salt,
+        **{name: _digest([salt, name, digest])[:FIELD_DIGEST_LENGTH] for name, digest in fields.items()},
+    }
+
+
 def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs."""
+    """Dotted names of the fields in which two jobs differ, sorted; a field that only one has differs.
+
+    Args:
+        ours: What `spec_fields` returned.
+        theirs: The same, or what `sealed_fields` made of it.
+    """
+    if SALT in theirs:
+        ours = sealed_fields(ours, theirs[SALT])
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
@@ -75,6 +96,15 @@ def without_credentials(reference: str) -> str:
         fragment = ""
     plain = safe_url(reference)
     return f"{plain}#{fragment}" if fragment else plain
+
+
+def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what stands under secret names; a credential that was renewed makes no other job."""
+    return {
+        name: _public(value) if isinstance(value, Mapping) else value
+        for name, value in hyperparams.items()
+        if not is_secret_name(str(name))
+    }
 
 
 def _reference(reference: str | None, spec_dir: Path) -> str | None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..plumbing.folder_name import folder_name
+from ..plumbing.redaction import secrets_in
 from .environment import BY_SETTING, read_environment
 from .errors import FaultList, nearest
 from .overrides import Overrides, apply_overrides, parse_overrides
 from .spec import JobSpec
 from .spec_file import read_job_spec
 from .spec_keys import ALIASES, inner_keys
-from .spec_parsing import WHOLE_SPEC, parse_job_spec
+from .spec_parsing import DEEPEST, WHOLE_SPEC, parse_job_spec
 from .trainer_arguments import ENDS_WITH_ITS_PROCESSES, launches_by_copy, trainer_arguments
 
 __all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
@@ -39,7 +40,8 @@ class Settings:
     """Whether the file of the job spec held a JSON object."""
     given: frozenset[str]
     """Dotted names, two levels deep, that the job spec and the command line give."""
-    secrets: tuple[str | None, ...] = field(default=(), repr=False)
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """The token, what stands under secret names in the job, and credentials of its URLs."""
     sources: dict[str, str] = field(default_factory=dict)
 
     def pick(self, name: str, default: Any = None) -> Any:
@@ -86,16 +88,48 @@ def read_settings(
     path = _spec_path(spec_path, environment, faults)
     raw = None if path is None else read_job_spec(path, faults)
     set_by_hand = parse_overrides(overrides, faults)
-    merged = apply_overrides(raw or {}, set_by_hand, faults)
+    merged = _without_half_characters("", apply_overrides(raw or {}, set_by_hand, faults), faults)
     spec = parse_job_spec(merged, faults)
     tokens = (
         merged.get("capability_token"),
         (raw or {}).get("capability_token"),
         environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
     )
-    secrets = tuple(token for token in tokens if isinstance(token, str) and token)
+    secrets = [token for token in tokens if isinstance(token, str) and token]
+    if not faults.concern(WHOLE_SPEC):  # else it may be nested too deeply to be looked through
+        secrets += [*secrets_in(merged), *secrets_in(raw or {})]
     readable = raw is not None and not faults.concern(WHOLE_SPEC)
-    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), secrets)
+    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), tuple(secrets))
+
+
+def _without_half_characters(name: str, value: Any, faults: FaultList, levels: int = DEEPEST) -> Any:
+    """`value` with each half of a surrogate pair spelled out, which is a fault: nothing can be written with it.
+
+    Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
+    """
+    if levels < 0:
+        return value  # a fault of its own
+    if isinstance(value, dict):
+        return {
+            _whole(name, key, faults): _without_half_characters(f"{name}.{key}".lstrip("."), inner, faults, levels - 1)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_half_characters(f"{name}[{at}]", inner, faults, levels - 1) for at, inner in enumerate(value)]
+    return _whole(name, value, faults) if isinstance(value, str) else value
+
+
+def _whole(name: str, text: str, faults: FaultList) -> str:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        spelled = text.encode("utf-8", "backslashreplace").decode()
+        half = f"\\u{ord(text[error.start]):x}"
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        where = f"Invalid `{shown}`. A text in it" if shown else "A key of the job spec"
+        faults.add(f"{where} holds {half}, one half of a surrogate pair. Write the whole character.", name=shown)
+        return spelled
+    return text
 
 
 def _names(raw: Mapping[str, Any]) -> Iterator[str]:

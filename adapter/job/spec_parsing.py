@@ -17,7 +17,7 @@ from .errors import FaultList, nearest, render_value
 from .spec import LARGEST, DatasetSpec, JobSpec
 from .spec_keys import ALIASES, Key, keys_of, spec_keys
 
-__all__ = ["WHOLE_SPEC", "parse_job_spec"]
+__all__ = ["DEEPEST", "WHOLE_SPEC", "parse_job_spec"]
 
 WHOLE_SPEC = "job spec"
 """Name of errors that leave no key of the spec to speak of."""
@@ -108,7 +108,7 @@ def _convert(name: str, value: Any, key: Key, faults: FaultList) -> Any:
         return _convert_list(name, value, key, key.item, faults)
     try:
         converted = msgspec.convert(value, key.type)
-    except (msgspec.ValidationError, OverflowError):
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
         converted = None
     if converted is None or not key.rule.holds(converted):
         rule = key.rule

@@ -63,8 +63,17 @@ def is_transient(status: int) -> bool:
     return status in TRANSIENT_STATUS or 500 <= status <= 599
 
 
-def outcome_of_status(status: int, headers: Mapping[str, str], where: str) -> TryAgain | Refused | None:
-    """None for success, else what to raise; `where` is the safe URL that goes into the reason."""
+def outcome_of_status(
+    status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
+) -> TryAgain | Refused | None:
+    """None for success, else what to raise.
+
+    Args:
+        status: The status of the answer.
+        headers: Its headers.
+        where: The safe URL that goes into the reason.
+        advice: What to do about refused credentials.
+    """
     if 200 <= status <= 299:
         return None
     reason = f"HTTP {status} from {where}"
@@ -72,7 +81,9 @@ def outcome_of_status(status: int, headers: Mapping[str, str], where: str) -> Tr
         # By the server's own clock where it tells it: ours may be hours off.
         now = _parsed_date(headers.get("Date", "")) or datetime.now(UTC)
         return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
-    return Refused(reason, auth=status in (401, 403))
+    if status in (401, 403):
+        return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
+    return Refused(reason)
 
 
 def backoff_s(failures: int, base_s: float, cap_s: float, rng: random.Random) -> float:

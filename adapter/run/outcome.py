@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from ..contract.failures import (
     stop_behind_lost_worker,
 )
 from ..job.config import RunConfig
-from ..plumbing.redaction import hide_secrets
+from ..plumbing.redaction import hide_secrets, text_of, traceback_of
 from .ranks.failure_notes import RankFailures
 from .uploads import settle
 
@@ -206,13 +205,13 @@ class Ending:
             error,
             stage=self.stage(),
             has_checkpoint=any(self.config.checkpoints_dir.glob("*.json")),
-            secrets=(self.config.token or "",),
+            secrets=self.config.secrets,
             environ=self.environ,
         )
 
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.failed_step()
-        log_failure(error, failure, secrets=(self.config.token,), environ=self.environ)
+        log_failure(error, failure, secrets=self.config.secrets, environ=self.environ)
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
@@ -264,5 +263,5 @@ def log_failure(
         log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
         return
     says_all = isinstance(error, _SAY_ALL)
-    text = str(error) if says_all else "".join(traceback.format_exception(error)).rstrip()
+    text = text_of(error) if says_all else traceback_of(error)
     log.error("%s failure: %s", failure.category, hide_secrets(text, secrets=secrets, environ=environ))

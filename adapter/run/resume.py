@@ -120,7 +120,7 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
             f"{config.run_id!r}. Choose another directory, or move its artifacts aside with `genlight run --fresh`.",
         )
     if record.spec_digest and record.spec_digest != config.spec_digest and not allow_changed:
-        changed = ", ".join(differing_fields(_texts(record.spec), config.spec_fields)) or "unknown fields"
+        changed = ", ".join(differing_fields(config.spec_fields, _texts(record.spec))) or "unknown fields"
         raise StartupContractError(
             IN_USE,
             f"run {config.run_id!r} was started with another job: {changed} differ from {record.name}. Restore them, "

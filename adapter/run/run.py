@@ -27,6 +27,7 @@ from ..contract.exceptions import (
     ContractError,
     EventLogError,
     FailureCategory,
+    RankFailed,
     StartupContractError,
     TrainingCanceled,
 )
@@ -35,16 +36,19 @@ from ..contract.types import JobLifecycleClient
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress_display import shown_progress
 from ..job.config import RunConfig, resolve_run_config
+from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.redaction import text_of, traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
 from .outcome import Completion, Ending, log_failure
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures, watch_ranks
-from .ranks.rank_zero_watch import first_rank_announced, first_rank_is_gone, watch_first_rank
+from .ranks.paused_ranks import watching_paused_ranks
+from .ranks.rank_zero_watch import first_rank_announced, first_rank_is_gone, first_rank_process, watch_first_rank
 from .ranks.rendezvous_watch import watching_meeting
 from .resume import Start, decide_start, move_old_artifacts_aside
 from .startup_failure import resolve_failure_sinks
@@ -108,7 +112,7 @@ def attempt_job(options: RunOptions) -> Attempt:
             config = resolve_run_config(
                 spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
             )
-            with redacted_logs((config.token,), options.environ):
+            with redacted_logs(config.secrets, options.environ):
                 return _run(config, options, signals)
         except Exception as error:  # noqa: BLE001 - whatever keeps a run from starting is reported
             return Attempt(_report_startup_failure(options, error), error)
@@ -120,8 +124,32 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
     if not _is_first_rank():
         return _follow(config, options, signals)
     prepare_artifact_dirs(config)
-    with lock_artifacts(config), _open_event_log(config) as event_log:
-        return _attempt(config, options, signals, event_log)
+    with lock_artifacts(config):
+        return _owning(_open_event_log(config), config, options, signals)
+
+
+def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
+    """An attempt that owns its log: whatever goes wrong from here on is no failed start, and is not reported as one."""
+    try:
+        attempt = _attempt(config, options, signals, event_log)
+    except BaseException as error:  # noqa: BLE001 - nobody else may report this attempt
+        log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
+        attempt = Attempt(EXIT_FAILED, error)
+        if event_log.phase != "ended":
+            _leave_a_last_word(event_log)
+    try:
+        event_log.close()
+    except EventLogError as error:
+        log.error("the event log may not be durable: %s", error)  # noqa: TRY400
+        return Attempt(attempt.exit_code or EXIT_FAILED, attempt.error or error)
+    return attempt
+
+
+def _leave_a_last_word(event_log: EventLog) -> None:
+    try:
+        event_log.failed(step=0, error="the end of the run could not be reported", category="train-step")
+    except EventLogError as error:
+        log.error("the failure could not be recorded: %s", error)  # noqa: TRY400
 
 
 def _open_event_log(config: RunConfig) -> EventLog:
@@ -193,9 +221,15 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> Att
         os._exit(EXIT_COMPLETED if isinstance(error, TrainingCanceled) else code)
 
     training = _Training(config, signals, None, end_now)
+
+    def leave(error: RankFailed) -> None:
+        log.error("%s, so this rank ends as well", error)
+        os._exit(EXIT_FAILED)
+
     stop_watch = watch_first_rank(config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
     try:
-        training.run(allow_changed=options.allow_changed)
+        with watching_paused_ranks(first_rank_process, training.is_stopping, leave):
+            training.run(allow_changed=options.allow_changed)
     except TrainingCanceled as error:
         if not training.stop_is_agreed:
             _tell_first_rank(config, options, training.stage, error)
@@ -210,9 +244,10 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> Att
 
 def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
     """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves."""
-    secrets = (config.token or "",)
-    failure = describe_failure(error, stage=stage, has_checkpoint=False, secrets=secrets, environ=options.environ)
-    log_failure(error, failure, secrets=secrets, environ=options.environ)
+    failure = describe_failure(
+        error, stage=stage, has_checkpoint=False, secrets=config.secrets, environ=options.environ
+    )
+    log_failure(error, failure, secrets=config.secrets, environ=options.environ)
     if first_rank_is_gone():  # The next attempt must not take this for a failure of its own.
         return failure.exit_code
     ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
@@ -340,7 +375,7 @@ class _Training:
         except (ValueError, MisconfigurationException) as error:
             if self.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
                 raise
-            text = f"The `lightning` block of the job cannot be used: {str(error).strip()}"
+            text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
             raise StartupContractError("startup.invalid_job_spec", text) from error
         except SystemExit as error:
             if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
@@ -358,12 +393,22 @@ class _Training:
         children = RankProcesses(trainer)
         ranks.children = children
         self.ending.end_ranks = children.kill
+        self.signals.before_exit = children.kill_at_once
         stop = watch_ranks(ranks, self.ending.fail_and_exit)
         try:
-            with first_rank_announced():
+            with first_rank_announced(), watching_paused_ranks(children.ids, self.is_stopping, self.end_now):
                 yield
         finally:
             stop()
+            self.signals.before_exit = lambda: None
+
+    def is_stopping(self) -> bool:
+        """Whether this rank or another one was told to stop."""
+        try:
+            self.raise_if_stopped()
+        except TrainingCanceled:
+            return True
+        return self.stop_is_agreed
 
     def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
@@ -404,7 +449,7 @@ class _Training:
             attempt=attempt,
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
-            spec=dict(config.spec_fields),
+            spec=sealed_fields(config.spec_fields),
         )
 
 
@@ -430,7 +475,7 @@ def _load_trainer(config: RunConfig) -> TrainerPlugin:
         target = find_trainer(config.trainer)
     except (Exception, SystemExit) as error:
         context = "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {_kind(error)}: "
-        raise StartupContractError("startup.invalid_trainer", f"{context}{error}") from error
+        raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
     return make_trainer(target)
 
 
@@ -442,9 +487,9 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
     """Say why a run could not start, and leave a ``failed`` event where there is a place for it."""
     sinks = resolve_failure_sinks(spec_path=options.spec_path, overrides=options.overrides, environ=options.environ)
     failure = describe_failure(
-        error, stage="startup", has_checkpoint=False, secrets=(sinks.token or "",), environ=options.environ
+        error, stage="startup", has_checkpoint=False, secrets=sinks.secrets, environ=options.environ
     )
-    log_failure(error, failure, secrets=(sinks.token,), environ=options.environ)
+    log_failure(error, failure, secrets=sinks.secrets, environ=options.environ)
     if not _is_first_rank():
         return EXIT_STARTUP
     report_startup_failure(sinks, failure)
@@ -453,7 +498,7 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
                 event_log.failed(step=0, error=failure.text, category=failure.category)
-        except (OSError, EventLogError) as problem:
+        except (OSError, EventLogError, ValueError) as problem:
             log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP
 

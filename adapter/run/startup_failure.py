@@ -25,6 +25,8 @@ class FailureSinks:
     events_path: Path | None
     terminal_url: str | None = field(repr=False)
     token: str | None = field(repr=False)
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """What no report may show; the token is one of them."""
 
 
 def resolve_failure_sinks(
@@ -50,4 +52,5 @@ def resolve_failure_sinks(
         events_path=paths["events_path"] if safe and (placed or given) else None,
         terminal_url=reading.pick("uploads.terminal_url"),
         token=reading.pick("capability_token"),
+        secrets=reading.secrets,
     )

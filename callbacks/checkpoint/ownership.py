@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ...adapter.plumbing.safe_open import open_regular
 from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import (
     ARRAYS_FILE,
@@ -104,7 +105,7 @@ def is_checkpoint_file(path: Path) -> bool:
     """
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(CKPT_FILE_START)
     if start.startswith(TORCH_MAGICS):
         return path.suffix == ".ckpt"
@@ -118,7 +119,7 @@ def is_checkpoint_file(path: Path) -> bool:
 
 
 def _is_of_torch(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return is_torch_file(file.read(CKPT_FILE_START))
 
 
@@ -147,7 +148,7 @@ def require_replaceable(record: Path) -> None:
 def is_data_folder(path: Path) -> bool:
     """Whether a folder, and not a link to one, holds the data of a checkpoint."""
     try:
-        with open(path / STATE_FILE, "rb") as file:
+        with os.fdopen(open_regular(path / STATE_FILE), "rb") as file:
             return file.read(len(STATE_MARKER)) == STATE_MARKER and not path.is_symlink()
     except OSError:
         return False

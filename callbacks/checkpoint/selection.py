@@ -5,6 +5,7 @@ The module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,12 +14,26 @@ from pathlib import Path
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from .format.contents import check_contents
-from .format.layout import FINAL_NAME, is_record_of_callback, name_of, record_path, record_paths, step_of_name
+from .format.layout import (
+    FINAL_NAME,
+    RECORD_SUFFIXES,
+    is_record_of_callback,
+    is_temporary,
+    name_of,
+    record_path,
+    record_paths,
+    step_of_name,
+)
 from .format.record import CheckpointRecord, read_record
 from .format.verification import verify_files
 from .ownership import is_checkpoint_file
 
 __all__ = ["Listed", "find_checkpoint", "find_final", "folder_of_checkpoints", "list_checkpoints", "newest_valid"]
+
+log = logging.getLogger(__name__)
+
+MOST_WARNINGS = 10
+"""How many broken checkpoints are told of one by one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,8 @@ def newest_valid(
         OSError: A newer one cannot be read, which does not mean that it is broken.
     """
     warnings = []
-    for listed in reversed(list_checkpoints(directory)):
+    checkpoints = list_checkpoints(directory)
+    for listed in reversed(checkpoints):
         if listed.error is not None:
             raise listed.error
         try:
@@ -78,8 +94,31 @@ def newest_valid(
         except BrokenCheckpointError as error:
             warnings.append(f"{error}; falling back to the one before it")
             continue
-        return listed.record, warnings
-    return None, warnings
+        return listed.record, _few(warnings, directory)
+    _tell_of_foreign(directory, {listed.path.name for listed in checkpoints})
+    return None, _few(warnings, directory)
+
+
+def _tell_of_foreign(directory: str | os.PathLike[str], records: set[str]) -> None:
+    """Say once what was passed over: somebody who looks for a checkpoint may have renamed or damaged it."""
+    named = [
+        name
+        for name in (os.listdir(directory) if os.path.isdir(directory) else ())
+        if name.endswith(RECORD_SUFFIXES) and name not in records and not is_temporary(name)
+    ]
+    if named:
+        place, example = os.fspath(directory), min(named)
+        log.warning(
+            "%d files in %s are not checkpoint records and were passed over, such as %s", len(named), place, example
+        )
+
+
+def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
+    """`warnings`, of many the first and a word about the others."""
+    others = len(warnings) - MOST_WARNINGS
+    if others <= 0:
+        return warnings
+    return [*warnings[:MOST_WARNINGS], f"{others:,} more checkpoints in {os.fspath(directory)} are broken"]
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -40,6 +40,8 @@ class StopSignals:
         self.reason: StopReason | None = None
         self.on_stop: Callable[[], None] = _do_nothing
         """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
@@ -90,7 +92,10 @@ class StopSignals:
         received.append(number)
         if len(received) > 1:
             # Not by the default action of the signal: the kernel spares the first process of a container its own.
-            os._exit(128 + number)
+            try:
+                self.before_exit()
+            finally:
+                os._exit(128 + number)
         self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
         self.on_stop()
 

@@ -38,6 +38,7 @@ from .lines import (
     finite_float,
     metric_lines,
     path_text,
+    timestamp_ms,
 )
 from .reader import count_started
 
@@ -340,7 +341,7 @@ class EventLog:
         self.close()
 
     def _now(self) -> int:
-        return self._clock() // 1_000_000
+        return timestamp_ms(self._clock())
 
     def _artifact(self, event: str, path: str, step: int) -> Artifact:
         return Artifact(event, path, self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now())

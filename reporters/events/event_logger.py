@@ -16,13 +16,13 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn import Module
 from typing_extensions import override
 
-from ...adapter.contract.event_error import failure_category, safe_text, stop_reason
+from ...adapter.contract.event_error import describe_failure
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.redaction import secrets_of_module
 from .event_log import EventLog
 from .lines import RESUMED_METRIC, finite_float
 
@@ -269,6 +269,10 @@ class EventLogger(Logger):
                 self.experiment.checkpoint(path=path, step=step)
                 self._last_checkpoint = path
 
+    def _has_checkpoint(self) -> bool:
+        """Whether a restart finds a checkpoint: one of this attempt, or the one it went on from."""
+        return self._last_checkpoint is not None or (self._trainer is not None and self._trainer.ckpt_path is not None)
+
     def _complete(self, event_log: EventLog) -> None:
         if event_log.phase != "started":
             return
@@ -285,14 +289,14 @@ class EventLogger(Logger):
         try:
             self._report_checkpoints()
             step = self._completed_steps()
-            reason = "preempted" if isinstance(error, SIGTERMException) else error and stop_reason(error)
-            if reason:
-                resumable = self._last_checkpoint is not None
-                event_log.failed(step=step, error=reason, category=reason, resumable=resumable)
-            elif error:
-                event_log.failed(step=step, error=safe_text(error), category=failure_category(error))
-            else:
+            if error is None:
                 event_log.failed(step=step, error="the run was aborted", category="train-step")
+                return
+            secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
+            failure = describe_failure(
+                error, has_checkpoint=self._has_checkpoint(), lost_steps=step > 0, secrets=secrets
+            )
+            event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except (EventLogError, OSError):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
 

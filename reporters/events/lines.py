@@ -34,6 +34,7 @@ __all__ = [
     "finite_float",
     "metric_lines",
     "path_text",
+    "timestamp_ms",
 ]
 
 SCHEMA_VERSION: Final = "trainer_event.v1"
@@ -135,7 +136,7 @@ def metric_lines(
     # One event for all of them: memory that is fresh costs more than what is written to it.
     event = Metric("metric", "", run_id, SCHEMA_VERSION, seq, 0, 0, None)
     for values, event.step, now_ns in reports:
-        event.timestamp_ms = now_ns // 1_000_000
+        event.timestamp_ms = timestamp_ms(now_ns)
         for event.name, value in values.items():
             event.value, event.value_text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
             try:
@@ -144,6 +145,14 @@ def metric_lines(
                 lines.append(encode_line(event))
             event.seq += 1
     return lines
+
+
+def timestamp_ms(now_ns: int) -> int:
+    """Nanoseconds since the epoch as an event has them: whole milliseconds that fit into 64 bits, from 0 on.
+
+    A machine whose clock was never set may count from before 1970, or far in the future.
+    """
+    return max(0, min(now_ns // 1_000_000, 2**63 - 1))
 
 
 def _without_surrogates(event: _Event) -> _Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -88,8 +89,21 @@ def count_started(path: str | os.PathLike[str], run_id: str) -> int:
         if os.fstat(file.fileno()).st_size == 0:
             return 0
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            starts = (match.start() for match in _STARTED.finditer(content))
-            return sum(_run_at(content, at) == run_id for at in starts)
+            return sum(line.get("run_id") == run_id for line in _started_lines(content))
+
+
+def _started_lines(content: mmap.mmap) -> Iterator[dict[str, Any]]:
+    """The whole lines of a log that are ``started``; each is parsed once, whatever it holds."""
+    position = 0
+    while match := _STARTED.search(content, position):
+        start, end = content.rfind(b"\n", position, match.start()) + 1 or position, content.find(b"\n", match.start())
+        if end < 0:
+            return
+        position = end + 1
+        with contextlib.suppress(ValueError):  # a line that is broken
+            event = decode_object(content[start:end])
+            if event.get("event") == "started":
+                yield event
 
 
 class _Position(msgspec.Struct):
@@ -139,14 +153,3 @@ def _new_events(path: str | os.PathLike[str], position: _Position) -> Iterator[d
             position.line += 1
             position.offset += len(line)
             yield _event(path, position.line, line)
-
-
-def _run_at(content: mmap.mmap, at: int) -> str | None:
-    """The run whose line surrounds byte `at`; None for a line that is torn or broken."""
-    start = content.rfind(b"\n", 0, at) + 1
-    end = content.find(b"\n", at)
-    try:
-        run_id = decode_object(content[start:end])["run_id"] if end >= 0 else None
-    except (ValueError, KeyError):
-        return None
-    return run_id if isinstance(run_id, str) else None

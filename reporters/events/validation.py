@@ -8,13 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from .lines import RESUMED_METRIC, TERMINAL_EVENTS
+import msgspec
+
+from .lines import MAX_STEP, RESUMED_METRIC, TERMINAL_EVENTS
 from .reader import decode_object, whole_lines
 from .schema import event_faults
 
-__all__ = ["Violation", "validate_events"]
+__all__ = ["Violation", "iter_violations", "validate_events"]
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _SPACE = re.compile(rb"\s")
@@ -62,13 +64,53 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
     Raises:
         EventLogError: The log is absent or unreadable.
     """
-    rules = _Rules()
-    violations = []
+    return list(iter_violations(path))
+
+
+def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
+    """As `validate_events`, one by one: for a log that is larger than memory."""
+    rules, as_written = _Rules(), _metric_as_written
+    accepts = rules.accepts
     for number, line in whole_lines(path):
+        metric = as_written(line)
+        if metric is not None and accepts(metric):
+            continue  # nearly all lines of a log, and a tenth of the cost
         event, faults = _parse(line[:-1])
         faults += rules.check(number, event) if event is not None else rules.skip()
-        violations += [Violation(number, rule, message) for rule, message in faults]
-    return violations
+        for rule, message in faults:
+            yield Violation(number, rule, message)
+
+
+class _SoundMetric(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """A metric as `event_schema` wants it; its fields in the order in which they are written."""
+
+    event: Literal["metric"]
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    run_id: Annotated[str, msgspec.Meta(min_length=1)]
+    schema_version: Literal["trainer_event.v1"]
+    seq: Annotated[int, msgspec.Meta(ge=1)]
+    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+    timestamp_ms: Annotated[int, msgspec.Meta(ge=0)]
+    value: float | None
+    value_text: Literal["nan", "inf", "-inf"] | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_metric = msgspec.json.Decoder(_SoundMetric).decode
+_encode_metric = msgspec.json.Encoder().encode
+
+
+def _metric_as_written(line: bytes) -> _SoundMetric | None:
+    """The metric of a line that is written exactly as `EventLog` writes it; None for any other line.
+
+    A line that comes out the same again is compact and sorted, and holds no key twice.
+    """
+    try:
+        metric = _decode_metric(line)
+        if _encode_metric(metric) + b"\n" != line or (metric.value is None) is (metric.value_text is msgspec.UNSET):
+            return None
+    except (ValueError, RecursionError):
+        return None
+    return metric
 
 
 _Fault = tuple[str, str]
@@ -108,6 +150,21 @@ class _Rules:
         self._attempts: Counter[str] = Counter()
         self._open: _Attempt | None = None
         self._ended_at: int | None = None
+
+    def accepts(self, metric: _SoundMetric) -> bool:
+        """Whether a metric breaks no rule, and what `check` remembers of it is remembered; else nothing is."""
+        attempt, seq = self._open, metric.seq
+        if (
+            attempt is None
+            or self._seq is None
+            or seq != self._seq + 1
+            or metric.run_id != attempt.run_id
+            or metric.step in attempt.checkpointed
+            or metric.name == RESUMED_METRIC
+        ):
+            return False
+        self._seq = seq
+        return True
 
     def check(self, number: int, event: dict[str, Any]) -> list[_Fault]:
         return [*self._check_seq(event.get("seq")), *self._check_place(number, event)]

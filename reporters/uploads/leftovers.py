@@ -40,7 +40,7 @@ def claim(spool: Spool, config: UploadConfig, targets: Sequence[str]) -> int:
             )
         spool.forget_everything()
         before = Description(config.run_id)
-    starts = before.starts + 1
+    starts = max(before.starts, 0) + 1
     facts = {"run_id": config.run_id, "owner": config.owner, "targets": list(targets)}
     spool.describe({**facts, "starts": starts, "stores_files": config.stores_files()})
     return starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, outcome_of
 from ...adapter.plumbing.urls import safe_url
 
 __all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,10 @@ def open_target(url: str) -> Target:
     return FsspecTarget(url)
 
 
+def _unreachable(name: str, error: OSError) -> str:
+    return f"the upload target {name} cannot be reached: {error.strerror or type(error).__name__}"
+
+
 class HuggingFaceTarget:
     """A model repository; each artifact is one commit, so that a reader never sees half of it.
 
@@ -116,7 +123,9 @@ class HuggingFaceTarget:
             api.create_commit(self.repository, operations, commit_message=message, revision=self.revision)
         except HfHubHTTPError as error:
             status = error.response.status_code
-            raise outcome_of_status(status, error.response.headers, self.name) or TryAgain(self.name) from error
+            advice = "set `HF_TOKEN` to a token that may write there"
+            outcome = outcome_of_status(status, error.response.headers, self.name, advice=advice)
+            raise outcome or TryAgain(self.name) from error
         except (FileNotFoundError, ValueError) as error:
             raise Refused(f"{self.name}: {type(error).__name__}") from error
         except Exception as error:
@@ -135,20 +144,32 @@ class FsspecTarget:
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
         self.name = safe_url(url)
+        self._url = url
+        self._fs: Any = None
+        self._root = ""
         try:
-            filesystem, root = fsspec.core.url_to_fs(url)
+            self._connect()
         except ImportError as error:
             raise UploadError(f"{self.name} needs another package: {error}") from error
         except ValueError as error:
             raise ValueError(f"Invalid upload target {self.name!r}. {error}.") from error
-        self._fs: Any = filesystem
-        self._root = str(root).rstrip("/")
+        except OSError as error:  # some file systems connect at once; what is away now may be there in an hour
+            log.warning("%s", _unreachable(self.name, error))
+
+    def _connect(self) -> None:
+        import fsspec
+
+        filesystem, root = fsspec.core.url_to_fs(self._url)
+        self._fs, self._root = filesystem, str(root).rstrip("/")
 
     def deliver(self, shipment: Shipment) -> None:
         """Put the files one by one, each whole or not at all."""
+        if self._fs is None:
+            try:
+                self._connect()
+            except OSError as error:
+                raise TryAgain(_unreachable(self.name, error)) from error
         for name, path in shipment.files:
             if shipment.interrupted():
                 raise Interrupted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
 from dataclasses import replace
 
 from ...adapter.plumbing.retry import Refused, TryAgain, backoff_s
+from ...adapter.plumbing.urls import safe_url
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
@@ -18,6 +20,8 @@ __all__ = ["SETTLING_BACKOFF_CAP_S", "send_terminal", "terminal_key", "with_refe
 SETTLING_BACKOFF_CAP_S = 5.0
 """Longest pause between tries while a run waits for its end."""
 SHORTEST_TRY_S = 0.05
+BEYOND_LIMIT_S = 0.2
+"""How much longer than the limit the thread is waited for, so that it can tell itself why it gave up."""
 
 
 def with_reference(payload: TerminalPayload, uploaded: UploadedFile | None) -> TerminalPayload:
@@ -41,7 +45,29 @@ def terminal_key(run_id: str, payload: TerminalPayload) -> str:
 def send_terminal(
     entry: Entry, limit_s: float, delivery: Delivery, config: UploadConfig, closing: threading.Event
 ) -> TryAgain | Refused | None:
-    """Try until it is acknowledged (None), refused, or no time is left for another try."""
+    """Try until it is acknowledged (None), refused, or no time is left for another try.
+
+    The exchange takes place in a thread that is left behind at the limit: a server that sends a byte now and then, or a
+    name server that does not answer, is heard of by no timeout of a connection. A signal is heeded meanwhile.
+    """
+    told: queue.SimpleQueue[TryAgain | Refused | None] = queue.SimpleQueue()
+
+    def exchange() -> None:
+        try:
+            told.put(_send_until(entry, limit_s, delivery, config, closing))
+        except Exception as error:  # noqa: BLE001 - whoever waits hears of it
+            told.put(TryAgain(f"unexpected {type(error).__name__}"))
+
+    threading.Thread(target=exchange, name="genlight-terminal", daemon=True).start()
+    try:
+        return told.get(timeout=max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
+    except queue.Empty:
+        return TryAgain(f"{safe_url(config.terminal_url or '')} did not answer within {limit_s:g} s")
+
+
+def _send_until(
+    entry: Entry, limit_s: float, delivery: Delivery, config: UploadConfig, closing: threading.Event
+) -> TryAgain | Refused | None:
     end, failures, rng = time.monotonic() + limit_s, 0, random.Random()
     cap_s = min(config.backoff_cap_s, SETTLING_BACKOFF_CAP_S)
     while True:

@@ -31,6 +31,8 @@ CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
 _NEVER_READABLE = (errno.ENOENT, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
 """Of a file that is gone, may not be read, or is a pipe, a device or a directory."""
+_ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
+_ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
 
 
 class FileBody(httpx2.SyncByteStream):
@@ -153,7 +155,8 @@ class Wire:
             raise Refused(f"{failure_text(error)} at {where}") from error
         if response.request.method != request.method or response.is_redirect:
             raise Refused(f"{where} redirects elsewhere (HTTP 301, 302 or 303), which loses an upload")
-        outcome = outcome_of_status(response.status_code, response.headers, where)
+        advice = _ADVICE_IF_SENT if "authorization" in response.request.headers else _ADVICE_IF_NOT_SENT
+        outcome = outcome_of_status(response.status_code, response.headers, where, advice=advice)
         if outcome is not None:
             raise outcome
         return content

@@ -11,13 +11,15 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from genlight.adapter.contract.exceptions import StartupContractError, UploadError
+from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.hook.events import fire, run_state_of
 from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
+from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.hard_links import HELD_DIRECTORY
 from support.upload_server import TOKEN, start_server, stop_server
@@ -64,6 +66,7 @@ def fit(tmp_path, chaos, monkeypatch):
         ckpt_path=None,
         plugins=(),
         without_upload=False,
+        logger=False,
         **settings,
     ):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 120.0} | settings
@@ -77,7 +80,7 @@ def fit(tmp_path, chaos, monkeypatch):
             default_root_dir=tmp_path / "run",
             callbacks=[*([] if without_upload else [upload]), checkpoint, *callbacks],
             plugins=list(plugins),
-            logger=False,
+            logger=logger,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -114,12 +117,51 @@ def test_a_run_that_ends_well_is_reported_completed_after_its_checkpoints(fit, c
     assert chaos.state["applied"][-1]["path"] == "/terminal"
 
 
-def test_a_run_that_fails_is_reported_failed_without_the_text_of_its_exception(fit, chaos):
-    with pytest.raises(RuntimeError, match="secret"):
-        fit(Line(fail_at=3))
+class Stops(pl.Callback):
+    """Stops a run as each of its sources does."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "category"),
+    [
+        (RuntimeError(f"a secret {TOKEN} in the text"), "train-step:RuntimeError: a secret <hidden> in the text", None),
+        (InputError("x.parquet is gone"), "input:x.parquet is gone", None),
+        (TrainingCanceled("timeout"), "timeout", "timeout"),
+        (TrainingCanceled("preempted"), "preempted", "preempted"),
+        (SIGTERMException(), "preempted", "preempted"),
+    ],
+)
+def test_the_event_and_the_terminal_message_of_a_failure_say_the_same(fit, chaos, tmp_path, error, text, category):
+    events = EventLogger(run_id="run-1", save_dir=tmp_path)
+    with pytest.raises((type(error), SystemExit)):
+        fit(callbacks=[Stops(error)], logger=events)
+
     (terminal,) = chaos.messages("/terminal")
-    assert (terminal["status"], terminal["error"]) == ("failed", "train-step: RuntimeError")
+    *_, last = read_events(events.path)
+    said = text.replace("<hidden>", "$TRAINER_CAPABILITY_TOKEN")
+    assert (terminal["status"], terminal["error"], last["error"]) == ("failed", said, said)
+    assert last["category"] == (category or text.partition(":")[0])
+    assert last["resumable"]
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
+
+
+def test_a_refused_upload_is_told_in_the_event_as_in_the_terminal_message(fit, chaos, tmp_path):
+    chaos.control(script=["422"], script_paths="/checkpoint?")
+    events = EventLogger(run_id="run-1", save_dir=tmp_path)
+    with pytest.raises(UploadError):
+        fit(logger=events, checkpoint_url=f"{chaos.url}/checkpoint?")
+
+    (terminal,) = chaos.messages("/terminal")
+    *_, last = read_events(events.path)
+    assert terminal["error"] == last["error"]
+    assert last["error"].startswith("upload:checkpoint of step 2")
 
 
 def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(fit, chaos, tmp_path):
@@ -163,7 +205,7 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
     (terminal,) = chaos.messages("/terminal")
     assert terminal["status"] == "failed"
     assert 2 <= terminal["step"] <= 4  # of 6
-    assert terminal["error"].startswith("upload: checkpoint of step 2")
+    assert terminal["error"].startswith("upload:checkpoint of step 2")
     assert "HTTP 422" in terminal["error"]
 
 

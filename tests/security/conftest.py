@@ -1,16 +1,22 @@
-"""What the attacks share: a job whose artifacts a neighbour has prepared, and a user who is somebody else."""
+"""What the attacks share: servers in bad faith, a job that misbehaves, artifacts that a neighbour has prepared."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
+import socket
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
+from genlight.reporters import read_events
 
 
 def _load(*parts):
@@ -48,3 +54,135 @@ def config_of(tmp_path):
         return resolve_run_config(spec_path=path, overrides=given, environ=environ or {})
 
     return resolve
+
+
+@pytest.fixture
+def hostile_server():
+    """Starts a server that sends pieces of an answer, a few a second and without end; returns its URL."""
+    over = threading.Event()
+    with contextlib.ExitStack() as stack:
+
+        def talk(connection, pieces):
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                for piece in pieces:
+                    if over.wait(0.02):
+                        return
+                    connection.sendall(piece)
+
+        def serve(listener, pieces):
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=talk, args=(connection, pieces()), daemon=True).start()
+
+        def start(first, repeated):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            pieces = lambda: itertools.chain([first], itertools.repeat(repeated))  # noqa: E731
+            threading.Thread(target=serve, args=(listener, pieces), daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield start
+        over.set()
+
+
+TRAINER = '''
+import logging, threading, warnings
+from genlight.adapter import StepResult
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Trainer:
+    """Counts its steps; at the one that a hyperparameter names it does what another one says."""
+
+    def setup(self, ctx):
+        self.p = ctx.job.hyperparams
+
+    def configure(self, ctx):
+        return {"steps": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        if state["steps"] == self.p.get("at", 2):
+            exec(self.p.get("does", ""), {**globals(), "p": self.p, "ctx": ctx, "state": state})
+        return StepResult(metrics={"loss": 1.0})
+
+    def state_dict(self, state):
+        return state
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+'''
+
+
+class Job:
+    """A job of four steps whose trainer does at the second one what it is told."""
+
+    def __init__(self, folder, module):
+        self.folder, self.out, self.module = folder, folder / "out", module
+        self.environ = {"HOME": "/nowhere"}
+
+    def run(self, does="", *overrides, hyperparams=None, **fields):
+        from genlight.adapter.run.run import RunOptions, run_job
+
+        job = {
+            "run_id": "r",
+            "trainer": f"{self.module}:Trainer",
+            "max_steps": 4,
+            "metric_every": 2,
+            "mock_batches": [1, 2, 3, 4],
+            "hyperparams": {"does": does, **(hyperparams or {})},
+            "lightning": {"accelerator": "cpu", "enable_progress_bar": False},
+            **fields,
+        }
+        (self.folder / "job.json").write_text(json.dumps(job))
+        settings = (f"artifacts_dir={self.out}", *overrides)
+        return run_job(RunOptions(self.folder / "job.json", settings, environ=self.environ))
+
+    @property
+    def events(self):
+        return list(read_events(self.out / "metrics" / "events.jsonl"))
+
+    @property
+    def ends(self):
+        return [event for event in self.events if event["event"] in ("completed", "failed")]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A small job that can be told to misbehave."""
+    monkeypatch.chdir(tmp_path)
+    module = f"misbehaving_{abs(hash(str(tmp_path)))}"  # one module a test: what is imported stays imported
+    (tmp_path / f"{module}.py").write_text(TRAINER)
+    return Job(tmp_path, module)
+
+
+@pytest.fixture
+def receiver():
+    """A server that takes every message; what it got is in ``posts`` as (path, body)."""
+    posts = []
+
+    class Takes(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            posts.append((self.path, json.loads(body)))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Takes) as server:
+        server.posts, server.url = posts, f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -44,6 +46,17 @@ class RankProcesses(Sequence[subprocess.Popen[bytes]]):
 
     def __len__(self) -> int:
         return len(self._processes())
+
+    def ids(self) -> dict[int, int]:
+        """The process id of each rank that runs."""
+        return {rank: process.pid for rank, process in enumerate(self._processes(), start=1) if process.poll() is None}
+
+    def kill_at_once(self) -> None:
+        """As `kill`, from a signal handler: takes no lock, and waits for nothing."""
+        for process in getattr(self._trainer.strategy.launcher, "procs", []):
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End them at once: one that hangs in a collective heeds nothing else."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..artifacts_lock import lock_holder
 
-__all__ = ["first_rank_announced", "first_rank_is_gone", "watch_first_rank"]
+__all__ = ["first_rank_announced", "first_rank_is_gone", "first_rank_process", "watch_first_rank"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,12 @@ def first_rank_announced() -> Iterator[None]:
         yield
     finally:
         del os.environ[_PROCESS_ID]
+
+
+def first_rank_process() -> dict[int, int]:
+    """The process id of rank zero, by its rank; empty where another launcher started this one."""
+    announced = os.environ.get(_PROCESS_ID)
+    return {} if announced is None else {0: int(announced)}
 
 
 def first_rank_is_gone() -> bool:

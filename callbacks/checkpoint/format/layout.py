@@ -63,6 +63,7 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
+_BEGINNING_BYTES = 64 * 1024
 
 
 def step_name(step: int) -> str:
@@ -115,10 +116,33 @@ def is_temporary(name: str) -> bool:
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
-    """All files in `directory` that have the name of a record, sorted; empty when there is no such directory."""
+    """All files in `directory` that are records by name and look, sorted; empty when there is no such directory.
+
+    A file of a record's suffix whose name is not one of ours may be anything. It is looked at, but not parsed.
+    """
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
     paths = [Path(directory, name) for name in names if name.endswith(RECORD_SUFFIXES) and not is_temporary(name)]
-    return [path for path in paths if os.path.isfile(path)]  # which a link to itself, say, is not
+    return [
+        path
+        for path in paths
+        if os.path.isfile(path)  # which a link to itself, say, is not
+        and (path.suffix == ".ckpt" or is_record_of_callback(path) or _may_be_record(path))
+    ]
+
+
+def _may_be_record(path: Path) -> bool:
+    """Whether a file begins as a record of ours, or holds the ``state`` that one of an older runtime has."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return True  # whoever reads it says why that cannot be
+    try:
+        beginning = os.read(descriptor, _BEGINNING_BYTES)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return beginning.startswith(b'{"format"') or b'"state"' in beginning or len(beginning) == _BEGINNING_BYTES

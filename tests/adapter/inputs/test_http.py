@@ -209,7 +209,7 @@ def test_refused_credentials_are_an_auth_error_with_the_way_out(server, fetch, s
     with pytest.raises(AuthError, match="TRAINER_TOKEN_ORIGINS"):
         fetch(url)
     server.put("/a", CONTENT, fail_first=[status])
-    with pytest.raises(AuthError, match="Credentials were sent"):
+    with pytest.raises(AuthError, match="`TRAINER_CAPABILITY_TOKEN`"):
         fetch(url, token="canary", origins=[url])
 
 

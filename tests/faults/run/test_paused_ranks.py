@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,55 @@ def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+
+
+@pytest.fixture
+def launched_ranks(job, fork_server, kill_after):
+    """Starts rank 0, which starts rank 1 itself; returns its process and the id of the other one, which is paused."""
+
+    def started():
+        job.write(
+            plan={"step_s": 0.02, "at": "train_step:10", "rank": 1, "holds": 60.0},
+            lightning={"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
+            max_steps=4000,
+            mock_batches=list(range(8000)),
+            checkpoint_every=5,
+        )
+        process = fork_server.start(job, "run", str(job.spec))
+        kill_after(process)
+        job.wait_until(lambda: job.reached(1), process)
+        other = int((job.folder / "reached-1").read_text())
+        os.kill(other, signal.SIGSTOP)
+        job.go()
+        return process, other
+
+    return started
+
+
+def has_ended(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+def test_a_rank_that_stays_paused_when_a_stop_comes_is_named_and_ended(job, launched_ranks):
+    process, other = launched_ranks()
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(120) == 1, (job.folder / "stderr").read_text()
+    failed = job.terminal_event()
+    assert failed["error"] == f"train-step:rank 1 (process {other}) is paused and did not answer the stop within 15 s"
+    assert failed["resumable"]
+    job.wait_until(lambda: has_ended(other))
+
+
+def test_a_second_signal_leaves_no_paused_rank_behind(job, launched_ranks):
+    process, other = launched_ranks()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # one that comes at once may be taken for the first
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(120) == 128 + signal.SIGTERM
+    job.wait_until(lambda: has_ended(other))

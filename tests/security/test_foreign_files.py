@@ -1,0 +1,73 @@
+"""Files of others in a folder of checkpoints are neither parsed nor told of one by one, nor removed."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from genlight.callbacks.checkpoint import RecordMeta, save
+from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format.layout import record_paths
+from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, list_checkpoints, newest_valid
+from genlight.callbacks.checkpoint.storage.commit import sweep
+
+FOREIGN = {
+    "notes.json": b'{"a": 1}',
+    "list.json": b"[1, 2]",
+    "empty.json": b"",
+    "step-7x.json": b"{}",
+    "x.txt": b"text",
+    "\udcff.json": b"\xff",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, data in FOREIGN.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "theirs").mkdir()
+    return tmp_path
+
+
+def test_files_of_others_are_passed_over_with_one_warning(folder, caplog):
+    assert list_checkpoints(folder) == []
+    assert newest_valid(folder) == (None, [])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"5 files in {folder} are not checkpoint records and were passed over")
+    assert sweep(folder) == []
+    assert {path.name for path in folder.iterdir()} == {*FOREIGN, "theirs"}
+
+
+def test_records_of_any_name_are_found_among_them(folder):
+    save(folder / "step-00000002", {"global_step": 2}, meta=RecordMeta(run_id="r"))
+    (folder / "their-own-name.json").write_text(json.dumps({"step": 1, "state": {"a": 1}}, indent=2))
+
+    assert [listed.path.name for listed in list_checkpoints(folder)] == ["their-own-name.json", "step-00000002.json"]
+    assert newest_valid(folder)[0].step == 2
+
+
+def test_of_many_files_of_others_none_is_parsed(tmp_path, monkeypatch):
+    for number in range(2000):
+        (tmp_path / f"foreign-{number}.json").write_text('{"a": 1}')
+    monkeypatch.delattr(record_module.json, "loads")
+
+    assert newest_valid(tmp_path) == (None, [])
+
+
+def test_of_many_broken_records_a_few_are_named_and_the_others_counted(tmp_path):
+    for number in range(500):
+        (tmp_path / f"step-{number:08d}.json").write_text("{}")
+
+    record, warnings = newest_valid(tmp_path)
+    assert record is None
+    assert len(warnings) == MOST_WARNINGS + 1
+    assert "step-00000499 is broken" in warnings[0]
+    assert warnings[-1] == f"490 more checkpoints in {tmp_path} are broken"
+
+
+def test_a_device_or_a_pipe_of_that_name_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    assert record_paths(tmp_path) == []
+    assert record_paths(tmp_path / "missing") == []

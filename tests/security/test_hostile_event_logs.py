@@ -1,0 +1,119 @@
+"""An event log that somebody else wrote costs no more than its size, and what is wrong with it is told."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters import EventLog, read_events
+from genlight.reporters.events.lines import Metric, encode_line
+from genlight.reporters.events.reader import count_started
+from genlight.reporters.events.validation import _parse, _Rules, validate_events
+
+STARTED = b'{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1}\n'
+METRIC = {
+    "event": "metric",
+    "name": "loss",
+    "run_id": "r",
+    "schema_version": "trainer_event.v1",
+    "seq": 2,
+    "step": 1,
+    "timestamp_ms": 1,
+    "value": 0.5,
+}
+NESTED, FLAT = b'{"event":"started","a":' * 200_000 + b"1" + b"}" * 200_000, b'{"event":"started"},' * 200_000
+HUGE = {"nested": NESTED + b"\n", "flat": b'{"a":[' + FLAT + b"{}]}\n"}
+
+
+@pytest.mark.parametrize("line", HUGE)
+def test_a_line_of_megabytes_with_the_same_word_in_it_many_times_is_parsed_once(tmp_path, line):
+    """Where each of them had the line parsed again, this would take an hour."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(HUGE[line] + STARTED)
+
+    assert count_started(path, "r") == 1
+    with EventLog(path, run_id="r") as log:
+        assert log.attempt == 2
+    assert validate_events(path)
+
+
+def test_a_last_line_that_is_nested_without_end_is_named(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(STARTED + HUGE["nested"])
+
+    with pytest.raises(EventLogError, match="nested too deeply"):
+        EventLog(path, run_id="r")
+
+
+def test_a_word_in_another_event_is_no_start(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(STARTED + b'{"a":{"event":"started"},"event":"metric","run_id":"r"}\n')
+
+    assert count_started(path, "r") == 1
+
+
+LIMITED = """
+import resource, sys
+from genlight.adapter.cli import main
+import genlight.adapter.cli.events, genlight.adapter.cli.command_line
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+code = main(["events", sys.argv[1], "--check"])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) >> 10)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_checking_a_long_log_needs_no_memory_for_it(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        file.write(STARTED)
+        for seq in range(2, 1_000_000):
+            file.write(encode_line(Metric("metric", "loss", "r", "trainer_event.v1", seq, seq, 1, 0.5)))
+    done = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said, grown_mib = done.stdout.splitlines()
+    assert said == "sound: 999999 events"
+    assert int(grown_mib) < 50
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+
+
+VALUES = st.none() | st.booleans() | st.integers(-2, 2**64) | st.floats() | st.text(max_size=3) | st.just("nan")
+CHANGES = st.dictionaries(st.sampled_from([*METRIC, "value_text", "other"]), VALUES, max_size=3)
+
+
+@given(st.lists(CHANGES, max_size=4), st.sampled_from([(",", ":"), (", ", ": ")]), st.booleans())
+def test_the_quick_look_at_metrics_finds_what_the_whole_proof_finds(tmp_path_factory, changes, separators, in_order):
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    events = [{**METRIC, "seq": seq, **change} for seq, change in enumerate(changes, start=2)]
+    lines = [json.dumps(event, separators=separators, sort_keys=in_order).encode() + b"\n" for event in events]
+    path.write_bytes(STARTED + b"".join(lines))
+
+    rules, expected = _Rules(), []
+    for number, line in enumerate([STARTED, *lines], start=1):
+        event, faults = _parse(line[:-1])
+        faults += rules.check(number, event) if event is not None else rules.skip()
+        expected += [(number, *fault) for fault in faults]
+    assert [(found.line, found.rule, found.message) for found in validate_events(path)] == expected
+
+
+@pytest.mark.parametrize("now_ns", [-1, -(10**18), 2**63, 10**30, 0])
+def test_a_clock_before_1970_or_far_ahead_keeps_the_log_valid(tmp_path, now_ns):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, run_id="r", clock=lambda: now_ns) as log:
+        log.started()
+        log.metrics({"a": 1.0, "b": float("nan")}, step=1)
+        log.sample(path="s", step=1)
+        log.checkpoint(path="c", step=1)
+        log.failed(step=1, error="x")
+
+    assert validate_events(path) == []
+    assert len(list(read_events(path))) == 6

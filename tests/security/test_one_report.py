@@ -1,0 +1,85 @@
+"""One attempt leaves one terminal event and one terminal message, whatever goes wrong at its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from genlight.reporters.events.validation import validate_events
+
+
+def terminal_messages(receiver):
+    return [body for path, body in receiver.posts if path == "/end"]
+
+
+def test_a_malformed_log_call_does_not_end_a_training(job):
+    assert job.run("logging.getLogger('any').warning('value %d', 'abc')") == 0
+    assert job.ends[-1]["event"] == "completed"
+
+
+def test_an_exception_that_cannot_say_what_it_is_has_one_report(job, receiver):
+    assert job.run("raise Unspeakable", uploads={"terminal_url": f"{receiver.url}/end"}) == 1
+
+    (end,) = job.ends
+    (message,) = terminal_messages(receiver)
+    assert end["error"] == message["error"]
+    assert end["error"].startswith("train-step:Unspeakable: <its text raised RuntimeError>")
+    assert validate_events(job.out / "metrics" / "events.jsonl") == []
+
+
+def test_an_exception_of_200_mb_has_a_short_report(job, receiver):
+    url = f"{receiver.url}/end"
+    assert job.run("raise ValueError('x' * 200_000_000)", uploads={"terminal_url": url}) == 1
+
+    (end,) = job.ends
+    (message,) = terminal_messages(receiver)
+    assert len(end["error"]) < 3000
+    assert end["error"] == message["error"]
+
+
+@pytest.mark.parametrize("outcome", ["completed", "failed"])
+def test_a_log_whose_last_sync_fails_is_not_reported_a_second_time(job, receiver, monkeypatch, outcome):
+    """The disk refuses from the terminal message on, so that the terminal event and the closing of the log meet it."""
+    sync, log = os.fdatasync, job.out / "metrics" / "events.jsonl"
+
+    def refuse(descriptor):
+        if terminal_messages(receiver) and os.path.samestat(os.fstat(descriptor), os.stat(log)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    does = "" if outcome == "completed" else "raise ValueError('bad')"
+
+    assert job.run(does, uploads={"terminal_url": f"{receiver.url}/end"}) == 1
+    assert [message["status"] for message in terminal_messages(receiver)] == [outcome]
+    assert [event["event"] for event in job.ends] == [outcome]
+    assert validate_events(log) == []
+
+
+@pytest.mark.parametrize("key", ["run_id", "owner", "sample_prompts"])
+def test_half_a_surrogate_pair_in_a_job_is_a_startup_error_with_event_and_message(job, receiver, key):
+    odd = {"run_id": "\ud800", "owner": "\ud800", "sample_prompts": ["a", {"prompt": "\udfff"}]}[key]
+
+    assert job.run(uploads={"terminal_url": f"{receiver.url}/end"}, **{key: odd}) == 2
+    (end,) = job.ends
+    (message,) = terminal_messages(receiver)
+    assert end["error"] == message["error"]
+    assert end["error"].startswith("startup:startup.invalid_job_spec: ")
+    assert key in end["error"]
+    assert "surrogate" in end["error"]
+
+
+def test_half_a_surrogate_pair_on_the_command_line_is_one_too(job):
+    assert job.run("", 'hyperparams.name="\\ud800"') == 2
+    assert "surrogate" in job.ends[-1]["error"]
+
+
+def test_doctor_names_half_a_surrogate_pair(job, capsys):
+    from genlight.adapter.cli import main
+
+    job.run(run_id="\ud800")
+    assert main(["doctor", str(job.folder / "job.json")]) != 0
+    said = capsys.readouterr()
+    assert "surrogate pair" in said.out + said.err

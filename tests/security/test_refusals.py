@@ -1,0 +1,82 @@
+"""What a run says when a server refuses it or is not there names what to correct, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from genlight.adapter.contract.event_error import safe_text
+from genlight.adapter.contract.exceptions import AuthError
+from genlight.adapter.inputs.http import probe
+from genlight.adapter.plumbing.http import build_client
+from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
+
+TOKEN = "c4nary-0f-th3-r3fus4l"
+
+
+@pytest.fixture
+def refusing_server():
+    """A server that answers 401 to everything; its URL."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_PUT = do_HEAD = do_GET
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("token", "advice"),
+    [
+        (TOKEN, "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"),
+        (None, "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"),
+    ],
+)
+def test_a_401_names_the_variable_that_holds_the_token_and_shows_its_address(refusing_server, tmp_path, token, advice):
+    config = UploadConfig("r", tmp_path / "spool", token=token, terminal_url=f"{refusing_server}/m")
+    with Uploader(config) as uploader:
+        error = uploader.deliver_terminal(TerminalPayload("completed", 1)).error()
+    environ = {"TRAINER_TOKEN_ORIGINS": refusing_server, "TRAINER_CAPABILITY_TOKEN": TOKEN}
+
+    assert f"HTTP 401 from {refusing_server}/m; {advice}" in safe_text(error, environ=environ)
+
+
+def test_an_input_that_is_refused_names_the_variable_that_holds_the_token(refusing_server):
+    with build_client(TOKEN, [refusing_server.lower()]) as client, pytest.raises(AuthError) as caught:
+        probe(f"{refusing_server}/x", client)
+
+    assert "It refuses the token of `TRAINER_CAPABILITY_TOKEN`" in str(caught.value)
+
+
+def test_an_upload_target_that_cannot_be_reached_is_called_that_and_is_tried_again(tmp_path):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]  # and nobody listens there once it is closed
+    record = tmp_path / "run" / "final.json"
+    record.parent.mkdir()
+    record.write_text("{}")
+    config = UploadConfig(
+        "r", tmp_path / "run" / "uploads", targets=[f"ftp://127.0.0.1:{port}/x"], backoff_base_s=0.01, backoff_cap_s=0.1
+    )
+    with Uploader(config) as uploader:
+        uploader.enqueue_checkpoint(record, step=1)
+        error = None
+        while error is None or "not sent before the deadline" in str(error):
+            error = uploader.settle(0.2).error()
+
+    assert f"the upload target ftp://127.0.0.1:{port}/x cannot be reached: Connection refused" in str(error)

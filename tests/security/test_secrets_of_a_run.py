@@ -1,0 +1,154 @@
+"""Canaries in each place where a job keeps a secret reach neither files nor messages nor standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import yaml
+
+from genlight.adapter.cli import main
+from genlight.adapter.job.identity import differing_fields
+
+CANARIES = {
+    "token": "c4nary-0f-th3-t0ken",
+    "api_key": "c4nary-0f-th3-4pi-k3y",
+    "password": "c4nary-0f-th3-p4ssw0rd",
+    "nested": "c4nary-n3st3d",
+    "url": "c4nary-0f-4-url",
+    "variable": "c4nary-0f-4-v4ri4ble",
+    "signature": "c4nary-0f-4-sign4ture",
+}
+HYPERPARAMS = {
+    "api_key": CANARIES["api_key"],
+    "login": {"user": "me", "password": CANARIES["password"]},
+    "stores": [{"auth": {"hf_token": [CANARIES["nested"]]}}],
+    "data": f"https://me:{CANARIES['url']}@host/x",
+    "lr": 0.001,
+}
+SAYINGS = {
+    "exception": "raise ValueError(said)",
+    "exception of several lines": "raise KeyError('x\\n' + said)",
+    "warning": "warnings.warn(said)",
+    "log": "logging.getLogger('a').warning('%s', said)",
+    "malformed log": "logging.getLogger('a').warning('%d', said)",
+    "extra": "logging.getLogger('a').warning('x', extra={'said': said, 'in': {'a': [said]}})",
+    "thread": "t = threading.Thread(target=lambda: int(said)); t.start(); t.join()",
+}
+
+
+@pytest.fixture
+def secret_job(job, receiver):
+    """A job whose trainer says every secret, in a way that is given."""
+    job.environ |= {"TRAINER_CAPABILITY_TOKEN": CANARIES["token"], "MY_API_KEY": CANARIES["variable"]}
+    said = " ".join([CANARIES["token"], CANARIES["variable"]])
+
+    def run(saying, **fields):
+        urls = {f"{kind}_url": f"{receiver.url}/{kind}?sig={CANARIES['signature']}" for kind in ("metrics", "terminal")}
+        relative = f"url: /terminal?sig={CANARIES['signature']}"
+        does = f"said = repr([{said!r}, {relative!r}, p]); {saying}"
+        return job.run(does, uploads=urls, hyperparams=HYPERPARAMS, **fields)
+
+    return run
+
+
+def leaks(*blobs):
+    return {name for name, canary in CANARIES.items() for blob in blobs if canary.encode() in blob}
+
+
+@pytest.mark.parametrize("saying", SAYINGS)
+def test_whatever_a_trainer_does_with_its_secrets_none_leaves_the_process(job, receiver, secret_job, capfd, saying):
+    """But what the trainer itself stores in its state, of which this one stores none."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s %(said)s", defaults={"said": ""}))
+    logging.getLogger().addHandler(handler)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        code = secret_job(SAYINGS[saying], checkpoint_every=1)
+    logging.getLogger().removeHandler(handler)
+
+    assert code == (1 if saying.startswith("exception") else 0)
+    shown = "".join([*capfd.readouterr(), *(str(warning.message) for warning in warned)])
+    files = [path.read_bytes() for path in job.out.rglob("*") if path.is_file()]
+    bodies = json.dumps([body for _, body in receiver.posts]).encode()
+    assert leaks(*files, bodies, shown.encode()) == set()
+    assert "<hidden>" in shown
+    assert receiver.posts
+
+
+def test_a_hyperparameter_cannot_be_guessed_from_the_digests_of_two_runs(job):
+    records = []
+    for run_id in ("a", "b"):
+        job.out = job.folder / run_id
+        assert job.run(hyperparams=HYPERPARAMS, run_id=run_id) == 0
+        records.append(json.loads((job.out / "checkpoints" / "final.json").read_text())["spec"])
+    one, other = records
+
+    assert set(one) == set(other)
+    assert not {name for name in one if one[name] == other[name]}
+    assert not {name for name in one if "api_key" in name or "password" in name}
+    assert "hyperparams.lr" in one
+
+
+def test_a_job_goes_on_with_a_renewed_credential_and_not_with_another_learning_rate(job):
+    assert job.run(hyperparams=HYPERPARAMS) == 0
+    assert job.run(hyperparams={**HYPERPARAMS, "api_key": "another one"}, max_steps=6, resume_from_latest=True) == 0
+    assert job.run(hyperparams={**HYPERPARAMS, "lr": 0.1}, max_steps=8, resume_from_latest=True) == 2
+    assert "hyperparams.lr differ" in job.ends[-1]["error"] if len(job.ends) > 2 else True
+
+
+def test_records_without_a_salt_are_compared_as_they_are():
+    assert differing_fields({"trainer": "1", "a": "2"}, {"trainer": "1", "a": "3"}) == ["a"]
+
+
+def test_the_configuration_is_printed_without_credentials(job, capsys):
+    job.run(hyperparams=HYPERPARAMS)
+    job.out = job.folder / "printed"
+    path = job.folder / "job.json"
+    fields = json.loads(path.read_text())
+    fields["inputs"] = {"base_model_url": f"https://me:{CANARIES['url']}@host/m?sig={CANARIES['signature']}"}
+    path.write_text(json.dumps(fields))
+    capsys.readouterr()
+
+    assert main(["run", str(path), "--print_config"]) == 0
+    shown = capsys.readouterr()
+    assert leaks(shown.out.encode(), shown.err.encode()) == set()
+    assert "credentials are left out" in shown.err
+    hyperparams = yaml.safe_load(shown.out)["model"]["init_args"]["job"]["hyperparams"]
+    assert (hyperparams["lr"], hyperparams["api_key"]) == (0.001, "<hidden>")
+
+
+def fit_config(job, does, events):
+    trained = {"run_id": "r", "max_steps": 4, "hyperparams": {**HYPERPARAMS, "does": f"said = repr(p); {does}"}}
+    logger = {"class_path": "genlight.reporters.EventLogger", "init_args": {"run_id": "r", "save_dir": str(events)}}
+    config = {
+        "trainer": {"max_steps": 4, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False},
+        "model": {
+            "class_path": "genlight.adapter.ContractModule",
+            "init_args": {"plugin": f"{job.module}:Trainer", "job": trained},
+        },
+        "data": {"class_path": "genlight.adapter.MockDataModule", "init_args": {"batches": [1, 2, 3, 4]}},
+    }
+    path = job.folder / "fit.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saying", ["exception", "log", "thread"])
+def test_neither_does_a_fit_show_them(job, saying):
+    """In a process of its own, whose interpreter shows what nobody catches."""
+    path = fit_config(job, SAYINGS[saying], job.folder / "events")
+    command = [sys.executable, "-m", "genlight.adapter.cli", "fit", "--config", str(path)]
+    environ = {**os.environ, "PYTHONPATH": str(job.folder), "MY_API_KEY": CANARIES["variable"]}
+    done = subprocess.run(command, cwd=job.folder, env=environ, capture_output=True, check=False)
+
+    raises = saying.startswith("exception")
+    assert done.returncode == (1 if raises else 0), done.stderr
+    assert leaks(done.stdout, done.stderr, (job.folder / "events" / "events.jsonl").read_bytes()) == set()
+    assert b"<hidden>" in done.stderr
