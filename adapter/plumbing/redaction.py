@@ -66,6 +66,8 @@ PLAIN_VARIABLES: Final = frozenset(
         "TRAINER_CANCELLED",
         "TRAINER_CANCEL_FILE",
         "TRAINER_MAX_RUNTIME_SECONDS",
+        "TRAINER_SHARED_ARTIFACTS",
+        "TRAINER_PRIVATE_HOSTS",
     }
 )
 """Settings of a run, which a message must be able to name: only the credentials in their URLs are hidden."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import fsspec
 
+from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import record_path
-from .format.record import CheckpointRecord, read_record
+from .format.record import CheckpointRecord, is_torch_file, read_record
 from .saving import Prepared, write
 
 __all__ = ["fetch", "is_remote", "remove", "save"]
@@ -41,6 +42,8 @@ def save(url: str, prepared: Prepared) -> None:
         remote = f"{folder}/{local.name}"
         # With the older record beside it, the new one takes a folder of another name.
         replaced = _folders(_record_of(store, remote, local)) if store.exists(remote) else set()
+        for name in replaced:
+            (local.parent / name / "taken").mkdir(parents=True)
         record = write(local, prepared)
         for entry in record.files:
             target = f"{folder}/{entry.path}"
@@ -64,9 +67,8 @@ def fetch(url: str, scratch: Path) -> Path:
     if not store.exists(remote):
         raise FileNotFoundError(f"there is no checkpoint at {url}")
     store.get_file(remote, str(local))
-    with local.open("rb") as file:
-        if file.read(1) != b"{":
-            return local
+    if _is_of_torch(local):
+        return local
     for entry in read_record(local).files:
         target = local.parent / entry.path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +87,15 @@ def remove(url: str) -> None:
             _remove_tree(store, place)
             return
         store.get_file(remote, str(local))
-        with local.open("rb") as file:
-            folders = _folders(read_record(local)) if file.read(1) == b"{" else set()
+        folders = set() if _is_of_torch(local) else _folders(read_record(local))
         store.rm_file(remote)
         for name in folders:
             _remove_tree(store, f"{folder}/{name}")
+
+
+def _is_of_torch(path: Path) -> bool:
+    with path.open("rb") as file:
+        return is_torch_file(file.read(CKPT_FILE_START))
 
 
 def _record_of(store: Any, remote: str, local: Path) -> CheckpointRecord:

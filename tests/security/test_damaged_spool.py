@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlight.adapter.contract.exceptions import UploadError
+from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import UploadConfig
 from genlight.reporters.uploads.journal import DESCRIPTION, JOURNAL
 from genlight.reporters.uploads.leftovers import claim, look_through
@@ -61,7 +61,7 @@ def test_a_byte_that_is_wrong(sound, name, place, byte, cut):
     refusal = None
     try:
         open_spool(folder).close()
-    except UploadError as error:
+    except (UploadError, StartupContractError) as error:
         refusal = str(error)
     if refusal is not None:
         assert str(folder / "uploads") in refusal

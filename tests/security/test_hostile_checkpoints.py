@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from genlight.adapter.contract.exceptions import (
     BrokenCheckpointError,
     CheckpointError,
-    InputError,
     UnstorableStateError,
 )
-from genlight.adapter.module.module import trainer_directory
+from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.resume import decide_start
-from genlight.adapter.run.run import _refuse_lost_files
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
 from genlight.callbacks.checkpoint.format import record as record_module
@@ -235,17 +233,13 @@ def _old_record(folder, primary):
 
 
 def test_of_an_older_runtimes_record_the_folder_beside_it_counts_whatever_it_names(tmp_path):
+    """A path that leads elsewhere is not followed, and the trainer does not go on with fresh weights instead."""
     path = _old_record(tmp_path, "/gone/step-00000003/lora.safetensors")
-    assert trainer_directory(path) is None
+    reader = SimpleNamespace(load_checkpoint=print)
+    with pytest.raises(CheckpointError, match=r"there is no folder .*step-00000003\. Put them there"):
+        trainer_directory(path, reader)
     (tmp_path / "step-00000003").mkdir()
-    assert trainer_directory(path) == tmp_path / "step-00000003"
-
-
-def test_a_trainer_does_not_go_on_without_the_files_that_such_a_record_names(tmp_path):
-    record = read_record(_old_record(tmp_path, "/gone/lora.safetensors"))
-    with pytest.raises(InputError, match=r"not in the folder '.*step-00000003'.*Put them there"):
-        _refuse_lost_files(SimpleNamespace(load_checkpoint=print), record)
-    _refuse_lost_files(SimpleNamespace(), record)  # which has no use for files
+    assert trainer_directory(path, reader) == tmp_path / "step-00000003"
 
 
 # headers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from genlight.adapter.contract.event_error import describe_failure
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.spec_fields import NESTED_FIELDS, SPEC_FIELDS
+from genlight.adapter.job.spec_keys import inner_keys, spec_keys
 from genlight.adapter.run.startup_failure import resolve_failure_sinks
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events
@@ -26,8 +26,10 @@ VALUE = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-INNER = {name: st.dictionaries(st.sampled_from(sorted(rules)), VALUE) for name, rules in NESTED_FIELDS.items()}
-FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in SPEC_FIELDS})
+INNER = {
+    name: st.dictionaries(st.sampled_from(sorted(inner_keys(name))), VALUE) for name in spec_keys() if inner_keys(name)
+}
+FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in spec_keys()})
 
 
 @pytest.fixture(scope="module")
