@@ -209,12 +209,13 @@ def test_hashing_ends_at_the_recorded_size(tmp_path):
 @pytest.mark.parametrize("named", ["/etc/passwd", "../../../../etc/passwd", "link", "a\0b", "\ud800", 7, None, ["x"]])
 def test_a_path_for_upload_that_leads_out_of_the_checkpoint_counts_as_none(tmp_path, named):
     (tmp_path / "final").mkdir()
-    (tmp_path / "link").symlink_to("/etc/passwd")
+    (tmp_path / "final" / "link").symlink_to("/etc/passwd")
     (tmp_path / "final.json").write_text(json.dumps({"state": {}, "trainer_checkpoint": {"primary_path": named}}))
     assert read_record(tmp_path / "final.json").primary_path is None
 
 
 def test_one_that_stays_inside_is_reported(tmp_path):
+    (tmp_path / "final").mkdir()
     (tmp_path / "final.json").write_text(
         json.dumps({"state": {}, "trainer_checkpoint": {"primary_path": str(tmp_path / "final" / "lora.safetensors")}})
     )
