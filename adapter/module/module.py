@@ -30,6 +30,7 @@ from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
+from ..discovery.rank_local import rank_local_of
 from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
@@ -350,7 +351,7 @@ class ContractModule(pl.LightningModule):
     @override
     def on_fit_start(self) -> None:
         assert self.discovered is not None
-        self._router = step_router(self.trainer, self, self.discovered)
+        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
         if self._router is not None:
             self._router.open()
 
