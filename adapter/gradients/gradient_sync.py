@@ -63,6 +63,7 @@ class GradientSync:
         self._rank = dist.get_rank(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._sent: deque[_SentPoint] = deque()
+        self._previous: Point | None = None
         self._optimized: list[Tensor] | None = None
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._candidates: list[Tensor] = []
@@ -140,7 +141,8 @@ class GradientSync:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
         for bucket in plan.buckets:
             bucket.wait()
-        self._sent.append(_SentPoint(at, *_to_host(points)))
+        self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
+        self._previous = at
         used = [flag > 0 for flag in others.tolist()]
         self._check_points(0 if used or self._sent[-1].ready is None else LATE_CALLS)
         return used
@@ -155,7 +157,8 @@ class GradientSync:
             if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
                 sent.ready.synchronize()
             if not are_together(sent.numbers.view(-1, NUMBERS).tolist()):
-                raise parted(self._named(sent.point), self.group)
+                before = "" if sent.before is None else str(self._named(sent.before))
+                raise parted(self._named(sent.point)._replace(before=before), self.group)
 
     def _named(self, point: Point) -> Point:
         """`point` with the path of its parameter, which is looked for only where somebody will read it."""
@@ -224,6 +227,7 @@ class _SentPoint(NamedTuple):
     """Where this rank was, the numbers of all ranks on their way through the device, and when they can be read."""
 
     point: Point
+    before: Point | None
     numbers: Tensor
     ready: torch.cuda.Event | None
 

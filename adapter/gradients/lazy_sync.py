@@ -77,9 +77,9 @@ class Accumulation:
         """The trainer has computed gradients that it may write itself."""
         self._guard()
 
-    def before_update(self, optimizer: str = "") -> None:
+    def before_update(self, what: Tensor | str = "") -> None:
         """An update follows: gradients are those of all ranks, and read without a detour, until `resume`."""
-        self.settle(Why.UPDATE, optimizer)
+        self.settle(Why.UPDATE, what)
         for kind, parameters in self._guarded.items():
             for parameter in parameters:
                 parameter.__class__ = kind

@@ -37,7 +37,7 @@ class Why(enum.IntEnum):
 
 
 _TEXTS = {
-    Why.UPDATE: "updates by {what}",
+    Why.UPDATE: "updates {what}",
     Why.READ: "reads the gradient of {what}",
     Why.BACKWARD: "calls backward",
     Why.AUTOGRAD_GRAD: "calls torch.autograd.grad",
@@ -57,11 +57,13 @@ class Point(NamedTuple):
     updates: int = 0
     """How many updates this rank has made."""
     what: Tensor | str = ""
-    """The parameter whose gradient is read, or the name of what averages."""
+    """The parameter whose gradient is read, the first one of those that are updated, or the name of a collective."""
     where: str = ""
     """A line of the trainer's code, or empty."""
     last_update: str = ""
     """Where the rank made its last update."""
+    before: str = ""
+    """The point before this one."""
 
     def numbers(self) -> list[int]:
         """What is compared with other ranks."""
@@ -69,7 +71,7 @@ class Point(NamedTuple):
 
     def __str__(self) -> str:
         where = f" (at {self.where})" if self.where else ""
-        return _TEXTS[self.why].format(what=self.what or "an optimizer") + where
+        return _TEXTS[self.why].format(what=self.what or "parameters") + where
 
 
 def are_together(numbers: Sequence[Sequence[float]]) -> bool:
@@ -89,7 +91,7 @@ def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
     other = next((r for r, p in enumerate(points) if not are_together([first.numbers(), p.numbers()])), 1)
     here, there = f"rank 0 {_in_step(first)}", f"rank {other} {_in_step(points[other])}"
     counted = ""
-    if first.updates != points[other].updates:
+    if first.ordinal == points[other].ordinal and first.updates != points[other].updates:
         ahead = 0 if first.updates > points[other].updates else other
         where = points[ahead].last_update
         counted = (
@@ -100,10 +102,16 @@ def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
 
 
 def _in_step(point: Point) -> str:
-    return f"{point} in step {point.step}"
+    before = f", after it {point.before}" if point.ordinal else ""
+    return f"{point} in step {point.step}{before}"
 
 
 def _cure(one: Point, other: Point) -> str:
+    if one.ordinal != other.ordinal:
+        return (
+            "`train_step` reads gradients between its backward calls on some ranks only; it must do so on all, where "
+            "ranks have as many backward calls as they like."
+        )
     if Why.NOTHING in (one.why, other.why) or one.updates != other.updates or Why.END_OF_STEP in (one.why, other.why):
         return (
             "`train_step` must update on all ranks or on none. Where it skips a step for a reason that only one rank "
@@ -111,8 +119,8 @@ def _cure(one: Point, other: Point) -> str:
             "after backward, which are those of all ranks, or a flag that goes through torch.distributed.all_reduce."
         )
     return (
-        "`train_step` reads gradients between its backward calls, or calls backward, on some ranks only; it must do so "
-        "on all."
+        "All ranks must go through `train_step` alike, their backward calls aside: as many updates, and gradients that "
+        "are read in the same places."
     )
 
 

@@ -172,6 +172,16 @@ class StepRouter:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return self._scaler.overflow_steps if self._scaler is not None else 0
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+        return self._gradients is not None
+
+    def before_collective(self, name: str) -> None:
+        """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
+        if self._accumulation is not None:
+            self._accumulation.settle(Why.COLLECTIVE, name)
+
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than for each step anew."""
         interception.hold(self)
@@ -209,7 +219,8 @@ class StepRouter:
             raise refusal
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
-            self._end_together()
+            if self._gradients is not None:
+                self._end_together(self._gradients)
             if self._buffers is not None:
                 self._buffers()
         elif self._accumulation is not None:
@@ -220,12 +231,12 @@ class StepRouter:
         if explained is not None:
             raise explained from exc
 
-    def _end_together(self) -> None:
+    def _end_together(self, gradients: GradientSync) -> None:
         """Average what the step has left, and find out about ranks that averaged nothing while others did."""
         if self._accumulation is not None:
             self._accumulation.end()
-        if self._gradients is not None and not self._was_averaged:
-            self._gradients.take_no_part(self._point(Why.NOTHING))
+        if not self._was_averaged:
+            gradients.take_no_part(self._point(Why.NOTHING))
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
         """Where this rank is now."""
@@ -390,9 +401,9 @@ class StepRouter:
         if self._gradients is None:
             return
         if self._accumulation is not None:
-            self._accumulation.before_update(type(optimizer).__name__)
+            self._accumulation.before_update(_first_parameter(optimizer))
         if self._may_be_written or id(optimizer) not in self._averaged:
-            self._settle(0, Why.UPDATE, type(optimizer).__name__)
+            self._settle(0, Why.UPDATE, _first_parameter(optimizer))
         self._may_be_written = False
         self._averaged.discard(id(optimizer))
         self._updates += 1
@@ -449,6 +460,10 @@ class StepRouter:
             self._in_step = False
             if self._accumulation is not None:
                 self._accumulation.resume()
+
+
+def _first_parameter(optimizer: Optimizer) -> Tensor | str:
+    return next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
