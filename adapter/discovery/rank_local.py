@@ -65,6 +65,22 @@ class RankLocal:
         for found in discovered.modules:
             yield from self.buffers(found)
 
+    def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the optimizers keep for their parameters, and parameters that took the place of others."""
+        paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}
+        paths |= {id(p): path for path, p in self.bare(discovered)}
+        local = self.ids(discovered)
+        for found in discovered.optimizers:
+            has_own_state = self.covers_state_of(found)
+            held = [p for group in found.value.param_groups for p in group["params"] if id(p) not in local]
+            for i, parameter in enumerate(held):
+                if id(parameter) not in paths:
+                    paths[id(parameter)] = f"parameter {i} of {found.path}"
+                    yield paths[id(parameter)], parameter
+                for key, value in found.value.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and not has_own_state:
+                        yield f"{key} of {paths[id(parameter)]} in {found.path}", value
+
     def ids(self, discovered: Discovered) -> set[int]:
         """Ids of the parameters and tensors that differ by rank."""
         if not self.names:

@@ -26,6 +26,7 @@ from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ...callbacks.hook.hook import callbacks_of, run_state_of
 from ...callbacks.log_metrics import LogMetrics
+from ...callbacks.replica_guard import ReplicaGuard
 from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
@@ -278,9 +279,13 @@ class ContractModule(pl.LightningModule):
         check_strategy(self.trainer.strategy)
         self._refuse_what_the_trainer_owns()
         host_evaluation(self)
-        if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
-            return []
-        return [LogMetrics(every_n_steps=self.ctx.job.metric_every)]
+        present = callbacks_of(self.trainer)
+        added: list[pl.Callback] = []
+        if not any(isinstance(callback, LogMetrics) for callback in present):
+            added.append(LogMetrics(every_n_steps=self.ctx.job.metric_every))
+        if self.trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
+            added.append(ReplicaGuard())
+        return added
 
     def _refuse_what_the_trainer_owns(self) -> None:
         trainer = self.trainer
@@ -338,6 +343,13 @@ class ContractModule(pl.LightningModule):
     def configure_model(self) -> None:
         if self.discovered is not None:
             self._is_sharded = shard_for(self.trainer.strategy, self.discovered, self.shard_policy)
+
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""
+        if self.discovered is not None:
+            rank_local = rank_local_of(self.plugin)
+            yield from rank_local.tensors(self.discovered)
+            yield from rank_local.optimizer_states(self.discovered)
 
     def check_nothing_new(self) -> None:
         """Refuse modules and optimizers that a step built.

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 
@@ -468,6 +469,148 @@ class SparseForOneRank(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class FunctionalWithoutGrad(Base):
+    """Gradients of torch.func that never come to ``.grad``: nothing tells when they are used."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= 0.1 * grads[name]
+        return StepResult({})
+
+
+class ReptileInPlace(Reptile):
+    """Writes into gradients that are there, past autograd's sight."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        clone = copy.deepcopy(model)
+        inner = torch.optim.SGD(clone.parameters(), lr=0.1)
+        self.loss(clone, batch).backward()
+        inner.step()
+        for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            p.grad.data.zero_()
+            p.grad.data.add_(p.data - moved.data)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class NoiseOfEachRank(Base):
+    """Weight noise from generators that differ by rank."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "generator": torch.Generator().manual_seed(ctx.rank)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            weight = state["model"][2].weight
+            weight += 0.001 * torch.randn(weight.shape, generator=state["generator"])
+        return result
+
+
+class Memory(nn.Module):
+    """The last inputs, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(16, 6))
+
+    def remember(self, x: Tensor) -> None:
+        self.kept.copy_(torch.cat([self.kept, x])[-len(self.kept) :])
+
+
+class MemoryOfOwnRows(Base):
+    """Each rank remembers its own rows, in a module without an optimizer."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "memory": Memory()}
+
+    def train_step(self, batch, state, ctx):
+        state["memory"].remember(batch["x"])
+        return super().train_step(batch, state, ctx)
+
+
+class DeclaredMemory(MemoryOfOwnRows):
+    """The same, declared."""
+
+    rank_local = ("memory",)
+
+
+class DeclaredLatents(Base):
+    """Latents of a rank's own rows, learned by an optimizer of their own, and of another shape on each rank."""
+
+    rank_local = ("latents", "trainer.unused")
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        latents = torch.full((2 + ctx.rank, 3), float(ctx.rank), requires_grad=True)
+        return {**state, "latents": latents, "inner": torch.optim.Adam([latents], lr=0.1)}
+
+    def train_step(self, batch, state, ctx):
+        state["inner"].zero_grad()
+        (state["latents"] - ctx.rank - 1).square().sum().backward()
+        assert torch.all(state["latents"].grad == -2), "another rank's gradient has come in"
+        state["latents"].data.fill_(ctx.rank)
+        state["inner"].step()
+        state["latents"].data.fill_(ctx.rank)
+        return super().train_step(batch, state, ctx)
+
+
+class ShardedMomentum(torch.optim.Optimizer):
+    """As some Muons do it: each rank keeps the momenta of its share of parameters and sends out what it updated."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if i % ranks == rank:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"])
+                if ranks > 1:
+                    dist.broadcast(p, src=i % ranks)
+
+
+class ShardsItsOptimizer(Base):
+    """Without a word about it."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": ShardedMomentum(model.parameters(), lr=0.05)}
+
+
+class DeclaresItsShardedOptimizer(ShardsItsOptimizer):
+    """By its name in the state."""
+
+    rank_local = ("optimizer",)
+
+
+class OptimizerThatSaysSo(ShardedMomentum):
+    rank_local = True
+
+
+class HasAnOptimizerThatSaysSo(Base):
+    """By the optimizer's class."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": OptimizerThatSaysSo(model.parameters(), lr=0.05)}
+
+
 RIGHT = [
     MasterCopiesInAList,
     MasterCopiesAsAModule,
@@ -488,5 +631,19 @@ RIGHT = [
     Momentum,
     SpectralPenaltyByHand,
     SparseForOneRank,
+    DeclaresItsShardedOptimizer,
+    HasAnOptimizerThatSaysSo,
 ]
 """Equal to one process over the whole batch."""
+
+DECLARED = [DeclaredMemory, DeclaredLatents]
+"""Equal but for what is each rank's own."""
+
+REFUSED = {
+    FunctionalWithoutGrad: r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
+    ReptileInPlace: r'first is state\["model"\]\.0\.weight: .*changed in place',
+    NoiseOfEachRank: r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
+    MemoryOfOwnRows: r'first is state\["memory"\]\.kept: .*`rank_local`',
+    ShardsItsOptimizer: r'hold different tensors: .*momentum of state\["model"\].* an optimizer that shards its state',
+}
+"""Ended by the comparison of replicas, with what it says."""

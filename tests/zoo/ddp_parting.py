@@ -189,3 +189,23 @@ class DensifiesByItsOwnRows(Base):
 
 RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
 """Equal to one process over the whole batch."""
+
+REFUSED = {
+    SkipsBeforeBackward: (
+        r'rank 0 updates state\["model"\]\.0\.weight \(at .*ddp_parting\.py:\d+, in update\) in step 3, '
+        r"while rank 1 has ended the step without a backward call in step 3.*on all ranks or on none"
+    ),
+    SkipsTheLastStep: r"while rank 1 has ended the step without a backward call in step 5",
+    SkipsTheUpdate: (
+        r"rank 0 updates .*ddp_parting\.py:\d+.* in step 3, "
+        r"while rank 1 has ended the step with gradients and without an update in step 3"
+    ),
+    SkipsTheSecondUpdate: r"rank 0 updates .* in step 3, while rank 1 reads the gradient of .* in step 4.*as many updates",
+    ReadsBetweenBackwardCalls: (
+        r'rank 1 updates .* in step 1, after it reads the gradient of state\["model"\]\.0\.weight '
+        r"\(at .*ddp_parting\.py:\d+, in train_step\).*between its backward calls on some ranks only"
+    ),
+    UpdatesByHandOnOneRank: r"rank 0 calls torch\.autograd\.grad \(at .*\) in step 2, while rank 1 has ended the step",
+    DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
+}
+"""Ended on both ranks, with what the error says."""

@@ -1,0 +1,42 @@
+"""Ranks that go different ways through a step are kept together, or ended with rank, parameter and line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import two_ranks
+
+two_ranks.trainer_class("ddp_drift:Base")
+two_ranks.trainer_class("ddp_parting:RIGHT")
+import ddp_parting  # noqa: E402  # found by the line above
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = [f"ddp_parting:{cls.__name__}" for cls in (*ddp_parting.RIGHT, *ddp_parting.REFUSED)]
+    return two_ranks.on_two_ranks(tmp_path_factory.mktemp("parting"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", ddp_parting.RIGHT)
+def test_ranks_that_may_go_different_ways_agree_with_one_process(together: list[dict[str, Any]], cls: Any) -> None:
+    name = f"ddp_parting:{cls.__name__}"
+    first, second = (rank[name] for rank in together)
+    assert not isinstance(first, str), first
+    for key, tensor in two_ranks.plain(name).items():
+        assert torch.equal(first[key], second[key])
+        assert torch.allclose(first[key], tensor, rtol=0, atol=1e-6 * max(float(tensor.abs().max()), 1e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", ddp_parting.REFUSED)
+def test_ranks_that_part_ways_are_ended_together_with_rank_parameter_and_line(
+    together: list[dict[str, Any]], cls: Any
+) -> None:
+    for rank in together:
+        outcome = rank[f"ddp_parting:{cls.__name__}"]
+        assert isinstance(outcome, str), "trained to the end in silence"
+        assert re.search(ddp_parting.REFUSED[cls], outcome), outcome
