@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,8 +19,9 @@ from .replica_digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
 
+STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
-"""How many steps later a comparison is read, by when it has long been made: nobody waits for it."""
+"""How many steps later a digest has left its device, and all ranks have sent theirs: nobody waits for either."""
 
 _LARGEST = 2**62 - 1
 
@@ -34,10 +35,10 @@ class ReplicaGuard(Hook):
     rank made, faulty hardware.
 
     By default replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison reads each tensor once, on its device, sends 16 bytes and is read four steps later, so that
-    it costs about as much as a pass over the weights. Then, if there is a difference, the first tensor that differs is
-    looked for, and its values. What a trainer class names in its ``rank_local``, states of optimizers that shard them,
-    and sharded tensors are left out. With one rank nothing is done.
+    training. A comparison reads each tensor once, on its device, sends 16 bytes over a process group of its own and is
+    read four steps later, so that it costs about as much as a pass over the weights. Then, if there is a difference,
+    the first tensor that differs is looked for, and its values. What a trainer class names in its ``rank_local``,
+    states of optimizers that shard them, and sharded tensors are left out. With one rank nothing is done.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -59,6 +60,7 @@ class ReplicaGuard(Hook):
         self._first_step = self._next_double = 0
         self._compared_step = 0
         self._pending: _Comparison | None = None
+        self._group: dist.ProcessGroup | None = None
         self._trains = False
 
     @override
@@ -68,6 +70,8 @@ class ReplicaGuard(Hook):
         self._next_double = trainer.global_step + 1
         self._boundaries = Boundaries(self, trainer.global_step)
         self._pending = None
+        # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
+        self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
 
     @skippable
     @override
@@ -79,15 +83,18 @@ class ReplicaGuard(Hook):
         self._trains = trainer.world_size > 1 and (self.doubles or self.every_n_steps > 0)
         if not self._trains:
             return
-        if self._pending is not None and step >= self._pending.step + STEPS_UNTIL_READ:
-            self._read(pl_module)
+        if self._pending is not None and step >= self._pending.step + STEPS_UNTIL_SENT:
+            self._pending.send()
+            if step >= self._pending.step + STEPS_UNTIL_READ:
+                self._read(pl_module)
         if is_due or (self.doubles and step >= self._next_double):
             self._begin(trainer, pl_module)
         if self.doubles:
             self._next_double = _next_double(step, self._first_step)
             self.next_due_step = min(self.next_due_step, self._next_double)
         if self._pending is not None:
-            self.next_due_step = min(self.next_due_step, self._pending.step + STEPS_UNTIL_READ)
+            until = STEPS_UNTIL_SENT if self._pending.work is None else STEPS_UNTIL_READ
+            self.next_due_step = min(self.next_due_step, self._pending.step + until)
 
     @override
     def on_save_checkpoint(
@@ -96,7 +103,7 @@ class ReplicaGuard(Hook):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._trains and self.doubles and trainer.global_step > self._compared_step:
             self._begin(trainer, pl_module)
-            self.next_due_step = min(self.next_due_step, trainer.global_step + STEPS_UNTIL_READ)
+            self.next_due_step = min(self.next_due_step, trainer.global_step + STEPS_UNTIL_SENT)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -114,9 +121,7 @@ class ReplicaGuard(Hook):
         tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
         if tensors:
             number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST
-            largest = torch.stack([number, -number])
-            work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
-            self._pending = _Comparison(trainer, trainer.global_step, largest, work)
+            self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]))
 
     def _read(self, pl_module: pl.LightningModule) -> None:
         """Read what was begun, if anything.
@@ -127,21 +132,40 @@ class ReplicaGuard(Hook):
         comparison, self._pending = self._pending, None
         if comparison is None:
             return
-        comparison.work.wait()
-        largest, negative_smallest = comparison.largest.tolist()
-        if largest != -negative_smallest:
+        if not comparison.is_equal():
             named = list(_replicated(pl_module, comparison.trainer))
-            raise ReplicaDriftError(_explained(named, comparison.step, comparison.trainer.strategy.root_device))
+            raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
 
 
-class _Comparison(NamedTuple):
-    """A comparison on its way."""
+class _Comparison:
+    """A comparison on its way: the largest digest of all ranks, and the largest negative one."""
 
-    trainer: pl.Trainer
-    step: int
-    largest: Tensor
-    """The largest digest of all ranks, and the largest negative one."""
-    work: Any
+    def __init__(self, trainer: pl.Trainer, group: dist.ProcessGroup | None, numbers: Tensor) -> None:
+        self.trainer, self.group, self.step = trainer, group, trainer.global_step
+        self.work: Any = None
+        is_on_host = numbers.device.type == "cpu"
+        self._numbers = numbers if is_on_host else torch.empty_like(numbers, device="cpu", pin_memory=True)
+        self._ready: torch.cuda.Event | None = None
+        if is_on_host:
+            self.send()
+        else:
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def send(self) -> None:
+        """Send the digest to the other ranks, unless that was done."""
+        if self.work is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            self.work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def is_equal(self) -> bool:
+        """Whether all ranks have the same digest."""
+        self.send()
+        self.work.wait()
+        largest, negative_smallest = self._numbers.tolist()
+        return bool(largest == -negative_smallest)
 
 
 def _next_double(step: int, first: int) -> int:
@@ -169,11 +193,13 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
                     yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
 
 
-def _explained(named: Sequence[tuple[str, Tensor]], step: int, device: torch.device) -> str:
+def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.ProcessGroup | None) -> str:
     """What differs between the ranks, to be called by all of them."""
     names = [name for name, _ in named]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named])
+    dist.all_gather_object(
+        everyone, [(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named], group=group
+    )
     for rank, theirs in enumerate(everyone):
         if [entry[:2] for entry in theirs] != [entry[:2] for entry in everyone[0]]:
             return _different_tensors(step, rank, everyone[0], theirs)
@@ -184,7 +210,7 @@ def _explained(named: Sequence[tuple[str, Tensor]], step: int, device: torch.dev
     versions: dict[int, list[int]] = {}
     for rank, theirs in enumerate(everyone):
         versions.setdefault(theirs[first][2], []).append(rank)
-    values = _values(named[first][1], device)
+    values = _values(named[first][1], group)
     groups = " and ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({values[ranks[0]]})" for ranks in versions.values()
     )
@@ -211,18 +237,18 @@ def _different_tensors(step: int, rank: int, first: list[Any], other: list[Any])
     )
 
 
-def _values(tensor: Tensor, device: torch.device) -> list[str]:
+def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
     """Of each rank the value of the first element that differs from rank 0's."""
-    mine = tensor.detach().to(device).reshape(-1).clone()
+    mine = tensor.detach().cpu().reshape(-1)
     reference = mine.clone()
-    dist.broadcast(reference, src=0)
+    dist.broadcast(reference, src=0, group=group)
     unequal = (mine != reference) & ~(mine.isnan() & reference.isnan())
     place = int(unequal.nonzero()[0]) if unequal.any() else len(mine)
     places: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(places, place)
+    dist.all_gather_object(places, place, group=group)
     index = min(places) if min(places) < len(mine) else 0
     values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, f"{mine[index].item()!r} at {index}")
+    dist.all_gather_object(values, f"{mine[index].item()!r} at {index}", group=group)
     return values
 
 

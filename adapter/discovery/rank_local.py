@@ -81,6 +81,15 @@ class RankLocal:
                     if isinstance(value, Tensor) and not has_own_state:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 
+    def shared(self, discovered: Discovered) -> tuple[Found[Optimizer], ...]:
+        """The optimizers that hold a parameter that is equal on all ranks."""
+        local = self.ids(discovered)
+        return tuple(
+            found
+            for found in discovered.optimizers
+            if any(id(p) not in local for group in found.value.param_groups for p in group["params"])
+        )
+
     def ids(self, discovered: Discovered) -> set[int]:
         """Ids of the parameters and tensors that differ by rank."""
         if not self.names:

@@ -72,6 +72,8 @@ class GradientSync:
         self._was_replaced = False
         self.by_hand: frozenset[int] = frozenset()
         """Ids of the tensors that no optimizer updates."""
+        self.shared = {id(found.value) for found in rank_local.shared(discovered)}
+        """Ids of the optimizers whose updates are the same on all ranks."""
         self.parameters()
 
     def __call__(self, at: Point) -> None:
@@ -344,10 +346,9 @@ def _check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> 
 def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
     tensors = rank_local.tensors(discovered)
     lines = [f"{path} {tuple(t.shape)} {t.dtype}" for path, t in tensors]
-    for found in discovered.optimizers:
+    for found in rank_local.shared(discovered):
         shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
-        if found.path not in rank_local:
-            lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
+        lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
     return lines
 
 

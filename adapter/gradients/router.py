@@ -406,8 +406,9 @@ class StepRouter:
             self._settle(0, Why.UPDATE, _first_parameter(optimizer))
         self._may_be_written = False
         self._averaged.discard(id(optimizer))
-        self._updates += 1
-        self._last_update = users_line()
+        if id(optimizer) in self._gradients.shared:
+            self._updates += 1
+            self._last_update = users_line()
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
