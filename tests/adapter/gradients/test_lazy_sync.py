@@ -152,6 +152,97 @@ def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothin
     assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+def test_written_gradients_are_averaged_at_their_first_read_and_only_once(averaged):
+    run = Run()
+
+    with run.router:
+        for parameter in run.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert averaged == []
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_writing_all_gradients_one_after_the_other_from_others_that_are_read_averages_each_once(averaged):
+    run = Run(model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    first, last = run.model
+
+    with run.router:
+        run.backward()
+        for written, read in zip(last.parameters(), first.parameters(), strict=True):
+            written.grad = read.grad.clone()
+        run.optimizer.step()
+
+    assert len(averaged) == 2, "once for backward, once for what was written"
+
+
+def test_gradients_written_after_an_update_are_averaged_before_they_are_read(averaged):
+    run = Run()
+
+    with run.router:
+        for _ in range(2):
+            run.optimizer.zero_grad()
+            for parameter in run.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            assert run.model.weight.grad is not None
+            run.optimizer.step()
+
+    assert len(averaged) == 2
+
+
+def test_what_is_computed_from_a_guarded_tensor_is_a_plain_one(averaged):
+    scale = torch.ones(2, requires_grad=True)
+    discovered = discover({"scale": scale, "optimizer": torch.optim.SGD([scale], lr=0.1)})
+    precision = StepPrecision("fp32")
+    router = StepRouter(discovered, torch.device("cpu"), precision=precision, gradients=GradientSync(discovered))
+
+    with router:
+        (scale * 2).sum().backward()
+        assert type(scale.exp()) is torch.Tensor
+
+
+def test_parameters_without_an_optimizer_travel_once_they_have_a_gradient(averaged):
+    run = Run()
+    other = nn.Linear(2, 3)
+    discovered = discover({"model": run.model, "other": other, "optimizer": run.optimizer})
+    sync = GradientSync(discovered)
+
+    sync(Point())
+    assert len(averaged) == 1
+    other.weight.grad = torch.ones_like(other.weight)
+    sync(Point())
+    assert len(averaged) == 3
+    other.requires_grad_(False)
+    sync(Point())
+    assert len(averaged) == 4
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce"])
+def test_a_collective_of_the_trainers_own_waits_for_its_gradients(averaged, name):
+    run = Run()
+    torchs_own = getattr(dist, name)
+
+    with run.router:
+        run.backward()
+        assert averaged == []
+        getattr(dist, name)(*([torch.ones(1)] if name == "all_reduce" else []))
+        assert averaged[0] > 1
+
+    assert getattr(dist, name) is torchs_own
+
+
+def test_a_step_without_a_backward_call_tells_the_other_ranks(averaged):
+    run = Run()
+
+    with run.router:
+        pass
+
+    assert len(averaged) == 1
+
+
 def test_the_ordinal_counts_averagings_of_one_update():
     ordinals = []
     parameter = nn.Parameter(torch.ones(1))
