@@ -68,6 +68,7 @@ class GradientSync:
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._candidates: list[Tensor] = []
         self._others: list[Tensor] = []
+        self._all: list[Tensor] = []
         self._plans: dict[tuple[bool, ...], _Plan] = {}
         self._was_replaced = False
         self.by_hand: frozenset[int] = frozenset()
@@ -169,9 +170,9 @@ class GradientSync:
         return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))
 
     def parameters(self) -> list[Tensor]:
-        """The tensors whose gradients are averaged, as they are now."""
+        """The tensors whose gradients are averaged, as they are now; the same list while they are the same."""
         self._refresh()
-        return self._candidates + self._others
+        return self._all
 
     def _refresh(self) -> None:
         """Follow parameters that were added, or that took the place of others with the same names."""
@@ -199,6 +200,7 @@ class GradientSync:
         if not self._discovered.optimizers:
             self._candidates, self._others = self._others, []
         modules = [m for found in self._discovered.modules for m in found.value.modules()]
+        self._all = self._candidates + self._others
         self._slots = [
             (m._parameters, name, p)
             for m in modules
@@ -214,7 +216,7 @@ class GradientSync:
     def _current_plan(self) -> _Plan:
         self._refresh()
         # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
-        pattern = tuple([p.requires_grad for p in (*self._candidates, *self._others)])
+        pattern = tuple([p.requires_grad for p in self._all])
         plan = self._plans.get(pattern)
         if plan is None:
             # Backward makes the last parameters' gradients first; so does the order of the buckets.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +34,14 @@ class Accumulation:
     guarded; gradients are then averaged after each backward call.
 
     Args:
-        parameters: The parameters whose gradients are averaged, as they are now.
+        parameters: The parameters whose gradients are averaged, as they are now; the same list while they are the same.
         settle: Averages them. Its arguments are how many times that was done for this update already, why it is done
             now, and for what: the parameter whose gradient is read, or a name.
     """
 
     def __init__(
         self,
-        parameters: Callable[[], Iterable[Tensor]],
+        parameters: Callable[[], Sequence[Tensor]],
         settle: Callable[[int, Why, Tensor | str], None],
     ) -> None:
         self._parameters = parameters
@@ -51,7 +51,10 @@ class Accumulation:
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written, since gradients were averaged."""
         self._in_backward = False
+        self._known: Sequence[Tensor] | None = None
         self._guarded: dict[type, list[Tensor]] = {}
+        """What of `_known` can be guarded, by its own class; all of it or nothing."""
+        self._is_on = False
         self._classes: dict[type, type[Any]] = {kind: _guarding(kind, self) for kind in (nn.Parameter, Tensor)}
 
     def begin(self) -> None:
@@ -80,9 +83,7 @@ class Accumulation:
     def before_update(self, what: Tensor | str = "") -> None:
         """An update follows: gradients are those of all ranks, and read without a detour, until `resume`."""
         self.settle(Why.UPDATE, what)
-        for kind, parameters in self._guarded.items():
-            for parameter in parameters:
-                parameter.__class__ = kind
+        self._unguard()
         self._settled = 0
 
     def resume(self) -> None:
@@ -91,6 +92,7 @@ class Accumulation:
             own = self._classes[kind]
             for parameter in parameters:
                 parameter.__class__ = own
+        self._is_on = True
 
     def end(self) -> None:
         """The step ends; gradients are those of all ranks."""
@@ -130,32 +132,30 @@ class Accumulation:
             self._written.discard(id(parameter))
 
     def _guard(self) -> bool:
-        parameters = list(self._parameters())
-        if any(map(_post_accumulate_hooks, parameters)):
+        parameters = self._parameters()
+        if parameters is not self._known:
+            self._unguard()
+            self._known = parameters
+            kinds = {type(p) for p in parameters}
+            can_be_guarded = kinds <= self._classes.keys()
+            self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
+        if (parameters and not self._guarded) or any(map(_post_accumulate_hooks, parameters)):
             self._unguard()
             return False
-        kinds = {type(p) for p in parameters}
-        if not kinds.isdisjoint(self._classes):
-            by_kind = {kind: [p for p in parameters if type(p) is kind] for kind in kinds}
-            if not kinds <= {*self._classes, *self._classes.values()}:
-                self._unguard()
-                return False
-            for kind, own in self._classes.items():
-                for parameter in by_kind.get(kind, ()):
-                    parameter.__class__ = own
-                self._guarded.setdefault(kind, []).extend(by_kind.get(kind, ()))
-            return True
-        return kinds <= set(self._classes.values())
+        if not self._is_on:
+            self.resume()
+        return True
 
     def _unguard(self) -> None:
         for kind, parameters in self._guarded.items():
             for parameter in parameters:
                 parameter.__class__ = kind
-        self._guarded.clear()
+        self._is_on = False
 
     def unguard_one(self, parameter: Tensor, kind: type) -> None:
         """Give a parameter its own class back until it is guarded again."""
         parameter.__class__ = kind
+        self._is_on = False
 
 
 def _guarding(kind: type[Any], accumulation: Accumulation) -> type[Any]:
