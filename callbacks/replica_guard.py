@@ -65,13 +65,13 @@ class ReplicaGuard(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trains = trainer.world_size > 1 and (self.doubles or self.every_n_steps > 0)
+        self._trains = self._is_to_compare(trainer)
         self._first_step = self._compared_step = trainer.global_step
         self._next_double = trainer.global_step + 1
         self._boundaries = Boundaries(self, trainer.global_step)
         self._pending = None
         # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
-        self._group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+        self._group = dist.new_group(backend="gloo") if _has_process_group(trainer) else None
 
     @skippable
     @override
@@ -80,7 +80,7 @@ class ReplicaGuard(Hook):
     ) -> None:
         step = trainer.global_step
         is_due = self._boundaries.crosses(step)  # which sets the step of the next call
-        self._trains = trainer.world_size > 1 and (self.doubles or self.every_n_steps > 0)
+        self._trains = self._is_to_compare(trainer)
         if not self._trains:
             return
         if self._pending is not None and step >= self._pending.step + STEPS_UNTIL_SENT:
@@ -114,6 +114,9 @@ class ReplicaGuard(Hook):
         self._trains = False
         self._read(pl_module)
 
+    def _is_to_compare(self, trainer: pl.Trainer) -> bool:
+        return (self.doubles or self.every_n_steps > 0) and _has_process_group(trainer)
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to compare what there is now."""
         self._read(pl_module)
@@ -135,6 +138,10 @@ class ReplicaGuard(Hook):
         if not comparison.is_equal():
             named = list(_replicated(pl_module, comparison.trainer))
             raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
+
+
+def _has_process_group(trainer: pl.Trainer) -> bool:
+    return trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
 
 
 class _Comparison:

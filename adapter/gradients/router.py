@@ -12,7 +12,9 @@ While a ``train_step`` runs, and in its thread alone::
                         on_before_optimizer_step
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
-    end of the step     buffers of rank 0 to all ranks     several ranks
+    a collective        average gradients first            several ranks
+    end of the step     average gradients that nobody used several ranks; a rank without any says so
+                        buffers of rank 0 to all ranks     several ranks
 
 Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
 is bit-equal to plain torch, and free.
