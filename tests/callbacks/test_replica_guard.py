@@ -63,6 +63,13 @@ def test_one_bit_of_difference_is_found_at_the_next_check_on_every_rank(outcomes
 
 
 @pytest.mark.slow
+def test_replicas_are_compared_at_steps_that_double_and_with_each_checkpoint(outcomes):
+    for rank in outcomes:
+        assert "after step 4 1 of 9 tensors differ" in rank["one bit at 2 checked by default"]
+        assert "after step 3 1 of 9 tensors differ" in rank["one bit at 2 checked with a checkpoint"]
+
+
+@pytest.mark.slow
 def test_the_end_of_training_is_checked_and_zero_switches_the_guard_off(outcomes):
     for rank in outcomes:
         assert "after step 6 " in rank["one bit at 5 checked 100"]
