@@ -11,13 +11,9 @@ import sys
 import pytest
 import torch
 
-<<<<<<< HEAD
-from genlight.callbacks.replica_guard import ReplicaGuard, digest
-from support import SUPPORT
-=======
-from genlight.callbacks.replica_digest import digest, digest_of_all
 from genlight.callbacks.replica_guard import ReplicaGuard, _next_double
->>>>>>> 9c0fbc0 (ReplicaGuard is on by default under several ranks: it compares all that training changes, and names the values)
+from support import SUPPORT
+from genlight.callbacks.replica_digest import digest, digest_of_all
 
 
 @pytest.fixture(scope="module")
