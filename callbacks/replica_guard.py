@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,26 +16,34 @@ from ..adapter.contract.exceptions import ReplicaDriftError
 from .hook.cadence import Boundaries, StepCadence
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .replica_digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+STEPS_UNTIL_SENT = 1
+STEPS_UNTIL_READ = 4
+"""How many steps later a digest has left its device, and all ranks have sent theirs: nobody waits for either."""
+
+_LARGEST = 2**62 - 1
 
 
 class ReplicaGuard(Hook):
-    """Compares parameters and buffers across the ranks, bit by bit, and ends the run when they differ.
+    """Compares replicas across the ranks, bit by bit, and ends the run when they differ.
 
-    Data parallel ranks must hold equal weights. When they do not, training goes on, silently, with as many models as
-    there are ranks. The usual causes: gradients that were not averaged, random numbers that differ in a place that
-    must not (weight noise, say), an update that only one rank made, faulty hardware.
+    Data parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. When they do not,
+    training goes on, silently, with as many models as there are ranks. The usual causes: gradients that are used before
+    they are averaged, random numbers that differ in a place that must not (weight noise, say), an update that only one
+    rank made, faulty hardware.
 
-    A check reads each tensor once, on its device, and sends 8 bytes a tensor and rank: on one CPU core 0.05 ms for a
-    million fp32 parameters in one tensor, and 5 µs a tensor. Sharded tensors are not replicas and are left out. With
-    one rank nothing is done.
+    By default replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
+    training. A comparison reads each tensor once, on its device, sends 16 bytes over a process group of its own and is
+    read four steps later, so that it costs about as much as a pass over the weights. Then, if there is a difference,
+    the first tensor that differs is looked for, and its values. What a trainer class names in its ``rank_local``,
+    states of optimizers that shard them, and sharded tensors are left out. With one rank nothing is done.
 
     Args:
-        every_n_steps: Check when the step crosses a multiple of this; 0 is off. The end of training is always checked,
-            unless this is off.
+        every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
+            the default above.
 
     Raises:
         ValueError: `every_n_steps` is negative.
@@ -45,86 +53,222 @@ class ReplicaGuard(Hook):
     ranks = "all"
     every_n_steps = StepCadence()
 
-    def __init__(self, every_n_steps: int = 1000) -> None:
-        self.every_n_steps = every_n_steps
-        self._checked_step = 0
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        self.doubles = every_n_steps is None
+        """Whether replicas are compared at steps that double, and with each checkpoint."""
+        self.every_n_steps = every_n_steps or 0
         self._boundaries = Boundaries(self)
+        self._first_step = self._next_double = 0
+        self._compared_step = 0
+        self._pending: _Comparison | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._trains = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._checked_step = trainer.global_step
+        self._trains = self._is_to_compare(trainer)
+        self._first_step = self._compared_step = trainer.global_step
+        self._next_double = trainer.global_step + 1
         self._boundaries = Boundaries(self, trainer.global_step)
+        self._pending = None
+        # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
+        self._group = dist.new_group(backend="gloo") if _has_process_group(trainer) else None
 
     @skippable
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._boundaries.crosses(trainer.global_step):
-            self._check(trainer, pl_module)
+        step = trainer.global_step
+        is_due = self._boundaries.crosses(step)  # which sets the step of the next call
+        self._trains = self._is_to_compare(trainer)
+        if not self._trains:
+            return
+        if self._pending is not None and step >= self._pending.step + STEPS_UNTIL_SENT:
+            self._pending.send()
+            if step >= self._pending.step + STEPS_UNTIL_READ:
+                self._read(pl_module)
+        if is_due or (self.doubles and step >= self._next_double):
+            self._begin(trainer, pl_module)
+        if self.doubles:
+            self._next_double = _next_double(step, self._first_step)
+            self.next_due_step = min(self.next_due_step, self._next_double)
+        if self._pending is not None:
+            until = STEPS_UNTIL_SENT if self._pending.work is None else STEPS_UNTIL_READ
+            self.next_due_step = min(self.next_due_step, self._pending.step + until)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._trains and self.doubles and trainer.global_step > self._compared_step:
+            self._begin(trainer, pl_module)
+            self.next_due_step = min(self.next_due_step, trainer.global_step + STEPS_UNTIL_SENT)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.every_n_steps and trainer.global_step > self._checked_step:
-            self._check(trainer, pl_module)
+        if not self._trains:
+            return
+        if trainer.global_step > self._compared_step:
+            self._begin(trainer, pl_module)
+        self._trains = False
+        self._read(pl_module)
 
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._checked_step = trainer.global_step
-        if trainer.world_size > 1:
-            check_replicas(pl_module, trainer.global_step)
+    def _is_to_compare(self, trainer: pl.Trainer) -> bool:
+        return (self.doubles or self.every_n_steps > 0) and _has_process_group(trainer)
 
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to compare what there is now."""
+        self._read(pl_module)
+        self._compared_step = trainer.global_step
+        tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
+        if tensors:
+            number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST
+            self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]))
 
-def check_replicas(module: torch.nn.Module, step: int) -> None:
-    """Compare the parameters and buffers of `module` across all ranks; to be called by all of them.
+    def _read(self, pl_module: pl.LightningModule) -> None:
+        """Read what was begun, if anything.
 
-    Raises:
-        ReplicaDriftError: On every rank; names the first tensor that differs and the ranks that hold each version.
-    """
-    tensors = dict(_replicated(module))
-    if not tensors:
-        return
-    device = next(iter(tensors.values())).device
-    mine = torch.stack([digest(t).to(device) for t in tensors.values()])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    all_ranks = torch.stack(everyone).cpu()
-    differs = (all_ranks != all_ranks[0]).any(0)
-    if not differs.any():
-        return
-    first = int(differs.nonzero()[0])
-    versions: dict[int, list[int]] = {}
-    for rank, value in enumerate(all_ranks[:, first].tolist()):
-        versions.setdefault(value, []).append(rank)
-    groups = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in versions.values())
-    raise ReplicaDriftError(
-        f"after step {step} {int(differs.sum())} of {len(tensors)} tensors differ between ranks, the first is "
-        f"{list(tensors)[first]}: {groups} hold different values. Likely {_cause(list(tensors), differs)}."
-    )
+        Raises:
+            ReplicaDriftError: On every rank.
+        """
+        comparison, self._pending = self._pending, None
+        if comparison is None:
+            return
+        if not comparison.is_equal():
+            named = list(_replicated(pl_module, comparison.trainer))
+            raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
 
 
-def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of a tensor's bits, on its device; NaNs compare by their bits, too."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    size = flat.element_size()
-    if flat.numel() * size % 8 == 0:
-        # Whole words need no conversion, which is most of the cost; a view of them must begin at one.
-        flat = flat if flat.storage_offset() * size % 8 == 0 else flat.clone()
-        return flat.view(torch.int64).sum()
-    return flat.view(_BITS[size]).sum(dtype=torch.int64)
+def _has_process_group(trainer: pl.Trainer) -> bool:
+    return trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
 
 
-def _replicated(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided:
+class _Comparison:
+    """A comparison on its way: the largest digest of all ranks, and the largest negative one."""
+
+    def __init__(self, trainer: pl.Trainer, group: dist.ProcessGroup | None, numbers: Tensor) -> None:
+        self.trainer, self.group, self.step = trainer, group, trainer.global_step
+        self.work: Any = None
+        is_on_host = numbers.device.type == "cpu"
+        self._numbers = numbers if is_on_host else torch.empty_like(numbers, device="cpu", pin_memory=True)
+        self._ready: torch.cuda.Event | None = None
+        if is_on_host:
+            self.send()
+        else:
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def send(self) -> None:
+        """Send the digest to the other ranks, unless that was done."""
+        if self.work is None:
+            if self._ready is not None:
+                self._ready.synchronize()
+            self.work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def is_equal(self) -> bool:
+        """Whether all ranks have the same digest."""
+        self.send()
+        self.work.wait()
+        largest, negative_smallest = self._numbers.tolist()
+        return bool(largest == -negative_smallest)
+
+
+def _next_double(step: int, first: int) -> int:
+    """The first step after `step` that is 1, 2, 4, 8, … after `first`."""
+    return first + (1 << (step - first).bit_length() if step > first else 1)
+
+
+def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """What must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
+    own = getattr(module, "replicated_tensors", None)
+    named = own() if own is not None else _of_module(module, trainer)
+    for name, tensor in named:
+        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and tensor.numel():
             yield name, tensor
 
 
-def _cause(names: list[str], differs: Tensor) -> str:
-    drifted = [name for name, differ in zip(names, differs.tolist(), strict=True) if differ]
+def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for optimizer in trainer.optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
+
+
+def _explained(named: Sequence[tuple[str, Tensor]], step: int, group: dist.ProcessGroup | None) -> str:
+    """What differs between the ranks, to be called by all of them."""
+    names = [name for name, _ in named]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        everyone, [(name, tuple(tensor.shape), int(digest(tensor))) for name, tensor in named], group=group
+    )
+    for rank, theirs in enumerate(everyone):
+        if [entry[:2] for entry in theirs] != [entry[:2] for entry in everyone[0]]:
+            return _different_tensors(step, rank, everyone[0], theirs)
+    differs = [len({theirs[i][2] for theirs in everyone}) > 1 for i in range(len(names))]
+    if not any(differs):
+        return f"after step {step} replicas differed between ranks, and they no longer do; {_ADVICE}"
+    first = differs.index(True)
+    versions: dict[int, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        versions.setdefault(theirs[first][2], []).append(rank)
+    values = _values(named[first][1], group)
+    groups = " and ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({values[ranks[0]]})" for ranks in versions.values()
+    )
+    drifted = [name for name, differ in zip(names, differs, strict=True) if differ]
+    return (
+        f"after step {step} {len(drifted)} of {len(names)} tensors differ between ranks, the first is {names[first]}: "
+        f"{groups} hold different values. Likely {_cause(drifted, len(names))}. {_ADVICE}"
+    )
+
+
+_ADVICE = (
+    "What is meant to differ by rank is named in the trainer's `rank_local`, an optimizer that shards its state "
+    "included; ReplicaGuard(every_n_steps=0) compares nothing."
+)
+
+
+def _different_tensors(step: int, rank: int, first: list[Any], other: list[Any]) -> str:
+    pairs = zip([*first, None], [*other, None], strict=False)
+    here, there = next((a, b) for a, b in pairs if (a and a[:2]) != (b and b[:2]))
+    texts = ["nothing" if entry is None else f"{entry[0]} of shape {entry[1]}" for entry in (here, there)]
+    return (
+        f"after step {step} ranks hold different tensors: rank 0 has {texts[0]} where rank {rank} has {texts[1]}. "
+        f"Likely an optimizer that shards its state, or parameters that only one rank replaced. {_ADVICE}"
+    )
+
+
+def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
+    """Of each rank the value of the first element that differs from rank 0's."""
+    mine = tensor.detach().cpu().reshape(-1)
+    reference = mine.clone()
+    dist.broadcast(reference, src=0, group=group)
+    unequal = (mine != reference) & ~(mine.isnan() & reference.isnan())
+    place = int(unequal.nonzero()[0]) if unequal.any() else len(mine)
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, place, group=group)
+    index = min(places) if min(places) < len(mine) else 0
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, f"{mine[index].item()!r} at {index}", group=group)
+    return values
+
+
+def _cause(drifted: Sequence[str], count: int) -> str:
     if all(name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") for name in drifted):
         return "statistics of a norm layer that each rank computes from its own rows; SyncBatchNorm makes them equal"
-    if 2 * len(drifted) > len(names):
-        return "gradients that are not averaged: a backward outside of `train_step`, or ranks that began differently"
+    if all(" of " in name for name in drifted):
+        return "an optimizer that shards its state, or one whose state was changed by what a rank's own rows say"
+    if 2 * len(drifted) > count:
+        return (
+            "gradients that are not averaged: a backward outside of `train_step`, gradients of torch.func or "
+            "torch.autograd.grad that are used without `.grad`, gradients that were changed in place after they were "
+            "read, or ranks that began differently"
+        )
     return "an update that not every rank made, or random numbers that differ between ranks, in that module"

@@ -228,7 +228,8 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
         results = train_on_ranks(subject, jobs, folder)
     except RanksError as error:
         # An error of genlight's own says what to do.
-        remedy = "" if "ContractError" in str(error) else "Make the same calls on every rank, whatever its rows are."
+        says_what_to_do = any(name in str(error) for name in ("ContractError", "ReplicaDriftError"))
+        remedy = "" if says_what_to_do else "Make the same calls on every rank, whatever its rows are."
         yield Finding("ranks", "fail", str(error), remedy)
         return
     if not expected:

@@ -145,8 +145,9 @@ class StepResult:
 class TrainerPlugin(Protocol):
     """A trainer class; ``docs`` of each hook in the README.
 
-    The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``evaluate``) are looked up by name and
-    are not part of the protocol, because a class that lacks them conforms.
+    The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``evaluate``) and the optional attribute
+    ``rank_local`` (names of parts of the state that differ by rank) are looked up by name and are not part of the
+    protocol, because a class that lacks them conforms.
     """
 
     def setup(self, ctx: StepContext) -> None:

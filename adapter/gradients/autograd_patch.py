@@ -2,7 +2,7 @@
 
 The entry is replaced while somebody holds it, for a whole training, and put back when nobody does. Calls between steps
 and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
-loss is scaled, so are the methods that register backward hooks.
+loss is scaled, so are the methods that register backward hooks; where gradients are averaged, so are collectives.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from . import collective_patch as collective_interception
 from . import hook_patch as hook_interception
 from .hook_patch import HookTranslator
 
@@ -41,6 +42,13 @@ class Interceptor(Protocol):
     def hooks_translator(self) -> HookTranslator | None:
         """For the hooks of the trainer inside of the graph; None where the loss is not scaled."""
 
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+
+    def before_collective(self, name: str) -> None:
+        """The trainer is about to wait for other ranks by the function `name` of ``torch.distributed``."""
+
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """A backward call of the trainer."""
 
@@ -57,6 +65,7 @@ _lock = threading.Lock()
 _holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
 _hooks_are_led = False
+_collectives_are_led = False
 
 
 def hold(interceptor: Interceptor) -> None:
@@ -74,7 +83,7 @@ def release(interceptor: Interceptor) -> None:
 
 
 def _replace_or_put_back() -> None:
-    global _step_hook, _hooks_are_led
+    global _step_hook, _hooks_are_led, _collectives_are_led
     if _holders and _step_hook is None:
         setattr(torch.autograd, _ENGINE, _intercepted)
         _step_hook = register_optimizer_step_pre_hook(_before_any_step)
@@ -88,6 +97,12 @@ def _replace_or_put_back() -> None:
     elif not translates and _hooks_are_led:
         hook_interception.restore()
     _hooks_are_led = translates
+    averages = any(holder.averages for holder in _holders)
+    if averages and not _collectives_are_led:
+        collective_interception.lead(_before_any_collective)
+    elif not averages and _collectives_are_led:
+        collective_interception.restore()
+    _collectives_are_led = averages
 
 
 def begin(interceptor: Interceptor) -> None:
@@ -142,6 +157,12 @@ def _of_engine() -> Interceptor | None:
 def _translator() -> HookTranslator | None:
     interceptor = _active.get(threading.get_ident()) or _of_engine()
     return None if interceptor is None else interceptor.hooks_translator
+
+
+def _before_any_collective(name: str) -> None:
+    interceptor = _active.get(threading.get_ident())
+    if interceptor is not None and not interceptor.in_backward:
+        interceptor.before_collective(name)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature

@@ -10,9 +10,11 @@ is equal on all ranks and stays what it is.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,172 +25,237 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .buckets import Bucket, grouped, read_gradient, write_gradient
+from .rank_points import NUMBERS, Point, are_together, parted
 
-__all__ = ["BufferSync", "GradientSync", "average", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
+__all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
 
 LATE_CALLS = 8
 """How many calls a GPU may be behind the host before the host waits for it."""
 
 
 class GradientSync:
-    """Averages the gradients of all managed optimizers over the ranks; called by all ranks after each backward.
+    """Averages gradients over the ranks: of all optimizers' parameters, and of whatever else a trainer gives one.
 
-    A trainer without optimizers updates by hand: then it is the gradients of all that wants one.
+    What an optimizer holds always takes part. Other parameters of the modules, and bare tensors that want a gradient,
+    may be updated by hand, counted into a norm or copied to others: they take part where any rank has a gradient for
+    them, which ranks tell each other first. To know that, the host waits for the device in each call, unless all of
+    them are frozen. A trainer without optimizers updates by hand: then all of them always take part.
 
     Args:
         discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
             are left to those.
         group: Process group; None means all ranks.
+        rank_local: What is each rank's own.
     """
 
-    def __init__(self, discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        discovered: Discovered,
+        group: dist.ProcessGroup | None = None,
+        rank_local: RankLocal = EVERYTHING_SHARED,
+    ) -> None:
         self._discovered = discovered
+        self._rank_local = rank_local
         self.group = group
         self._world_size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
-        self._sent: deque[_SentOrdinal] = deque()
-        self._sizes: list[int] | None = None
+        self._sent: deque[_SentPoint] = deque()
+        self._previous: Point | None = None
+        self._optimized: list[Tensor] | None = None
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._candidates: list[Tensor] = []
-        self._plans: dict[tuple[bool, ...], list[_Bucket]] = {}
+        self._others: list[Tensor] = []
+        self._all: list[Tensor] = []
+        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._was_replaced = False
+        self.by_hand: frozenset[int] = frozenset()
+        """Ids of the tensors that no optimizer updates."""
+        self.shared = {id(found.value) for found in rank_local.shared(discovered)}
+        """Ids of the optimizers whose updates are the same on all ranks."""
+        self.parameters()
 
-    @torch.no_grad()
-    def __call__(self, ordinal: int = 0) -> None:
+    def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
 
         Args:
-            ordinal: How many times this was done for the same update already; must be the same on all ranks.
+            at: Where the trainer's code is; must be the same on all ranks.
 
         Raises:
-            ContractError: It was not: some ranks looked at gradients between their backward calls, others did not, and
-                what was averaged does not belong together.
+            ContractError: It is not, and what was averaged does not belong together.
         """
-        buckets = self._buckets()
-        for bucket in buckets:
-            bucket.send(ordinal)
-        for bucket in buckets:
-            bucket.land()
-        if buckets:
-            self._sent.append(_SentOrdinal(ordinal, *_to_host(buckets[0].ordinal)))
-            self._check_ordinals()
+        for parameter, gradient in self._average(read_gradient, at):
+            write_gradient(parameter, gradient)
 
-    def _check_ordinals(self) -> None:
-        """Compare ordinals with their means; on a GPU some calls later, so that the host need not wait for the device.
+    def average_given(self, gradients: Mapping[int, Tensor | None], at: Point) -> dict[int, Tensor]:
+        """Replace `gradients`, by the ids of their parameters, by their mean; in place, as far as there were any.
 
-        All ranks look at one after the same number of calls, so that all that have an error raise it in the same call.
+        Returns:
+            What other ranks have and this one has not.
         """
-        latest = self._sent[-1]
-        while len(self._sent) > (0 if latest.ready is None else LATE_CALLS):
+        new = self._average(lambda p: gradients.get(id(p)), at)
+        return {id(p): gradient for p, gradient in new if id(p) in gradients}
+
+    def take_no_part(self, at: Point) -> None:
+        """This rank's step ends without a gradient; learn whether that is so on all ranks.
+
+        Raises:
+            ContractError: It is not.
+        """
+        plan = self._current_plan()
+        if plan.buckets:
+            self._exchange(plan, None, at)
+
+    @torch.no_grad()
+    def _average(self, gradient_of: Callable[[Tensor], Tensor | None], at: Point) -> list[tuple[Tensor, Tensor]]:
+        """Average in place; gives the gradients that are to be put in the place of others, or of none."""
+        plan = self._current_plan()
+        if not plan.buckets:
+            return []
+        others_used = self._exchange(plan, gradient_of, at)
+        buckets = [*plan.buckets]
+        if any(others_used):
+            seconds = plan.of_others(others_used, self.group)
+            for bucket in seconds:
+                bucket.send([gradient_of(p) for p in bucket.parameters])
+            for bucket in seconds:
+                bucket.wait()
+            buckets += seconds
+        return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
+
+    def _exchange(self, plan: _Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
+        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds."""
+        if self._was_replaced:
+            self._was_replaced = False
+            _check_same(_shapes([*self._candidates, *self._others]), self.group, _REPLACED)
+        first = plan.buckets[0]
+        points, others = first.extra[: NUMBERS * self._world_size], first.extra[NUMBERS * self._world_size :]
+        first.extra.zero_()
+        mine = points[NUMBERS * self._rank :][:NUMBERS]
+        mine.copy_(torch.tensor(at.numbers()))
+        if gradient_of is not None and plan.others:
+            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
+        for bucket in plan.buckets:
+            if gradient_of is None:
+                bucket.send_as_it_is()
+            else:
+                bucket.send([gradient_of(p) for p in bucket.parameters])
+        for bucket in plan.buckets:
+            bucket.wait()
+        self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
+        self._previous = at
+        used = [flag > 0 for flag in others.tolist()]
+        self._check_points(0 if used or self._sent[-1].ready is None else LATE_CALLS)
+        return used
+
+    def _check_points(self, most_left: int) -> None:
+        """Compare where the ranks were; on a GPU some calls later, so that the host need not wait for the device.
+
+        All ranks look at a call after the same number of others, so that all raise the error in the same call.
+        """
+        while len(self._sent) > most_left:
             sent = self._sent.popleft()
             if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
                 sent.ready.synchronize()
-            if abs(float(sent.mean) - sent.ordinal) > 0.5 / self._world_size + 0.02 * sent.ordinal:
-                raise ContractError(
-                    "Ranks averaged their gradients at different points of a step. `train_step` reads gradients "
-                    "between its backward calls, or calls backward, on some ranks only; it must do so on all."
-                )
+            if not are_together(sent.numbers.view(-1, NUMBERS).tolist()):
+                before = "" if sent.before is None else str(self._named(sent.before))
+                raise parted(self._named(sent.point)._replace(before=before), self.group)
+
+    def _named(self, point: Point) -> Point:
+        """`point` with the path of its parameter, which is looked for only where somebody will read it."""
+        paths = {id(p): path for path, p in self._outside_of_optimizers()}
+        what = point.what
+        return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))
 
     def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients are averaged, as they are now."""
+        """The tensors whose gradients are averaged, as they are now; the same list while they are the same."""
         self._refresh()
-        return [p for p in self._candidates if p.requires_grad]
+        return self._all
 
     def _refresh(self) -> None:
-        """Follow optimizers that were given more parameters."""
-        sizes = [len(group["params"]) for found in self._discovered.optimizers for group in found.value.param_groups]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._plans.clear()
-            self._candidates = [
-                p for p in self._discovered.updated() if id(p) not in self._foreign and not isinstance(p, DTensor)
-            ]
+        """Follow parameters that were added, or that took the place of others with the same names."""
+        optimized = [
+            p for found in self._discovered.optimizers for group in found.value.param_groups for p in group["params"]
+        ]
+        before = self._optimized
+        if (
+            before is not None
+            and len(before) == len(optimized)
+            and all(map(operator.is_, before, optimized))
+            and all(slots.get(name) is parameter for slots, name, parameter in self._slots)
+        ):
+            return
+        self._was_replaced = before is not None
+        self._optimized = optimized
+        self._plans.clear()
+        left_out = self._foreign | self._rank_local.ids(self._discovered)
+        held = {id(p) for p in optimized}
+        others = [p for _, p in self._outside_of_optimizers() if id(p) not in held]
+        unique = {id(p): p for p in (*optimized, *others) if id(p) not in left_out and not isinstance(p, DTensor)}
+        self._candidates = [p for p in unique.values() if id(p) in held]
+        self._others = [p for p in unique.values() if id(p) not in held]
+        self.by_hand = frozenset(id(p) for p in self._others)
+        if not self._discovered.optimizers:
+            self._candidates, self._others = self._others, []
+        modules = [m for found in self._discovered.modules for m in found.value.modules()]
+        self._all = self._candidates + self._others
+        self._slots = [
+            (m._parameters, name, p)
+            for m in modules
+            for name, p in m._parameters.items()
+            if p is not None and id(p) in self.by_hand
+        ]
 
-    def _buckets(self) -> list[_Bucket]:
+    def _outside_of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
+        for found in self._discovered.modules:
+            yield from self._rank_local.parameters(found)
+        yield from self._rank_local.bare(self._discovered)
+
+    def _current_plan(self) -> _Plan:
         self._refresh()
         # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
-        pattern = tuple([p.requires_grad for p in self._candidates])
+        pattern = tuple([p.requires_grad for p in self._all])
         plan = self._plans.get(pattern)
         if plan is None:
             # Backward makes the last parameters' gradients first; so does the order of the buckets.
             wanted = [p for p in reversed(self._candidates) if p.requires_grad]
-            plan = [_Bucket(parameters, self._world_size, self.group) for parameters in _buckets(wanted)]
+            others = [p for p in self._others if p.requires_grad]
+            plan = _plan(wanted or others, others if wanted else [], self.group)
             self._plans[pattern] = plan
         return plan
 
 
-class _SentOrdinal(NamedTuple):
-    """An ordinal on its way through the device: what this rank sent, the mean, and when that can be read."""
+class _SentPoint(NamedTuple):
+    """Where this rank was, the numbers of all ranks on their way through the device, and when they can be read."""
 
-    ordinal: int
-    mean: Tensor
+    point: Point
+    before: Point | None
+    numbers: Tensor
     ready: torch.cuda.Event | None
 
 
-class _Bucket:
-    """Parameters whose gradients travel together, and the flat tensor that they travel in.
+@dataclass(frozen=True)
+class _Plan:
+    """How gradients travel: some always, others once it is known that some rank has one."""
 
-    The tensor is kept, as DDP keeps its own: memory that was never touched is several times slower to write.
-    """
+    buckets: list[Bucket]
+    others: list[Tensor]
+    _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
 
-    def __init__(self, parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
-        self._parameters = parameters
-        self._world_size = world_size
-        self._group = group
-        first = parameters[0]
-        size = sum(p.numel() for p in parameters)
-        # The tail says which parameters have a gradient, so that one that no rank used keeps none, as with one process.
-        self._flat = torch.empty(size + len(parameters) + 1, dtype=first.dtype, device=first.device)
-        sizes = [*(p.numel() for p in parameters), len(parameters), 1]
-        *pieces, self._used, self.ordinal = torch.split(self._flat, sizes)
-        self._views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self._packed: tuple[list[Tensor], list[Tensor]] = ([], [])
-        """The gradients that are dense, and where each stands in the flat tensor."""
-        self._missing: list[int] = []
-        self._sparse: list[int] = []
-        self._work: Any = None
+    def of_others(self, used: Sequence[bool], group: dist.ProcessGroup | None) -> list[Bucket]:
+        key = tuple(used)
+        if key not in self._others_buckets:
+            wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
+            self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
+        return self._others_buckets[key]
 
-    def send(self, ordinal: int) -> None:
-        """Pack the gradients and start to average them, and `ordinal` with them."""
-        grads = [p.grad for p in self._parameters]
-        self._missing = [i for i, grad in enumerate(grads) if grad is None]
-        self._sparse = [i for i, grad in enumerate(grads) if grad is not None and grad.layout is not torch.strided]
-        self._used.fill_(1)
-        self.ordinal.fill_(ordinal)
-        if self._missing or self._sparse:
-            self._pack_others(grads)
-        else:
-            self._packed = cast("list[Tensor]", grads), self._views
-        if self._packed[0]:
-            torch._foreach_copy_(self._packed[1], self._packed[0])
-        self._flat.div_(self._world_size)
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
-    def _pack_others(self, grads: list[Tensor | None]) -> None:
-        for i in self._missing:
-            self._used[i] = 0
-            self._views[i].zero_()
-        for i in self._sparse:
-            self._views[i].copy_(cast("Tensor", grads[i]).to_dense())
-        others = {*self._missing, *self._sparse}
-        dense = [(g, view) for i, (g, view) in enumerate(zip(grads, self._views, strict=True)) if i not in others]
-        self._packed = [cast("Tensor", g) for g, _ in dense], [view for _, view in dense]
-
-    def land(self) -> None:
-        """Wait for the averages and hand them out."""
-        self._work.wait()
-        (grads, views), self._packed = self._packed, ([], [])
-        if grads:
-            torch._foreach_copy_(grads, views)
-        for i in self._sparse:
-            parameter = self._parameters[i]
-            parameter.grad = self._views[i].to_sparse(cast("Tensor", parameter.grad).sparse_dim())
-        if self._missing:
-            used_somewhere = self._used.tolist()
-            for i in self._missing:
-                if used_somewhere[i] > 0:
-                    self._parameters[i].grad = self._views[i].clone()
+def _plan(always: list[Tensor], others: list[Tensor], group: dist.ProcessGroup | None) -> _Plan:
+    extra = NUMBERS * dist.get_world_size(group) + len(others)
+    pieces = enumerate(grouped(always))
+    return _Plan([Bucket(parameters, group, 0 if i else extra) for i, parameters in pieces], others)
 
 
 class BufferSync:
@@ -200,13 +267,20 @@ class BufferSync:
     Args:
         discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
         group: Process group; None means all ranks.
+        rank_local: What is each rank's own.
     """
 
-    def __init__(self, discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        discovered: Discovered,
+        group: dist.ProcessGroup | None = None,
+        rank_local: RankLocal = EVERYTHING_SHARED,
+    ) -> None:
         self._group = group
+        shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
         owners = [m for found in discovered.trained for m in found.value.modules()]
         owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, _NormBase)]
-        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if b is not None]
+        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -221,22 +295,11 @@ class BufferSync:
 def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    for bucket in _buckets([t for t in tensors if not isinstance(t, DTensor)]):
+    for bucket in grouped([t for t in tensors if not isinstance(t, DTensor)]):
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
         dist.broadcast(flat, src=source, group=group)
         for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
             tensor.detach().copy_(view.view(tensor.shape))
-
-
-@torch.no_grad()
-def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite `tensors` with their mean over the ranks; to be called by all of them, with tensors of equal shapes."""
-    world_size = dist.get_world_size(group)
-    for bucket in _buckets(list(tensors)):
-        flat = torch.cat([t.reshape(-1) for t in bucket]).div_(world_size)
-        dist.all_reduce(flat, group=group)
-        for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-            tensor.copy_(view.view(tensor.shape))
 
 
 def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
@@ -248,13 +311,30 @@ def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | 
     return mean.to(value.dtype) if isinstance(value, Tensor) else mean.item()
 
 
-def check_same_on_all_ranks(discovered: Discovered, group: dist.ProcessGroup | None = None) -> None:
+def check_same_on_all_ranks(
+    discovered: Discovered, group: dist.ProcessGroup | None = None, rank_local: RankLocal = EVERYTHING_SHARED
+) -> None:
     """Refuse ranks whose trainers built different things.
 
     Raises:
         ContractError: Names the first entry that differs and the two ranks.
     """
-    mine = _inventory(discovered)
+    _check_same(_inventory(discovered, rank_local), group, _BUILT)
+
+
+_BUILT = (
+    "Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` must build the "
+    "same modules and optimizers, in the same order, on every rank; what is meant to differ is named in the trainer's "
+    "`rank_local`."
+)
+_REPLACED = (
+    "Parameters were replaced while training, and not by equal ones on all ranks: rank 0 has {here}, rank {rank} has "
+    "{there}. Ranks that add or remove rows must decide by what is equal on all of them: gradients of parameters are, "
+    "statistics of a rank's own rows are not."
+)
+
+
+def _check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> None:
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
     for rank, other in enumerate(everyone):
@@ -262,46 +342,25 @@ def check_same_on_all_ranks(discovered: Discovered, group: dist.ProcessGroup | N
             here, there = next(
                 (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
             )
-            raise ContractError(
-                f"Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. "
-                "`configure` must build the same modules and optimizers, in the same order, on every rank."
-            )
+            raise ContractError(text.format(rank=rank, here=here, there=there))
 
 
-def _inventory(discovered: Discovered) -> list[str]:
-    lines = [
-        f"{m.path}.{name} {tuple(t.shape)} {t.dtype}"
-        for m in discovered.modules
-        for name, t in (*m.value.named_parameters(), *m.value.named_buffers())
-    ]
-    lines += [f"{p.path} {tuple(p.value.shape)} {p.value.dtype}" for p in discovered.parameters]
-    if not discovered.optimizers:
-        lines += [
-            f"{t.path} {tuple(t.value.shape)} {t.value.dtype}" for t in discovered.tensors if t.value.requires_grad
-        ]
-    for found in discovered.optimizers:
+def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
+    tensors = rank_local.tensors(discovered)
+    lines = [f"{path} {tuple(t.shape)} {t.dtype}" for path, t in tensors]
+    for found in rank_local.shared(discovered):
         shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
         lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
     return lines
 
 
+def _shapes(tensors: Iterable[Tensor]) -> list[str]:
+    return [f"{tuple(t.shape)} of {t.dtype}" for t in tensors]
+
+
 def _replicated_by_themselves(discovered: Discovered) -> Iterator[nn.Module]:
     for found in discovered.modules:
         yield from (m for m in found.value.modules() if isinstance(m, DistributedDataParallel))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`tensors` in their order, in groups of one kind and of at most `BUCKET_BYTES`."""
-    open_buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
-        size = tensor.numel() * tensor.element_size()
-        if kind in open_buckets and sizes[kind] + size > BUCKET_BYTES:
-            yield open_buckets.pop(kind)
-        sizes[kind] = sizes[kind] + size if kind in open_buckets else size
-        open_buckets.setdefault(kind, []).append(tensor)
-    yield from open_buckets.values()
 
 
 def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

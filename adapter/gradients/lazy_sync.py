@@ -1,24 +1,30 @@
 """Averages gradients when somebody wants to see them, so that accumulating them over several backward calls costs once.
 
-After a backward call the managed parameters are guarded: the first read of any ``.grad``, by whoever it is, averages
-before it answers. So does an update, and the end of the step. Nobody ever sees the gradient of one rank alone, and
-whether a trainer accumulates, clips or logs, each gradient is averaged exactly as often as it must be. What happens
-depends on the trainer's code alone, never on what was learned earlier, so that a resumed run does the same sums.
+While a step runs, the managed parameters are guarded until their update: after a backward call the first read of any
+``.grad``, by whoever it is, averages before it answers. So does an update, and the end of the step. A gradient that a
+trainer writes to ``.grad`` itself counts like one of backward: the first read of it, or an update, averages.
+
+Nobody ever sees the gradient of one rank alone, and whether a trainer accumulates, clips or logs, each gradient is
+averaged exactly as often as it must be. What happens depends on the trainer's code alone, never on what was learned
+earlier, so that a resumed run does the same sums.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .buckets import read_gradient, write_gradient
+from .rank_points import Why
+
 __all__ = ["Accumulation"]
 
-_GRAD: Any = torch.Tensor.grad
-"""The descriptor behind ``tensor.grad``."""
+_post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Accumulation:
@@ -28,83 +34,156 @@ class Accumulation:
     guarded; gradients are then averaged after each backward call.
 
     Args:
-        parameters: The parameters whose gradients are averaged, as they are now.
-        settle: Averages them; its argument is how many times that was done for this update already.
+        parameters: The parameters whose gradients are averaged, as they are now; the same list while they are the same.
+        settle: Averages them. Its arguments are how many times that was done for this update already, why it is done
+            now, and for what: the parameter whose gradient is read, or a name.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]], settle: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Sequence[Tensor]],
+        settle: Callable[[int, Why, Tensor | str], None],
+    ) -> None:
         self._parameters = parameters
         self._settle_now = settle
         self._settled = 0
         self._pending = False
-        self._guarded: list[tuple[Tensor, type]] = []
-        self._classes = {kind: _guarding(kind, self._on_read) for kind in (nn.Parameter, Tensor)}
+        self._written: set[int] = set()
+        """Ids of the parameters whose gradient the trainer has written, since gradients were averaged."""
+        self._in_backward = False
+        self._known: Sequence[Tensor] | None = None
+        self._guarded: dict[type, list[Tensor]] = {}
+        """What of `_known` can be guarded, by its own class; all of it or nothing."""
+        self._is_on = False
+        self._classes: dict[type, type[Any]] = {kind: _guarding(kind, self) for kind in (nn.Parameter, Tensor)}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._guard()
 
     def before_backward(self) -> None:
         """A backward call begins: what it adds to is still this rank's own, or equal on all ranks."""
-        self._unguard()
+        self._in_backward = True
 
     def after_backward(self) -> None:
         """A backward call has ended."""
+        self._in_backward = False
         self._pending = True
         if not self._guard():
-            self._settle()
+            self.settle(Why.BACKWARD)
 
-    def before_update(self) -> None:
-        """An update, or the end of the step, follows: gradients are those of all ranks when this returns."""
-        self._settle()
+    def leave_backward(self) -> None:
+        """A backward call is over, or has raised; the trainer may go on."""
+        self._in_backward = False
+
+    def expect_writes(self) -> None:
+        """The trainer has computed gradients that it may write itself."""
+        self._guard()
+
+    def before_update(self, what: Tensor | str = "") -> None:
+        """An update follows: gradients are those of all ranks, and read without a detour, until `resume`."""
+        self.settle(Why.UPDATE, what)
+        self._unguard()
+        self._settled = 0
+
+    def resume(self) -> None:
+        """The trainer's own code goes on after an update, or in a closure of one."""
+        for kind, parameters in self._guarded.items():
+            own = self._classes[kind]
+            for parameter in parameters:
+                parameter.__class__ = own
+        self._is_on = True
+
+    def end(self) -> None:
+        """The step ends; gradients are those of all ranks."""
+        self.settle(Why.END_OF_STEP)
+        self._unguard()
         self._settled = 0
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, so nothing is averaged."""
         self._unguard()
-        self._pending = False
+        self._pending = self._in_backward = False
+        self._written.clear()
         self._settled = 0
 
-    def _on_read(self) -> None:
-        self._settle()
-
-    def _settle(self) -> None:
-        self._unguard()
-        if self._pending:
+    def settle(self, why: Why, what: Tensor | str = "") -> None:
+        """Average what was accumulated or written since that was done last."""
+        if self._pending or self._written:
             self._pending = False
-            self._settle_now(self._settled)
+            self._written.clear()
+            self._settle_now(self._settled, why, what)
             self._settled += 1
 
+    def on_read(self, parameter: Tensor) -> None:
+        """The gradient of a guarded parameter is wanted."""
+        if not self._in_backward and (self._pending or id(parameter) in self._written):
+            self.settle(Why.READ, parameter)
+
+    def on_write(self, parameter: Tensor, value: Tensor | None) -> None:
+        """The gradient of a guarded parameter is about to become `value`."""
+        if self._in_backward:
+            return
+        if self._pending:
+            self.settle(Why.READ, parameter)
+        if value is not None:
+            self._written.add(id(parameter))
+        else:
+            self._written.discard(id(parameter))
+
     def _guard(self) -> bool:
-        parameters = list(self._parameters())
-        if any(type(p) not in self._classes or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters):
+        parameters = self._parameters()
+        if parameters is not self._known:
+            self._unguard()
+            self._known = parameters
+            kinds = {type(p) for p in parameters}
+            can_be_guarded = kinds <= self._classes.keys()
+            self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
+        if (parameters and not self._guarded) or any(map(_post_accumulate_hooks, parameters)):
+            self._unguard()
             return False
-        for parameter in parameters:
-            kind = type(parameter)
-            self._guarded.append((parameter, kind))
-            parameter.__class__ = self._classes[kind]
+        if not self._is_on:
+            self.resume()
         return True
 
     def _unguard(self) -> None:
-        for parameter, kind in self._guarded:
-            parameter.__class__ = kind
-        self._guarded.clear()
+        for kind, parameters in self._guarded.items():
+            for parameter in parameters:
+                parameter.__class__ = kind
+        self._is_on = False
+
+    def unguard_one(self, parameter: Tensor, kind: type) -> None:
+        """Give a parameter its own class back until it is guarded again."""
+        parameter.__class__ = kind
+        self._is_on = False
 
 
-def _guarding(kind: type[Any], on_read: Callable[[], None]) -> type[Any]:
-    """A subclass of `kind` that calls `on_read`, which takes it away again, before its gradient is given out."""
+def _guarding(kind: type[Any], accumulation: Accumulation) -> type[Any]:
+    """A subclass of `kind` that has gradients averaged before one is given out."""
 
     def read(self: Any) -> Any:
-        on_read()
-        return _GRAD.__get__(self)
+        accumulation.on_read(self)
+        return read_gradient(self)
 
     def write(self: Any, value: Any) -> None:
-        on_read()
-        _GRAD.__set__(self, value)
+        accumulation.on_write(self, value)
+        write_gradient(self, value)
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
-        on_read()  # from here on it is of its own class
+        accumulation.on_read(self)
+        accumulation.unguard_one(self, kind)
         return copy.deepcopy(self, memo)
 
     def reduced(self: Any, protocol: Any) -> Any:
-        on_read()
+        accumulation.on_read(self)
+        accumulation.unguard_one(self, kind)
         return self.__reduce_ex__(protocol)
 
-    members = {"grad": property(read, write), "__deepcopy__": copied, "__reduce_ex__": reduced}
+    members = {
+        "grad": property(read, write),
+        "__deepcopy__": copied,
+        "__reduce_ex__": reduced,
+        # Of torch.Tensor, too, what is computed from it is of no class of ours.
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+    }
     return type(kind.__name__, (kind,), members)

@@ -12,7 +12,9 @@ While a ``train_step`` runs, and in its thread alone::
                         on_before_optimizer_step
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
-    end of the step     buffers of rank 0 to all ranks     several ranks
+    a collective        average gradients first            several ranks
+    end of the step     average gradients that nobody used several ranks; a rank without any says so
+                        buffers of rank 0 to all ranks     several ranks
 
 Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
 is bit-equal to plain torch, and free.
@@ -30,31 +32,32 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from . import autograd_patch as interception
 from .fsdp_errors import about_sharded_update, about_sharding
-from .gradient_sync import (
-    BufferSync,
-    GradientSync,
-    average,
-    average_scalar,
-    broadcast_from_zero,
-    check_same_on_all_ranks,
-)
+from .gradient_sync import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .rank_points import Point, Why, users_line
 from .unscaling import Unscaling
 
 __all__ = ["StepRouter", "step_router"]
 
 
-def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Discovered) -> StepRouter | None:
+def step_router(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    discovered: Discovered,
+    rank_local: RankLocal = EVERYTHING_SHARED,
+) -> StepRouter | None:
     """The router that this run needs, or None where plain torch does the same.
 
     To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
@@ -70,17 +73,23 @@ def step_router(trainer: pl.Trainer, module: pl.LightningModule, discovered: Dis
     gradients, buffers = None, None
     if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
         group = _data_parallel_group(trainer)
-        check_same_on_all_ranks(discovered, group)
-        _start_equal(discovered, group)
-        gradients = GradientSync(discovered, group)
-        buffers = BufferSync(discovered, group)
+        check_same_on_all_ranks(discovered, group, rank_local)
+        broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        gradients = GradientSync(discovered, group, rank_local)
+        buffers = BufferSync(discovered, group, rank_local)
     if precision.cast_inputs_to is not None:
         cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
     sharded = any(isinstance(m, FSDPModule) for found in discovered.modules for m in found.value.modules())
     if precision.context is None and gradients is None and not hooks and not sharded:
         return None
     return StepRouter(
-        discovered, trainer.strategy.root_device, precision=precision, hooks=hooks, gradients=gradients, buffers=buffers
+        discovered,
+        trainer.strategy.root_device,
+        precision=precision,
+        hooks=hooks,
+        gradients=gradients,
+        buffers=buffers,
+        completed_steps=lambda: trainer.global_step,
     )
 
 
@@ -94,6 +103,7 @@ class StepRouter:
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
         buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+        completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
     """
 
     def __init__(
@@ -105,6 +115,7 @@ class StepRouter:
         hooks: StepHooks | None = None,
         gradients: GradientSync | None = None,
         buffers: BufferSync | None = None,
+        completed_steps: Callable[[], int] | None = None,
     ) -> None:
         self._discovered = discovered
         self._device = device
@@ -123,11 +134,13 @@ class StepRouter:
         ]
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
-        self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
-        """Parameters that the trainer updates itself, without an optimizer."""
+        self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizers that nobody found, and the step in which each was first used."""
         self._steps = 0
+        self._completed_steps = completed_steps or (lambda: self._steps - 1)
+        self._updates = 0
+        self._last_update = ""
         self._refusal: ContractError | None = None
         self._is_open = self._is_closed = False
         self._may_be_written = False
@@ -144,6 +157,8 @@ class StepRouter:
         self._accumulation: Accumulation | None = None
         if gradients is not None and self._hooks.after_backward is None:
             self._accumulation = Accumulation(gradients.parameters, self._settle)
+        self._was_averaged = False
+        """Whether this step has averaged gradients."""
         for found in discovered.optimizers:
             interception.wrap(found.value, "step", self._step)
             if self._hooks.before_zero_grad is not None:
@@ -158,6 +173,16 @@ class StepRouter:
     def overflow_steps(self) -> int:
         """Updates skipped because gradients overflowed in fp16; reads from the device."""
         return self._scaler.overflow_steps if self._scaler is not None else 0
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+        return self._gradients is not None
+
+    def before_collective(self, name: str) -> None:
+        """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
+        if self._accumulation is not None:
+            self._accumulation.settle(Why.COLLECTIVE, name)
 
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than for each step anew."""
@@ -178,6 +203,9 @@ class StepRouter:
             self._context.__enter__()
         if not self._is_open:
             interception.hold(self)
+        self._was_averaged = False
+        if self._accumulation is not None:
+            self._accumulation.begin()
         interception.begin(self)
         return self
 
@@ -193,8 +221,8 @@ class StepRouter:
             raise refusal
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
-            if self._accumulation is not None:
-                self._accumulation.before_update()
+            if self._gradients is not None:
+                self._end_together(self._gradients)
             if self._buffers is not None:
                 self._buffers()
         elif self._accumulation is not None:
@@ -205,10 +233,23 @@ class StepRouter:
         if explained is not None:
             raise explained from exc
 
+    def _end_together(self, gradients: GradientSync) -> None:
+        """Average what the step has left, and find out about ranks that averaged nothing while others did."""
+        if self._accumulation is not None:
+            self._accumulation.end()
+        if not self._was_averaged:
+            gradients.take_no_part(self._point(Why.NOTHING))
+
+    def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
+        """Where this rank is now."""
+        where = "" if why in (Why.END_OF_STEP, Why.NOTHING) else users_line()
+        step = self._completed_steps() + 1
+        return Point(why, step, ordinal, self._updates, what, where, self._last_update)
+
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
         """Run one backward call of the trainer; `args` are those of torch's engine."""
         hooks = self._hooks
-        if self._scaler is not None and self._by_hand:
+        if self._scaler is not None and self._has_no_optimizer:
             raise ContractError(
                 "16-mixed needs an optimizer, in the state or on the trainer, whose update it can skip when gradients "
                 "overflow; this trainer updates by hand. Use bf16-mixed or 32-true."
@@ -225,6 +266,8 @@ class StepRouter:
                 interception.run_backward(outputs, grads, *args, **kwargs)
         finally:
             self.in_backward = False
+            if self._accumulation is not None:
+                self._accumulation.leave_backward()
             if self._unscaling is not None:
                 self._unscaling.end()
         if self._scaler is not None:
@@ -235,15 +278,18 @@ class StepRouter:
         if self._accumulation is not None:
             self._accumulation.after_backward()
         elif self._gradients is not None or self._scaler is not None:
-            self._settle()
+            self._settle(0, Why.BACKWARD)
         if hooks.after_backward is not None:
             hooks.after_backward()
 
-    def _settle(self, ordinal: int = 0) -> None:
+    def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
         """Make the gradients those of all ranks, and look at them."""
         if self._gradients is not None:
-            self._gradients(ordinal)
+            self._gradients(self._point(why, ordinal, what))
             self._averaged = set(self._managed)
+            self._was_averaged = True
+            if why is Why.UPDATE:
+                self._may_be_written = False
         if self._scaler is not None:
             for found in self._discovered.optimizers:
                 if found.value not in self._with_shards:
@@ -255,8 +301,10 @@ class StepRouter:
         Where its result is differentiated again (a gradient penalty), sharded weights must stay whole until then:
         the second backward reads them through no hook that could gather them.
         """
-        if self._gradients is not None and args and any(id(tensor) in self._parameters for tensor in args[0]):
+        if self._gradients is not None and args and any(self._is_managed(tensor) for tensor in args[0]):
             self._may_be_written = True
+            if self._accumulation is not None:
+                self._accumulation.expect_writes()
         for module in self._sharded if create_graph else ():
             module.set_reshard_after_backward(False)
         try:
@@ -264,11 +312,26 @@ class StepRouter:
         finally:
             for module in self._sharded if create_graph else ():
                 module.set_reshard_after_backward(True)
-        if self._gradients is not None and self._by_hand and args and not create_graph:
-            # Nothing else tells when the trainer uses them.
-            pairs = zip(args[0], result, strict=True)
-            average([g for p, g in pairs if id(p) in self._by_hand and g is not None], self._gradients.group)
+        if self._gradients is not None and args and not create_graph:
+            result = self._average_by_hand(args[0], result)
         return result
+
+    def _average_by_hand(self, inputs: Any, result: Any) -> Any:
+        """What ``torch.autograd.grad`` gave for tensors that no optimizer updates: nothing tells when they are used."""
+        assert self._gradients is not None
+        by_hand = self._gradients.by_hand
+        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in by_hand}
+        if not given:
+            return result
+        new = self._gradients.average_given(given, self._point(Why.AUTOGRAD_GRAD))
+        self._was_averaged = True
+        return tuple(new.get(id(p), g) for p, g in zip(inputs, result, strict=True))
+
+    def _is_managed(self, tensor: Any) -> bool:
+        """Whether a gradient by `tensor` may be one of a parameter: torch.func differentiates by stand-ins of them."""
+        if id(tensor) in self._parameters:
+            return True
+        return isinstance(tensor, Tensor) and bool(torch._C._functorch.is_gradtrackingtensor(tensor))
 
     def check_managed(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that was not found after ``configure``, where it trains a known module or goes on and on.
@@ -340,11 +403,14 @@ class StepRouter:
         if self._gradients is None:
             return
         if self._accumulation is not None:
-            self._accumulation.before_update()
+            self._accumulation.before_update(_first_parameter(optimizer))
         if self._may_be_written or id(optimizer) not in self._averaged:
-            self._settle()
+            self._settle(0, Why.UPDATE, _first_parameter(optimizer))
         self._may_be_written = False
         self._averaged.discard(id(optimizer))
+        if id(optimizer) in self._gradients.shared:
+            self._updates += 1
+            self._last_update = users_line()
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
@@ -369,6 +435,8 @@ class StepRouter:
         A line search decides by the loss; ranks that decided differently would part ways.
         """
         was, self._in_step = self._in_step, False
+        if self._accumulation is not None:
+            self._accumulation.resume()
         try:
             with self._precision.context() if self._precision.context is not None else nullcontext():
                 loss = closure()
@@ -393,17 +461,15 @@ class StepRouter:
             raise explained from error
         finally:
             self._in_step = False
+            if self._accumulation is not None:
+                self._accumulation.resume()
+
+
+def _first_parameter(optimizer: Optimizer) -> Tensor | str:
+    return next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
     return None
-
-
-def _start_equal(discovered: Discovered, group: dist.ProcessGroup | None) -> None:
-    modules = [found.value for found in discovered.modules]
-    broadcast_from_zero([t for m in modules for t in (*m.parameters(), *m.buffers())], group)
-    broadcast_from_zero([found.value for found in discovered.parameters], group)
-    if not discovered.optimizers:
-        broadcast_from_zero([found.value for found in discovered.tensors if found.value.requires_grad], group)

@@ -28,10 +28,12 @@ from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
 from ...callbacks.log_metrics import LogMetrics
+from ...callbacks.replica_guard import ReplicaGuard
 from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
+from ..discovery.rank_local import rank_local_of
 from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
@@ -302,9 +304,13 @@ class ContractModule(pl.LightningModule):
         vars(self).pop("configure_model", None)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             self.configure_model = self._shard  # type: ignore[method-assign]
-        if any(isinstance(callback, LogMetrics) for callback in callbacks_of(self.trainer)):
-            return []
-        return [LogMetrics(every_n_steps=self.ctx.job.metric_every)]
+        present = callbacks_of(self.trainer)
+        added: list[pl.Callback] = []
+        if not any(isinstance(callback, LogMetrics) for callback in present):
+            added.append(LogMetrics(every_n_steps=self.ctx.job.metric_every))
+        if self.trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
+            added.append(ReplicaGuard())
+        return added
 
     def _refuse_what_the_trainer_owns(self) -> None:
         trainer = self.trainer
@@ -358,6 +364,13 @@ class ContractModule(pl.LightningModule):
         if self.discovered is not None:
             self._is_sharded = shard_for(self.trainer.strategy, self.discovered, self.shard_policy)
 
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""
+        if self.discovered is not None:
+            rank_local = rank_local_of(self.plugin)
+            yield from rank_local.tensors(self.discovered)
+            yield from rank_local.optimizer_states(self.discovered)
+
     def check_nothing_new(self) -> None:
         """Refuse modules and optimizers that a step built.
 
@@ -374,7 +387,7 @@ class ContractModule(pl.LightningModule):
             waiting, states = self._to_restore["optimizers"], self._to_restore["optimizer_states"]
             put_back_what_fits(self.discovered.optimizers, waiting, states)
         train_what_optimizers_hold(self._frozen, self._found_optimizers)
-        self._router = step_router(self.trainer, self, self.discovered)
+        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
         if self._router is not None:
             self._router.open()
 

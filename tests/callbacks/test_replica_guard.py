@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from genlight.callbacks.replica_guard import ReplicaGuard, digest
+from genlight.callbacks.replica_digest import digest, digest_of_all
+from genlight.callbacks.replica_guard import ReplicaGuard, _next_double
 from support import SUPPORT
 
 
@@ -50,9 +52,17 @@ def test_one_bit_of_difference_is_found_at_the_next_check_on_every_rank(outcomes
     for rank in outcomes:
         found = rank["one bit at 2 checked 1"]
         assert found.startswith("ReplicaDriftError: after step 3 1 of 9 tensors differ between ranks")
-        assert "the first is net.2.weight: rank 0 and rank 1 hold different values" in found
+        assert "the first is net.2.weight: rank 0 (" in found
+        assert re.search(r"rank 0 \(\S+ at 0\) and rank 1 \(\S+ at 0\) hold different values", found)
         assert "an update that not every rank made" in found
         assert "after step 4 " in rank["one bit at 2 checked 4"]
+
+
+@pytest.mark.slow
+def test_replicas_are_compared_at_steps_that_double_and_with_each_checkpoint(outcomes):
+    for rank in outcomes:
+        assert "after step 4 1 of 9 tensors differ" in rank["one bit at 2 checked by default"]
+        assert "after step 3 1 of 9 tensors differ" in rank["one bit at 2 checked with a checkpoint"]
 
 
 @pytest.mark.slow
@@ -80,6 +90,35 @@ def test_a_digest_changes_with_any_element_and_with_nothing_else(dtype):
         other = tensor.clone()
         other.view(-1)[i] = not other.view(-1)[i] if dtype is torch.bool else other.view(-1)[i] + 1
         assert digest(other) != digest(tensor)
+
+
+def test_a_digest_changes_when_rows_of_a_large_tensor_change_places():
+    tensor = torch.arange(2000 * 640, dtype=torch.float32).view(2000, 640)
+    other = tensor.clone()
+    other[[3, 4]] = other[[4, 3]]
+
+    assert digest(other) != digest(tensor)
+
+
+def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
+    device = torch.device("cpu")
+    tensors = [torch.zeros(2, 3), torch.ones(3, 2), torch.ones(3, dtype=torch.int64), torch.rand(200, 200)]
+    same = digest_of_all([t.clone() for t in tensors], device)
+
+    assert digest_of_all(tensors, device) == same
+    assert digest_of_all([tensors[1], tensors[0], *tensors[2:]], device) != same
+    assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
+    for i, tensor in enumerate(tensors):
+        assert digest_of_all([*tensors[:i], tensor + 1, *tensors[i + 1 :]], device) != same
+
+
+def test_steps_double_from_where_an_attempt_begins():
+    steps, step = [], 100
+    while len(steps) < 5:
+        step = _next_double(step, 100)
+        steps.append(step - 100)
+
+    assert steps == [1, 2, 4, 8, 16]
 
 
 def test_a_negative_cadence_is_refused():

@@ -69,7 +69,13 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(list(range(12)))
 
 
-def outcome(fault: str, at_step: int, every_n_steps: int) -> str:
+class SavesAtStepThree(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(FOLDER / "three.ckpt")
+
+
+def outcome(fault: str, at_step: int, every_n_steps: int | None, others: tuple[pl.Callback, ...] = ()) -> str:
     strategy = DDPStrategy(
         cluster_environment=Environment(), process_group_backend="gloo", broadcast_buffers=fault != "buffer"
     )
@@ -82,7 +88,7 @@ def outcome(fault: str, at_step: int, every_n_steps: int) -> str:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ReplicaGuard(every_n_steps)],
+        callbacks=[ReplicaGuard(every_n_steps), *others],
     )
     try:
         trainer.fit(Module(fault, at_step))
@@ -99,5 +105,7 @@ if __name__ == "__main__":
     cases = [("none", 0, 1), ("one bit", 2, 1), ("one bit", 2, 4), ("one bit", 2, 0), ("one bit", 5, 100)]
     cases += [("buffer", 1, 2), ("all", 1, 2), ("nan", 0, 1)]
     results = {f"{fault} at {step} checked {every}": outcome(fault, step, every) for fault, step, every in cases}
+    results["one bit at 2 checked by default"] = outcome("one bit", 2, None)
+    results["one bit at 2 checked with a checkpoint"] = outcome("one bit", 2, None, (SavesAtStepThree(),))
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

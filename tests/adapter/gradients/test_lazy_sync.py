@@ -12,11 +12,13 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
+from genlight.adapter.gradients import buckets as gradient_buckets
 from genlight.adapter.gradients import gradient_sync as replication
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks
 from genlight.adapter.gradients.precision import StepPrecision
+from genlight.adapter.gradients.rank_points import Point
 from genlight.adapter.gradients.router import StepRouter
 
 
@@ -150,10 +152,101 @@ def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothin
     assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+def test_written_gradients_are_averaged_at_their_first_read_and_only_once(averaged):
+    run = Run()
+
+    with run.router:
+        for parameter in run.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert averaged == []
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+    assert len(averaged) == 1
+    assert type(run.model.weight) is nn.Parameter
+
+
+def test_writing_all_gradients_one_after_the_other_from_others_that_are_read_averages_each_once(averaged):
+    run = Run(model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    first, last = run.model
+
+    with run.router:
+        run.backward()
+        for written, read in zip(last.parameters(), first.parameters(), strict=True):
+            written.grad = read.grad.clone()
+        run.optimizer.step()
+
+    assert len(averaged) == 2, "once for backward, once for what was written"
+
+
+def test_gradients_written_after_an_update_are_averaged_before_they_are_read(averaged):
+    run = Run()
+
+    with run.router:
+        for _ in range(2):
+            run.optimizer.zero_grad()
+            for parameter in run.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            assert run.model.weight.grad is not None
+            run.optimizer.step()
+
+    assert len(averaged) == 2
+
+
+def test_what_is_computed_from_a_guarded_tensor_is_a_plain_one(averaged):
+    scale = torch.ones(2, requires_grad=True)
+    discovered = discover({"scale": scale, "optimizer": torch.optim.SGD([scale], lr=0.1)})
+    precision = StepPrecision("fp32")
+    router = StepRouter(discovered, torch.device("cpu"), precision=precision, gradients=GradientSync(discovered))
+
+    with router:
+        (scale * 2).sum().backward()
+        assert type(scale.exp()) is torch.Tensor
+
+
+def test_parameters_without_an_optimizer_travel_once_they_have_a_gradient(averaged):
+    run = Run()
+    other = nn.Linear(2, 3)
+    discovered = discover({"model": run.model, "other": other, "optimizer": run.optimizer})
+    sync = GradientSync(discovered)
+
+    sync(Point())
+    assert len(averaged) == 1
+    other.weight.grad = torch.ones_like(other.weight)
+    sync(Point())
+    assert len(averaged) == 3
+    other.requires_grad_(False)
+    sync(Point())
+    assert len(averaged) == 4
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce"])
+def test_a_collective_of_the_trainers_own_waits_for_its_gradients(averaged, name):
+    run = Run()
+    torchs_own = getattr(dist, name)
+
+    with run.router:
+        run.backward()
+        assert averaged == []
+        getattr(dist, name)(*([torch.ones(1)] if name == "all_reduce" else []))
+        assert averaged[0] > 1
+
+    assert getattr(dist, name) is torchs_own
+
+
+def test_a_step_without_a_backward_call_tells_the_other_ranks(averaged):
+    run = Run()
+
+    with run.router:
+        pass
+
+    assert len(averaged) == 1
+
+
 def test_the_ordinal_counts_averagings_of_one_update():
     ordinals = []
     parameter = nn.Parameter(torch.ones(1))
-    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+    accumulation = Accumulation(lambda: [parameter], lambda ordinal, why, what: ordinals.append(ordinal))
 
     for reads in (True, False):
         for _ in range(2):
@@ -162,6 +255,7 @@ def test_the_ordinal_counts_averagings_of_one_update():
             accumulation.after_backward()
             _ = parameter.grad if reads else None
         accumulation.before_update()
+        accumulation.resume()
 
     assert ordinals == [0, 1, 0]
 
@@ -173,7 +267,7 @@ class Own(nn.Parameter):
 def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
     ordinals = []
     parameter = Own(torch.ones(1))
-    accumulation = Accumulation(lambda: [parameter], ordinals.append)
+    accumulation = Accumulation(lambda: [parameter], lambda ordinal, why, what: ordinals.append(ordinal))
 
     for _ in range(2):
         accumulation.before_backward()
@@ -184,11 +278,11 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
     assert type(parameter) is Own
 
 
-@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(replication.BUCKET_BYTES, 1), (64, 2)])
+@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(gradient_buckets.BUCKET_BYTES, 1), (64, 2)])
 def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
     averaged, monkeypatch, bucket_bytes, pieces
 ):
-    monkeypatch.setattr(replication, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     places, real = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
     run = Run(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))
@@ -233,7 +327,7 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averag
 
     for call in range(1, 21):
         device.done = max(device.done, call - behind)
-        sync()
+        sync(Point())
 
     assert (device.waits > 0) == waits
     assert len(sync._sent) == replication.LATE_CALLS
@@ -242,20 +336,19 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averag
 def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
     device = Device(done=100)
     monkeypatch.setattr(replication, "_to_host", device.copy)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Alone())
+    monkeypatch.setattr(dist, "all_gather_object", lambda points, mine, group: points.__setitem__(1, Point()))
     sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Late(tensor))
 
     for _ in range(replication.LATE_CALLS):
-        sync(ordinal=1)
-    with pytest.raises(ContractError, match="at different points of a step"):
-        sync(ordinal=1)
+        sync(Point(ordinal=1))
+    with pytest.raises(ContractError, match="Ranks part ways"):
+        sync(Point(ordinal=1))
 
 
-class _Late:
-    """An average with a rank that is one backward behind."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
+class _Alone:
+    """A sum to which the other rank adds nothing."""
 
     def wait(self):
-        self.tensor[-1] = 0.0
+        pass

@@ -1,0 +1,118 @@
+"""What a trainer class declares to differ by rank: a replay buffer, a rank's own latents, sharded optimizer states."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..contract.exceptions import ContractError
+from .discover import Discovered, Found
+
+__all__ = ["EVERYTHING_SHARED", "RankLocal", "rank_local_of"]
+
+_SHARDS_ITS_STATE = "ZeroRedundancyOptimizer"
+"""Torch's own; by name, because importing it takes as long as torch itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankLocal:
+    """The names in a trainer's ``rank_local``.
+
+    A name covers the part of the state that it leads to and everything below: ``"replay"`` covers ``state["replay"]``
+    and ``state.replay.data``, ``"nets.memory"`` covers ``state["nets"].memory``; on the trainer likewise.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def __contains__(self, path: str) -> bool:
+        """Whether the object at `path`, as discovery writes it, is meant to differ."""
+        if not self.names:
+            return False
+        dotted = ".".join(re.findall(r"[^\[\]\"'.]+", path)[1:])
+        return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
+
+    def covers_state_of(self, found: Found[Optimizer]) -> bool:
+        """Whether the state of an optimizer differs by rank: it is named, or its class shards it and says so."""
+        shards = any(cls.__name__ == _SHARDS_ITS_STATE for cls in type(found.value).__mro__)
+        return shards or bool(getattr(found.value, "rank_local", False)) or found.path in self
+
+    def parameters(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a module that are equal on all ranks, with their paths, as they are now."""
+        for name, parameter in found.value.named_parameters():
+            if (path := f"{found.path}.{name}") not in self:
+                yield path, parameter
+
+    def buffers(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """The same for its buffers."""
+        for name, buffer in found.value.named_buffers():
+            if (path := f"{found.path}.{name}") not in self:
+                yield path, buffer
+
+    def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of no module that are trained and equal on all ranks, as they were found."""
+        trained = (f for f in discovered.tensors if f.value.requires_grad and f.value.is_leaf)
+        yield from ((f.path, f.value) for f in (*discovered.parameters, *trained) if f.path not in self)
+
+    def tensors(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
+        """All of these: what must be equal on all ranks, optimizer states aside."""
+        for found in discovered.modules:
+            yield from self.parameters(found)
+        yield from self.bare(discovered)
+        for found in discovered.modules:
+            yield from self.buffers(found)
+
+    def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the optimizers keep for their parameters, and parameters that took the place of others."""
+        paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}
+        paths |= {id(p): path for path, p in self.bare(discovered)}
+        local = self.ids(discovered)
+        for found in discovered.optimizers:
+            has_own_state = self.covers_state_of(found)
+            held = [p for group in found.value.param_groups for p in group["params"] if id(p) not in local]
+            for i, parameter in enumerate(held):
+                if id(parameter) not in paths:
+                    paths[id(parameter)] = f"parameter {i} of {found.path}"
+                    yield paths[id(parameter)], parameter
+                for key, value in found.value.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and not has_own_state:
+                        yield f"{key} of {paths[id(parameter)]} in {found.path}", value
+
+    def shared(self, discovered: Discovered) -> tuple[Found[Optimizer], ...]:
+        """The optimizers that hold a parameter that is equal on all ranks."""
+        local = self.ids(discovered)
+        return tuple(
+            found
+            for found in discovered.optimizers
+            if any(id(p) not in local for group in found.value.param_groups for p in group["params"])
+        )
+
+    def ids(self, discovered: Discovered) -> set[int]:
+        """Ids of the parameters and tensors that differ by rank."""
+        if not self.names:
+            return set()
+        modules = (
+            (f"{found.path}.{name}", p) for found in discovered.modules for name, p in found.value.named_parameters()
+        )
+        others = ((found.path, found.value) for found in (*discovered.parameters, *discovered.tensors))
+        return {id(tensor) for path, tensor in (*modules, *others) if path in self}
+
+
+EVERYTHING_SHARED = RankLocal()
+
+
+def rank_local_of(plugin: object) -> RankLocal:
+    """What `plugin` declares.
+
+    Raises:
+        ContractError: ``rank_local`` is not a sequence of names.
+    """
+    names = getattr(plugin, "rank_local", ())
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name for name in names):
+        raise ContractError(
+            f'`rank_local` of {type(plugin).__name__} must be a tuple of names, such as ("replay",), but is {names!r}.'
+        )
+    return RankLocal(tuple(names))

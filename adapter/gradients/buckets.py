@@ -1,0 +1,118 @@
+"""Gradients that travel between the ranks together, in flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Bucket", "grouped", "read_gradient", "write_gradient"]
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
+
+_GRAD: Any = Tensor.grad
+read_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+write_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""What is behind ``tensor.grad``, past the guards of `Accumulation`."""
+
+Gradients = Sequence[Tensor | None]
+
+
+class Bucket:
+    """Parameters whose gradients travel together, and the flat tensor that they travel in.
+
+    The tensor is kept, as DDP keeps its own: memory that was never touched is several times slower to write. Its tail
+    says which parameters have a gradient, so that one that no rank used keeps none, as with one process, and which
+    have a sparse one; then comes what the caller wants to send along, which is summed and not averaged.
+
+    Args:
+        parameters: Of one dtype, on one device.
+        group: Process group; None means all ranks.
+        extra: How many numbers are sent along.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None = None, extra: int = 0) -> None:
+        self.parameters = list(parameters)
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        first, count = self.parameters[0], len(self.parameters)
+        sizes = [*(p.numel() for p in self.parameters), count, count, extra]
+        self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        *pieces, self._used, self._is_sparse, self.extra = torch.split(self._flat, sizes)
+        self._averaged = self._flat[: len(self._flat) - extra]
+        self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
+        """The gradients that are dense, and where each stands in the flat tensor."""
+        self._missing: list[int] = []
+        self._sparse: list[int] = []
+        self._gradients: Gradients = ()
+        self._work: Any = None
+
+    def send(self, gradients: Gradients) -> None:
+        """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
+        self._gradients = gradients
+        self._missing = [i for i, grad in enumerate(gradients) if grad is None]
+        self._sparse = [i for i, grad in enumerate(gradients) if grad is not None and grad.layout is not torch.strided]
+        self._used.fill_(1)
+        self._is_sparse.zero_()
+        if self._missing or self._sparse:
+            self._pack_others()
+        else:
+            self._dense = cast("list[Tensor]", list(gradients)), self._views
+        if self._dense[0]:
+            torch._foreach_copy_(self._dense[1], self._dense[0])
+        self._averaged.div_(self._world_size)
+        self.send_as_it_is()
+
+    def send_as_it_is(self) -> None:
+        """Take part with whatever the flat tensor holds, where nobody will use the outcome."""
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def _pack_others(self) -> None:
+        for i in self._missing:
+            self._used[i] = 0
+            self._views[i].zero_()
+        for i in self._sparse:
+            self._is_sparse[i] = 1
+            self._views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
+        others = {*self._missing, *self._sparse}
+        pairs = enumerate(zip(self._gradients, self._views, strict=True))
+        dense = [(cast("Tensor", grad), view) for i, (grad, view) in pairs if i not in others]
+        self._dense = [grad for grad, _ in dense], [view for _, view in dense]
+
+    def wait(self) -> None:
+        """Until the averages are here; `extra` can be read then."""
+        self._work.wait()
+
+    def land(self) -> dict[int, Tensor]:
+        """Write the averages into the dense gradients; the new gradients of other parameters, by position."""
+        (grads, views), self._dense = self._dense, ([], [])
+        if grads:
+            torch._foreach_copy_(grads, views)
+        given, self._gradients = self._gradients, ()
+        new = {i: self._views[i].to_sparse(cast("Tensor", given[i]).sparse_dim()) for i in self._sparse}
+        if self._missing:
+            used, sparse = self._used.tolist(), self._is_sparse.tolist()
+            for i in self._missing:
+                if used[i] > 0:
+                    # As an embedding makes it: sparse in its rows. An optimizer for sparse gradients takes no other.
+                    new[i] = self._views[i].to_sparse(1) if sparse[i] > 0 else self._views[i].clone()
+        return new
+
+
+def grouped(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in their order, in groups of one kind and of at most `BUCKET_BYTES`."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        size = tensor.numel() * tensor.element_size()
+        if kind in groups and sizes[kind] + size > BUCKET_BYTES:
+            yield groups.pop(kind)
+        sizes[kind] = sizes[kind] + size if kind in groups else size
+        groups.setdefault(kind, []).append(tensor)
+    yield from groups.values()

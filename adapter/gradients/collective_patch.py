@@ -1,0 +1,52 @@
+"""Where torch's collectives are touched: what a trainer sends to other ranks itself waits for its gradients first.
+
+A rank that reads a gradient has all ranks average. One that meanwhile waits for it in a collective of the trainer's
+own would wait for ever, so gradients are averaged before any such call. The functions of ``torch.distributed`` are
+replaced for the length of a training on several ranks, and put back after it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["lead", "restore"]
+
+_NAMES = (
+    *("all_reduce", "reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_into_tensor"),
+    *("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+_found: list[tuple[Any, str, Any]] = []
+
+
+def lead(before: Callable[[str], None]) -> None:
+    """Call `before` with the name of each function of ``torch.distributed`` that waits for other ranks, before it."""
+    if not dist.is_available():
+        return
+    for owner in (dist, dist.distributed_c10d):
+        for name in _NAMES:
+            function = getattr(owner, name, None)
+            if function is not None:
+                _found.append((owner, name, function))
+                setattr(owner, name, _after(before, name, function))
+
+
+def restore() -> None:
+    """Leave torch as it was before `lead`."""
+    while _found:
+        owner, name, function = _found.pop()
+        setattr(owner, name, function)
+
+
+def _after(before: Callable[[str], None], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def led(*args: Any, **kwargs: Any) -> Any:
+        before(name)
+        return function(*args, **kwargs)
+
+    return led

@@ -1,0 +1,649 @@
+"""Trainer classes whose replicas would drift apart if only what optimizers hold were averaged, and only by backward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, normalize
+
+from genlight.adapter import StepContext, StepResult
+
+
+def mlp(inputs: int = 6, outputs: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 12), nn.Tanh(), nn.Linear(12, outputs))
+
+
+class Base:
+    """A regression with SGD; every class of this file is a variation of it."""
+
+    def setup(self, ctx: StepContext) -> None:
+        torch.manual_seed(3)
+
+    def configure(self, ctx: StepContext) -> Any:
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        state["optimizer"].zero_grad()
+        loss = self.loss(state["model"], batch)
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None: ...
+
+
+class MasterCopiesInAList(Base):
+    """Master copies that the optimizer holds, a model that it does not; gradients and weights are copied over.
+
+    In half precision the model would be bf16; here it is fp32, so that two ranks can be compared with one to rounding.
+    """
+
+    def configure(self, ctx):
+        model = mlp()
+        masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        return {"model": model, "masters": masters, "optimizer": torch.optim.AdamW(masters, lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        model.zero_grad()
+        loss = self.loss(model, batch)
+        loss.backward()
+        for master, p in zip(state["masters"], model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        nn.utils.clip_grad_norm_(state["masters"], 0.5)
+        state["optimizer"].step()
+        with torch.no_grad():
+            for master, p in zip(state["masters"], model.parameters(), strict=True):
+                p.copy_(master)
+        return StepResult({"loss": loss.detach()})
+
+
+class MasterCopiesAsAModule(Base):
+    """The same with a copied module, whose gradients are kept and written in place."""
+
+    def configure(self, ctx):
+        model = mlp()
+        master = copy.deepcopy(model).float()
+        return {"model": model, "master": master, "optimizer": torch.optim.AdamW(master.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model, master = state["model"], state["master"]
+        model.zero_grad()
+        self.loss(model, batch).backward()
+        for kept, p in zip(master.parameters(), model.parameters(), strict=True):
+            if kept.grad is None:
+                kept.grad = torch.empty_like(kept)
+            kept.grad.copy_(p.grad)
+        state["optimizer"].step()
+        with torch.no_grad():
+            for kept, p in zip(master.parameters(), model.parameters(), strict=True):
+                p.copy_(kept)
+        return StepResult({})
+
+
+class MastersInBf16(MasterCopiesInAList):
+    """The real thing: the model computes in bf16."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"].to(torch.bfloat16)
+        return state
+
+    def loss(self, model, batch):
+        return mse_loss(model(batch["x"].bfloat16()).float(), batch["y"])
+
+
+class CenterLoss(Base):
+    """Class centres are moved by hand, by their gradients; an optimizer holds the rest."""
+
+    def configure(self, ctx):
+        model, centers = mlp(6, 3), nn.Embedding(2, 3)
+        return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        features = state["model"](batch["x"])
+        loss = (features - state["centers"](batch["kind"])).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            centers = state["centers"].weight
+            centers -= 0.5 * centers.grad
+            centers.grad = None
+        return StepResult({"loss": loss.detach()})
+
+
+class BareCenters(CenterLoss):
+    """The same with a bare tensor, differentiated by torch.autograd.grad."""
+
+    def configure(self, ctx):
+        model = mlp(6, 3)
+        centers = torch.zeros(2, 3, requires_grad=True)
+        return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        centers = state["centers"]
+        features = state["model"](batch["x"])
+        loss = (features - centers[batch["kind"]]).square().mean()
+        (by_centers,) = torch.autograd.grad(loss, centers, retain_graph=True)
+        state["optimizer"].zero_grad()
+        loss.backward(inputs=list(state["model"].parameters()))
+        state["optimizer"].step()
+        with torch.no_grad():
+            centers -= 0.5 * by_centers
+        return StepResult({})
+
+
+class CentersOfOneRank(CenterLoss):
+    """Each class has a centre of its own, which the other rank's rows never touch."""
+
+    def configure(self, ctx):
+        model = mlp(6, 3)
+        centers = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(2)])
+        return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        features = state["model"](batch["x"])
+        loss = torch.zeros(())
+        for kind, center in enumerate(state["centers"]):
+            mine = batch["kind"] == kind
+            if mine.any():
+                loss = loss + (features[mine] - center).square().sum() / len(batch["x"])
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for center in state["centers"]:
+                if center.grad is not None:
+                    center -= 0.5 * center.grad
+                    center.grad = None
+        return StepResult({})
+
+
+class MixedOptimizers(Base):
+    """An optimizer for matrices, signed momentum by hand for vectors, in lists of the trainer's own."""
+
+    def configure(self, ctx):
+        model = mlp()
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        momenta = [torch.zeros_like(p) for p in vectors]
+        optimizer = torch.optim.Adam(matrices, lr=0.01)
+        return {"model": model, "vectors": vectors, "momenta": momenta, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        state["model"].zero_grad()
+        self.loss(state["model"], batch).backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for p, momentum in zip(state["vectors"], state["momenta"], strict=True):
+                momentum.lerp_(p.grad, 0.1)
+                p -= 0.05 * momentum
+        return StepResult({})
+
+
+class HeadAlone(Base):
+    """Only the head is trained; the norm that clips it runs over the whole model, whose gradients are never zeroed."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.Adam(model[2].parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(state["model"], batch).backward()
+        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
+        state["optimizer"].step()
+        return StepResult({"norm": norm})
+
+
+class FunctionalAndClipped(Base):
+    """Gradients of torch.func, written and clipped before the update."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class FunctionalBesideBackward(Base):
+    """A backward call for one half of the parameters, torch.func for the other, two updates in a step."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+        return {"model": model, "optimizers": optimizers}
+
+    def train_step(self, batch, state, ctx):
+        model, (first, last) = state["model"], state["optimizers"]
+        model.zero_grad()
+        self.loss(model, batch).backward()
+        first.step()
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            head = torch.func.functional_call(model[2], parameters, (model[1](model[0](batch["x"])).detach(),))
+            return mse_loss(head, batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model[2].named_parameters()})
+        for name, p in model[2].named_parameters():
+            p.grad = grads[name]
+        nn.utils.clip_grad_norm_(model[2].parameters(), 0.05)
+        last.step()
+        return StepResult({})
+
+
+class Reptile(Base):
+    """A clone is trained inside of the step; the way that it went is the gradient.
+
+    With one inner step over all rows the way is a gradient, so that ranks can be compared with one process.
+    """
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        clone = copy.deepcopy(model)
+        inner = torch.optim.SGD(clone.parameters(), lr=0.1)
+        inner.zero_grad()
+        self.loss(clone, batch).backward()
+        inner.step()
+        for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
+            p.grad = p.detach() - moved.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Codebook(Base):
+    """An autoencoder with a codebook that is moved towards the mean of its vectors, without autograd."""
+
+    def configure(self, ctx):
+        encoder, codebook = mlp(6, 3), nn.Embedding(4, 3)
+        parameters = [*encoder.parameters(), *codebook.parameters()]
+        return {"encoder": encoder, "codebook": codebook, "optimizer": torch.optim.SGD(parameters, lr=0.1)}
+
+    def train_step(self, batch, state, ctx):
+        codebook = state["codebook"].weight
+        state["optimizer"].zero_grad()
+        encoded = state["encoder"](batch["x"])
+        code = torch.cdist(encoded, codebook).argmin(1)
+        (encoded - codebook[code].detach()).square().mean().backward()
+        with torch.no_grad():
+            one_hot = nn.functional.one_hot(code, 4).float()
+            codebook.grad = (one_hot.T @ (codebook[code] - encoded)) / len(encoded)
+        parameters = [p for group in state["optimizer"].param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class KMeansAlone(Base):
+    """No autograd at all in a step: centroids with written gradients, which are clipped."""
+
+    def configure(self, ctx):
+        centroids = nn.Embedding(4, 6)
+        return {"centroids": centroids, "optimizer": torch.optim.SGD(centroids.parameters(), lr=0.5)}
+
+    @torch.no_grad()
+    def train_step(self, batch, state, ctx):
+        centroids = state["centroids"].weight
+        nearest = torch.cdist(batch["x"], centroids).argmin(1)
+        one_hot = nn.functional.one_hot(nearest, 4).float()
+        centroids.grad = (one_hot.T @ (centroids[nearest] - batch["x"])) / len(nearest)
+        nn.utils.clip_grad_norm_([centroids], 0.1)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class EvolutionInTwoRounds(Base):
+    """Gradients from antithetic perturbations, written twice in a step, each time clipped and used."""
+
+    @torch.no_grad()
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        generator = torch.Generator().manual_seed(len(batch))
+        for _ in range(2):
+            state["optimizer"].zero_grad()
+            for p in model.parameters():
+                noise = 0.05 * torch.randn(p.shape, generator=generator)
+                p += noise
+                above = self.loss(model, batch)
+                p -= 2 * noise
+                below = self.loss(model, batch)
+                p += noise
+                p.grad = noise * (above - below) * 100
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            state["optimizer"].step()
+        return StepResult({})
+
+
+class Densified(Base):
+    """As in Gaussian splatting: points are cloned where gradients are large, pruned where opacity is low.
+
+    The parameters are replaced, and the optimizer's moments go with them.
+    """
+
+    def configure(self, ctx):
+        points = nn.ParameterDict(
+            {"mean": nn.Parameter(torch.randn(6, 6) * 0.3), "opacity": nn.Parameter(torch.zeros(6, 1))}
+        )
+        groups = [{"params": [p], "name": name} for name, p in points.items()]
+        return {"points": points, "optimizer": torch.optim.Adam(groups, lr=0.02), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        points = state["points"]
+        closeness = -torch.cdist(batch["x"], points["mean"]).square()
+        out = (closeness.exp() * points["opacity"].T).sum(1, keepdim=True)
+        state["optimizer"].zero_grad()
+        loss = mse_loss(out, batch["y"])
+        loss.backward()
+        large = points["mean"].grad.norm(dim=1)
+        state["optimizer"].step()
+        state["calls"] += 1
+        if state["calls"] in (2, 3):
+            chosen = large >= large.median()
+            self.replace(state, torch.cat([torch.arange(len(chosen)), chosen.nonzero()[:, 0]]))
+        if state["calls"] == 4:
+            kept = state["points"]["opacity"][:, 0] >= state["points"]["opacity"].median()
+            self.replace(state, kept.nonzero()[:, 0])
+        return StepResult({"loss": loss.detach()})
+
+    def replace(self, state: Any, rows: Tensor) -> None:
+        optimizer = state["optimizer"]
+        for group in optimizer.param_groups:
+            old = group["params"][0]
+            moments = optimizer.state.pop(old)
+            new = nn.Parameter(old.detach()[rows].clone())
+            optimizer.state[new] = {k: v[rows].clone() if v.ndim else v for k, v in moments.items()}
+            group["params"][0] = state["points"][group["name"]] = new
+
+
+class DensifiedWithoutAChangeOfSize(Densified):
+    """Relocation: as many points as before, in new parameters."""
+
+    def replace(self, state, rows):
+        super().replace(state, rows[-len(state["points"]["opacity"]) :])
+
+
+class Growing(Base):
+    """A layer is added while training, with parameters that the optimizer takes on."""
+
+    def configure(self, ctx):
+        model = nn.ModuleDict({"trunk": mlp(6, 4), "heads": nn.ModuleList([nn.Linear(4, 1)])})
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["calls"] += 1
+        if state["calls"] == 3:
+            torch.manual_seed(9)
+            head = nn.Linear(4, 1)
+            model["heads"].append(head)
+            state["optimizer"].add_param_group({"params": list(head.parameters())})
+        state["optimizer"].zero_grad()
+        features = model["trunk"](batch["x"])
+        mse_loss(sum(head(features) for head in model["heads"]), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Momentum(Base):
+    """A moving copy for contrast, whose parameters want gradients and never get any."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "slow": copy.deepcopy(state["model"])}
+
+    def train_step(self, batch, state, ctx):
+        with torch.no_grad():
+            target = state["slow"](batch["x"])
+        state["optimizer"].zero_grad()
+        mse_loss(state["model"](batch["x"]), 0.5 * (batch["y"] + target)).backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for slow, p in zip(state["slow"].parameters(), state["model"].parameters(), strict=True):
+                slow.lerp_(p, 0.1)
+        return StepResult({})
+
+
+class SpectralPenaltyByHand(Base):
+    """A bare temperature in the state, learned by sign, beside an optimizer for the model."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "temperature": torch.ones((), requires_grad=True)}
+
+    def train_step(self, batch, state, ctx):
+        temperature = state["temperature"]
+        state["optimizer"].zero_grad()
+        out = state["model"](batch["x"]) * temperature
+        (mse_loss(out, batch["y"]) + 0.01 * temperature.square()).backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            temperature -= 0.01 * temperature.grad.sign()
+            temperature.grad = None
+        return StepResult({})
+
+
+class SparseForOneRank(Base):
+    """Two embeddings with sparse gradients; each rank's rows use one of them alone."""
+
+    def configure(self, ctx):
+        tables = nn.ModuleList([nn.Embedding(5, 3, sparse=True) for _ in range(2)])
+        return {"tables": tables, "optimizer": torch.optim.SparseAdam(list(tables.parameters()), lr=0.05)}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = torch.zeros(())
+        for kind, table in enumerate(state["tables"]):
+            mine = batch["kind"] == kind
+            if mine.any():
+                row = (batch["x"][mine, 0] > 0).long()
+                error = normalize(table(row), dim=1).sum(1, keepdim=True) - batch["y"][mine]
+                loss = loss + error.square().sum() / len(batch["x"])
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class FunctionalWithoutGrad(Base):
+    """Gradients of torch.func that never come to ``.grad``: nothing tells when they are used."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= 0.1 * grads[name]
+        return StepResult({})
+
+
+class ReptileInPlace(Reptile):
+    """Writes into gradients that are there, past autograd's sight."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        clone = copy.deepcopy(model)
+        inner = torch.optim.SGD(clone.parameters(), lr=0.1)
+        self.loss(clone, batch).backward()
+        inner.step()
+        for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            p.grad.data.zero_()
+            p.grad.data.add_(p.data - moved.data)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class NoiseOfEachRank(Base):
+    """Weight noise from generators that differ by rank."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "generator": torch.Generator().manual_seed(ctx.rank)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            weight = state["model"][2].weight
+            weight += 0.001 * torch.randn(weight.shape, generator=state["generator"])
+        return result
+
+
+class Memory(nn.Module):
+    """The last inputs, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(16, 6))
+
+    def remember(self, x: Tensor) -> None:
+        self.kept.copy_(torch.cat([self.kept, x])[-len(self.kept) :])
+
+
+class MemoryOfOwnRows(Base):
+    """Each rank remembers its own rows, in a module without an optimizer."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "memory": Memory()}
+
+    def train_step(self, batch, state, ctx):
+        state["memory"].remember(batch["x"])
+        return super().train_step(batch, state, ctx)
+
+
+class DeclaredMemory(MemoryOfOwnRows):
+    """The same, declared."""
+
+    rank_local = ("memory",)
+
+
+class DeclaredLatents(Base):
+    """Latents of a rank's own rows, learned by an optimizer of their own, and of another shape on each rank."""
+
+    rank_local = ("latents", "trainer.unused")
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        latents = torch.full((2 + ctx.rank, 3), float(ctx.rank), requires_grad=True)
+        return {**state, "latents": latents, "inner": torch.optim.Adam([latents], lr=0.1)}
+
+    def train_step(self, batch, state, ctx):
+        state["inner"].zero_grad()
+        (state["latents"] - ctx.rank - 1).square().sum().backward()
+        assert torch.all(state["latents"].grad == -2), "another rank's gradient has come in"
+        state["latents"].data.fill_(ctx.rank)
+        state["inner"].step()
+        state["latents"].data.fill_(ctx.rank)
+        return super().train_step(batch, state, ctx)
+
+
+class ShardedMomentum(torch.optim.Optimizer):
+    """As some Muons do it: each rank keeps the momenta of its share of parameters and sends out what it updated."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if i % ranks == rank:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"])
+                if ranks > 1:
+                    dist.broadcast(p, src=i % ranks)
+
+
+class ShardsItsOptimizer(Base):
+    """Without a word about it."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": ShardedMomentum(model.parameters(), lr=0.05)}
+
+
+class DeclaresItsShardedOptimizer(ShardsItsOptimizer):
+    """By its name in the state."""
+
+    rank_local = ("optimizer",)
+
+
+class OptimizerThatSaysSo(ShardedMomentum):
+    rank_local = True
+
+
+class HasAnOptimizerThatSaysSo(Base):
+    """By the optimizer's class."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": OptimizerThatSaysSo(model.parameters(), lr=0.05)}
+
+
+RIGHT = [
+    MasterCopiesInAList,
+    MasterCopiesAsAModule,
+    CenterLoss,
+    BareCenters,
+    CentersOfOneRank,
+    MixedOptimizers,
+    HeadAlone,
+    FunctionalAndClipped,
+    FunctionalBesideBackward,
+    Reptile,
+    Codebook,
+    KMeansAlone,
+    EvolutionInTwoRounds,
+    Densified,
+    DensifiedWithoutAChangeOfSize,
+    Growing,
+    Momentum,
+    SpectralPenaltyByHand,
+    SparseForOneRank,
+    DeclaresItsShardedOptimizer,
+    HasAnOptimizerThatSaysSo,
+]
+"""Equal to one process over the whole batch."""
+
+DECLARED = [DeclaredMemory, DeclaredLatents]
+"""Equal but for what is each rank's own."""
+
+REFUSED = {
+    FunctionalWithoutGrad: r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
+    ReptileInPlace: r'first is state\["model"\]\.0\.weight: .*changed in place',
+    NoiseOfEachRank: r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
+    MemoryOfOwnRows: r'first is state\["memory"\]\.kept: .*`rank_local`',
+    ShardsItsOptimizer: r'hold different tensors: .*momentum of state\["model"\].* an optimizer that shards its state',
+}
+"""Ended by the comparison of replicas, with what it says."""

@@ -1,0 +1,211 @@
+"""Trainer classes whose ranks go different ways through a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_drift import Base, mlp
+from torch import nn
+
+from genlight.adapter import StepResult
+
+
+def together() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class SkipsBeforeBackward(Base):
+    """The rank with a bad row leaves the step as soon as it sees its own loss."""
+
+    bad_step = 3
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        if state["calls"] == self.bad_step and bool((batch["kind"] == 1).any()):
+            loss = loss * math.nan
+        if not torch.isfinite(loss):
+            return StepResult({"loss": 0.0})
+        return self.update(loss, state)
+
+    def update(self, loss: torch.Tensor, state: Any) -> StepResult:
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class SkipsTheLastStep(SkipsBeforeBackward):
+    """The same in the last step, after which no other exchange would follow."""
+
+    bad_step = 5
+
+
+class SkipsTheUpdate(Base):
+    """Backward on all ranks, but the rank whose own loss is large does not update."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if state["calls"] == 3 and bool((batch["kind"] == 1).any()):
+            return StepResult({"skipped": 1.0})
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class SkipsTheSecondUpdate(SkipsTheUpdate):
+    """An update too many on one rank, after gradients that all ranks have read."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        state["optimizer"].zero_grad()
+        self.loss(state["model"], batch).backward()
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+        state["optimizer"].step()
+        if state["calls"] == 3 and bool((batch["kind"] == 0).any()):
+            state["optimizer"].step()
+        return StepResult({})
+
+
+class SkipsByTheNormOfGradients(SkipsTheUpdate):
+    """The right way: the gradients are those of all ranks, so all skip the same step."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        if state["calls"] == 3:
+            loss = loss * torch.where(batch["kind"] == 1, math.nan, 1.0).sum()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+        if torch.isfinite(norm):
+            state["optimizer"].step()
+        return StepResult({"norm": norm})
+
+
+class SkipsStepsTogether(SkipsTheUpdate):
+    """Every second step trains nothing, on all ranks."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        return Base.train_step(self, batch, state, ctx) if state["calls"] % 2 else StepResult({})
+
+
+class LogsOnRankZero(Base):
+    """Rank 0 alone reads the norm of its gradients, and then all ranks reduce the loss themselves."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = self.loss(state["model"], batch)
+        loss.backward()
+        metrics = {}
+        if ctx.rank == 0:
+            metrics["norm"] = sum(p.grad.norm() for p in state["model"].parameters())
+        mean = loss.detach().clone()
+        if together():
+            dist.all_reduce(mean)
+        state["optimizer"].step()
+        return StepResult({**metrics, "loss": mean})
+
+
+class LogsOnRankZeroBeforeABarrier(LogsOnRankZero):
+    """The same with objects and a barrier."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(state["model"], batch).backward()
+        if ctx.rank == 0:
+            float(state["model"][0].weight.grad.norm())
+        if together():
+            dist.barrier()
+            names: list[Any] = [None, None]
+            dist.all_gather_object(names, ctx.rank)
+            assert names == [0, 1]
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class ReadsBetweenBackwardCalls(Base):
+    """Reads a gradient between two backward calls on one rank alone."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(state["model"], batch).backward()
+        if ctx.rank == 1:
+            float(state["model"][0].weight.grad.norm())
+        self.loss(state["model"], batch).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class UpdatesByHandOnOneRank(Base):
+    """No optimizer; one rank leaves a step before it asks for gradients."""
+
+    def configure(self, ctx):
+        return {"model": mlp(), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 2 and bool((batch["kind"] == 1).any()):
+            return StepResult({})
+        parameters = list(state["model"].parameters())
+        for p, g in zip(parameters, torch.autograd.grad(self.loss(state["model"], batch), parameters), strict=True):
+            p.data -= 0.1 * g
+        return StepResult({})
+
+
+class DensifiesByItsOwnRows(Base):
+    """Points are added where a rank's own rows are, so that ranks have different points."""
+
+    def configure(self, ctx):
+        points = nn.ParameterDict({"mean": nn.Parameter(torch.randn(6, 6))})
+        return {"points": points, "optimizer": torch.optim.Adam(points.parameters(), lr=0.1), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        points, optimizer = state["points"], state["optimizer"]
+        state["calls"] += 1
+        optimizer.zero_grad()
+        torch.cdist(batch["x"], points["mean"]).min(1).values.mean().backward()
+        optimizer.step()
+        if state["calls"] == 2:
+            far = batch["x"][torch.cdist(batch["x"], points["mean"]).min(1).values > 2 - ctx.rank]
+            old, new = points["mean"], nn.Parameter(torch.cat([points["mean"].detach(), far[: 1 + ctx.rank]]))
+            optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][0] = points["mean"] = new
+        return StepResult({})
+
+
+RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
+"""Equal to one process over the whole batch."""
+
+REFUSED = {
+    SkipsBeforeBackward: (
+        r'rank 0 updates state\["model"\]\.0\.weight \(at .*ddp_parting\.py:\d+, in update\) in step 3, '
+        r"while rank 1 has ended the step without a backward call in step 3.*on all ranks or on none"
+    ),
+    SkipsTheLastStep: r"while rank 1 has ended the step without a backward call in step 5",
+    SkipsTheUpdate: (
+        r"rank 0 updates .*ddp_parting\.py:\d+.* in step 3, "
+        r"while rank 1 has ended the step with gradients and without an update in step 3"
+    ),
+    SkipsTheSecondUpdate: r"rank 0 updates .* in step 3, while rank 1 reads .* in step 4.*as many updates",
+    ReadsBetweenBackwardCalls: (
+        r'rank 1 updates .* in step 1, after it reads the gradient of state\["model"\]\.0\.weight '
+        r"\(at .*ddp_parting\.py:\d+, in train_step\).*between its backward calls on some ranks only"
+    ),
+    UpdatesByHandOnOneRank: r"rank 0 calls torch\.autograd\.grad \(at .*\) in step 2, while rank 1 has ended the step",
+    DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
+}
+"""Ended on both ranks, with what the error says."""
