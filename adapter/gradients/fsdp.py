@@ -25,7 +25,9 @@ from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
 from ...callbacks.checkpoint.sharded.strategy import save_through_plugin
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, Found
+from . import shard_writes
 from .gradient_sync import broadcast_from_zero
+from .shard_units import govern
 
 __all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
 
@@ -82,8 +84,11 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
         matched += len(units)
         # Inner units first: fully_shard gives a unit what no unit inside of it has taken.
         own = [unit for name, unit in units if not _is_tied(name, before)]
-        for unit in (*reversed(own), *_callable_parts(found.value)):
+        roots = list(_callable_parts(found.value))
+        for unit in (*reversed(own), *roots):
             fully_shard(unit, mesh=mesh)
+        for root in roots:
+            govern(root, found.path)
         after = dict(found.value.named_parameters(remove_duplicate=False))
         sharded = {id(before[name]): cast("Tensor", after[name]) for name in before}
         _repoint(discovered.optimizers, sharded)
@@ -246,12 +251,14 @@ def _give_whole_state_dicts(module: nn.Module) -> None:
 
 
 def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module._parameters:
-        if prefix + name in state_dict:
+    for name, parameter in module._parameters.items():
+        if prefix + name in state_dict and parameter is not None:
             state_dict[prefix + name] = whole(state_dict[prefix + name])
+            shard_writes.gave(parameter, state_dict[prefix + name])
 
 
 def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    shard_writes.changed()
     for name, parameter in module._parameters.items():
         if prefix + name in state_dict and parameter is not None:
             state_dict[prefix + name] = _like(state_dict[prefix + name], parameter)

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from . import autograd_patch as interception
+from . import shard_writes, sharded_values
 from .fsdp_errors import about_sharded_update, about_sharding
 from .gradient_sync import (
     BufferSync,
@@ -49,6 +50,7 @@ from .gradient_sync import (
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .shard_units import units_of
 from .unscaling import Unscaling
 
 __all__ = ["StepRouter", "step_router"]
@@ -116,6 +118,7 @@ class StepRouter:
         self._managed = {id(found.value) for found in discovered.optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
+        self._units = units_of(found.value for found in discovered.modules)
         self._with_shards = [
             found.value
             for found in discovered.optimizers
@@ -162,6 +165,10 @@ class StepRouter:
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than for each step anew."""
         interception.hold(self)
+        if self._sharded:
+            sharded_values.hold(self)
+        for unit in self._units:
+            unit.begin_training()
         self._is_open = True
 
     def close(self) -> None:
@@ -170,9 +177,13 @@ class StepRouter:
         if self._is_open:
             self._is_open = False
             interception.release(self)
+            if self._sharded:
+                sharded_values.release(self)
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
+        for unit in self._units:
+            unit.begin_step()
         if self._precision.context is not None:
             self._context = self._autocast or self._precision.context()
             self._context.__enter__()
@@ -193,6 +204,7 @@ class StepRouter:
             raise refusal
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
+            self._give_up_gathered()
             if self._accumulation is not None:
                 self._accumulation.before_update()
             if self._buffers is not None:
@@ -264,6 +276,8 @@ class StepRouter:
         finally:
             for module in self._sharded if create_graph else ():
                 module.set_reshard_after_backward(True)
+            for unit in self._units:
+                unit.show_shards()
         if self._gradients is not None and self._by_hand and args and not create_graph:
             # Nothing else tells when the trainer uses them.
             pairs = zip(args[0], result, strict=True)
@@ -292,6 +306,13 @@ class StepRouter:
                     "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
                     "in the state or on the trainer."
                 )
+
+    def _give_up_gathered(self) -> None:
+        """Sharded weights are about to change: what is gathered of them is stale then."""
+        if self._units:
+            shard_writes.settle_all()
+        for unit in self._units:
+            unit.give_up()
 
     def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if interception.is_active(self) and self._hooks.before_zero_grad is not None:
@@ -382,6 +403,7 @@ class StepRouter:
         return loss
 
     def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._give_up_gathered()
         self._in_step = True
         try:
             with self._outside_autocast:

@@ -1,0 +1,218 @@
+"""When the weights of sharded modules are gathered, and when what was gathered is given up.
+
+FSDP 2 gathers in the call of a unit and gives up after its backward. Here a call of any part of a unit gathers it too,
+weights that changed since are gathered anew, and outside of a call the trainer sees its shards alone::
+
+    a call begins     give up what is stale, gather, show the whole weights to the modules
+    a call ends       show the shards again; what was gathered is kept for a backward
+    an update, a write, the end of a step            what is gathered is stale from now on
+
+So a change of the weights between a forward and its backward, or a forward without backward, is no special case.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import set_requires_grad_if_needed
+from torch.distributed.tensor import DTensor
+
+from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
+from . import shard_writes
+
+__all__ = ["ShardUnit", "govern", "units_of"]
+
+WATCHED_CALLS = 3
+"""Calls of a unit after which its weights are compared with what was gathered, to find modules that write to them."""
+
+_UNIT = "_genlight_shard_unit"
+
+
+class ShardUnit:
+    """One unit of FSDP: modules whose parameters are gathered together.
+
+    Args:
+        root: The outermost unit around it, or itself.
+        module: The module that was given to ``fully_shard``.
+        path: As the trainer's author would write it.
+    """
+
+    def __init__(self, root: FSDPModule, module: FSDPModule, path: str) -> None:
+        self.path = path
+        self._root_state = root._get_fsdp_state()
+        self._state = module._get_fsdp_state()
+        self._depth = 0
+        self._gathered_at = -1
+        self._calls = 0
+        self._writes = False
+        self._versions: list[int] = []
+
+    @property
+    def groups(self) -> list[Any]:
+        """FSDP's groups of parameters; one, or none where all parameters belong to inner units."""
+        groups: list[Any] = self._state._fsdp_param_groups
+        return groups
+
+    @property
+    def parameters(self) -> list[Any]:
+        """FSDP's records of the parameters."""
+        return [parameter for group in self.groups for parameter in group.fsdp_params]
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any, *, is_part: bool) -> Any:
+        """A call of `module` begins: of the unit itself, where FSDP's own hooks do the rest, or of a part of it."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._root_state._lazy_init()
+        if self._is_recomputed:
+            self._show_gathered()
+            return None
+        shard_writes.settle_all()
+        self.give_up(only_if_stale=True)
+        self._gathered_at = shard_writes.changes()
+        self._show_gathered()
+        return self._state._pre_forward(module, args, kwargs) if is_part else None
+
+    def written(self) -> None:
+        """The call is about to end: what it wrote to the weights goes to the shards.
+
+        A codebook does so in its forward. A write through ``.data`` leaves no trace, so first calls are looked at.
+        """
+        if self._depth > 1 or self._is_recomputed:
+            return
+        self._calls += 1
+        parameters = [p for p in self.parameters if hasattr(p, "_unsharded_param")]
+        versions = [p._unsharded_param._version for p in parameters]
+        if self._writes or self._calls <= WATCHED_CALLS or versions != self._versions:
+            self._write_back(parameters)
+        self._versions = versions
+
+    def end(self, module: nn.Module, args: Any, output: Any, *, is_part: bool) -> Any:
+        """The call has ended."""
+        self._depth -= 1
+        if self._depth > 0:
+            return None
+        if is_part and not self._is_recomputed:
+            output = self._state._post_forward(module, args, output)
+        self._show_shards()
+        return output
+
+    def give_up(self, *, only_if_stale: bool = False) -> None:
+        """Have the weights gathered anew in the next call, unless one is running."""
+        if self._depth > 1 or (only_if_stale and self._gathered_at == shard_writes.changes()):
+            return
+        if self._state._training_state == TrainingState.IDLE:
+            for group in self.groups:
+                group._to_sharded()
+
+    def show_shards(self) -> None:
+        """Outside of calls the trainer sees its shards, also where weights stay gathered for a second backward."""
+        if self._depth == 0:
+            self._show_shards()
+
+    def begin_training(self) -> None:
+        """Training begins, with the modules where they will be."""
+        self._root_state._lazy_init()
+        for parameter in self.parameters:
+            sharded = parameter.sharded_param
+            if sharded.requires_grad:
+                sharded.register_hook(functools.partial(_placed, placements=sharded.placements))
+
+    def begin_step(self) -> None:
+        """A step begins; a call that failed in the one before left nothing behind that matters."""
+        if self._depth:
+            self._depth = 0
+            if self._root_state._is_root:
+                self._root_state._reset_iter_state()
+        self.give_up()
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether a checkpointed segment is computed again within a backward."""
+        return bool(self._state._training_state == TrainingState.PRE_BACKWARD)
+
+    def _show_gathered(self) -> None:
+        for group in self.groups:
+            for parameter in group.fsdp_params if group.is_unsharded else ():
+                set_requires_grad_if_needed(parameter.sharded_param, parameter._unsharded_param)
+                parameter._setattr_on_modules(parameter._unsharded_param)
+
+    def _show_shards(self) -> None:
+        for group in self.groups:
+            for parameter in group.fsdp_params if group.is_unsharded else ():
+                parameter._setattr_on_modules(parameter.sharded_param)
+
+    @torch.no_grad()
+    def _write_back(self, parameters: Iterable[Any]) -> None:
+        for parameter in parameters:
+            sharded, gathered = parameter.sharded_param, parameter._unsharded_param
+            if gathered.untyped_storage().size() == 0 or gathered.dtype != sharded.dtype:
+                continue
+            part = slice_of(sharded).within(gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
+            if not torch.equal(part, sharded._local_tensor):
+                self._writes = True
+                sharded._local_tensor.copy_(part)
+
+
+def govern(root: nn.Module, path: str) -> None:
+    """Have the calls of all units in `root`, which is one, and of their parts gather as this module's text says."""
+    assert isinstance(root, FSDPModule)
+    hooked: set[int] = set()
+
+    def visit(module: nn.Module, where: str, unit: ShardUnit) -> None:
+        if id(module) in hooked:
+            return
+        hooked.add(id(module))
+        is_part = not isinstance(module, FSDPModule)
+        if not is_part:
+            unit = ShardUnit(root, module, where)  # type: ignore[arg-type]
+            object.__setattr__(module, _UNIT, unit)
+        if next(module.parameters(), None) is not None:
+            _hook(module, unit, is_part=is_part)
+        for name, child in module.named_children():
+            visit(child, f"{where}.{name}", unit)
+
+    visit(root, path, ShardUnit(root, root, path))
+
+
+def _placed(gradient: Any, placements: Any) -> Any:
+    """A gradient that came to a shard itself, from a penalty on weights say, sharded as FSDP's are."""
+    return gradient.redistribute(placements=placements) if isinstance(gradient, DTensor) else gradient
+
+
+def units_of(modules: Iterable[nn.Module]) -> list[ShardUnit]:
+    """The units among `modules` and their submodules, outer ones first, each once."""
+    found = (getattr(sub, _UNIT, None) for module in modules for sub in module.modules())
+    return list({id(unit): unit for unit in found if isinstance(unit, ShardUnit)}.values())
+
+
+def _hook(module: nn.Module, unit: ShardUnit, *, is_part: bool) -> None:
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return unit.begin(module, args, kwargs, is_part=is_part)
+
+    def written(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  # torch's signature
+        unit.written()
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        return unit.end(module, args, output, is_part=is_part)
+
+    hooks: list[Callable[..., Any]] = [begin, written, end]
+    # Parts run inside of what torch.compile makes of their unit, the unit around it.
+    before, late, after = [_unless_compiling(h) if is_part else _disable_dynamo(h) for h in hooks]
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(late, prepend=True)
+    module.register_forward_hook(after)
+
+
+def _unless_compiling(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(*args)
+
+    return call
