@@ -30,6 +30,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -50,6 +51,7 @@ from .gradient_sync import (
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .shard_gradients import ShardGradients
 from .shard_units import units_of
 from .unscaling import Unscaling
 
@@ -124,6 +126,7 @@ class StepRouter:
             for found in discovered.optimizers
             if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
         ]
+        self._of_shards: ShardGradients | None = None
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
         self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
@@ -167,8 +170,11 @@ class StepRouter:
         interception.hold(self)
         if self._sharded:
             sharded_values.hold(self)
+        if self._units and self._gradients is not None:
+            self._of_shards = ShardGradients(self._units, self._gradients.group, self._device)
         for unit in self._units:
-            unit.begin_training()
+            unit.begin_training(self._touched)
+            unit.scale = self._factors
         self._is_open = True
 
     def close(self) -> None:
@@ -227,6 +233,8 @@ class StepRouter:
             )
         if self._accumulation is not None:
             self._accumulation.before_backward()
+        if self._of_shards is not None:
+            self._of_shards.begin()
         self.in_backward = True
         try:
             if hooks.before_backward is not None:
@@ -235,10 +243,16 @@ class StepRouter:
                 grads = self._unscaling.begin(outputs, grads, args[2])
             with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
+        except BaseException:
+            if self._of_shards is not None:
+                self._of_shards.abandon()
+            raise
         finally:
             self.in_backward = False
             if self._unscaling is not None:
                 self._unscaling.end()
+        if self._of_shards is not None:
+            self._of_shards.end()
         if self._scaler is not None:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
             for optimizer in self._with_shards:
@@ -250,6 +264,17 @@ class StepRouter:
             self._settle()
         if hooks.after_backward is not None:
             hooks.after_backward()
+        if self._of_shards is not None:
+            self._of_shards.call_hooks()
+
+    def _touched(self, shard: DTensor) -> None:
+        if self._of_shards is not None:
+            self._of_shards.touch(shard)
+
+    def _factors(self) -> tuple[Tensor, Tensor] | None:
+        """What gradients are scaled by in the running backward call, and the inverse; None where they are not."""
+        inverse = None if self._unscaling is None else self._unscaling.inverse_scale
+        return None if inverse is None else (inverse.reciprocal(), inverse)
 
     def _settle(self, ordinal: int = 0) -> None:
         """Make the gradients those of all ranks, and look at them."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import set_requires_grad_if
 from torch.distributed.tensor import DTensor
 
 from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
-from . import shard_writes
+from . import shard_hooks, shard_writes
 
 __all__ = ["ShardUnit", "govern", "units_of"]
 
@@ -50,6 +50,10 @@ class ShardUnit:
         self._state = module._get_fsdp_state()
         self._depth = 0
         self._gathered_at = -1
+        self.gathered: list[str] = []
+        """Paths, one for each call since the last backward, to be compared with those of other ranks."""
+        self.scale: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
+        """What gradients are scaled by in a backward call, and the inverse."""
         self._calls = 0
         self._writes = False
         self._versions: list[int] = []
@@ -74,6 +78,7 @@ class ShardUnit:
         if self._is_recomputed:
             self._show_gathered()
             return None
+        self.gathered.append(self.path)
         shard_writes.settle_all()
         self.give_up(only_if_stale=True)
         self._gathered_at = shard_writes.changes()
@@ -89,6 +94,8 @@ class ShardUnit:
             return
         self._calls += 1
         parameters = [p for p in self.parameters if hasattr(p, "_unsharded_param")]
+        for parameter in parameters if self._calls <= WATCHED_CALLS else ():
+            shard_hooks.watch(parameter.sharded_param, parameter._unsharded_param, self._scales)
         versions = [p._unsharded_param._version for p in parameters]
         if self._writes or self._calls <= WATCHED_CALLS or versions != self._versions:
             self._write_back(parameters)
@@ -117,13 +124,17 @@ class ShardUnit:
         if self._depth == 0:
             self._show_shards()
 
-    def begin_training(self) -> None:
-        """Training begins, with the modules where they will be."""
+    def begin_training(self, touched: Callable[[Any], None]) -> None:
+        """Training begins, with the modules where they will be.
+
+        Args:
+            touched: Called with a shard that gets a gradient past FSDP.
+        """
         self._root_state._lazy_init()
-        for parameter in self.parameters:
-            sharded = parameter.sharded_param
-            if sharded.requires_grad:
-                sharded.register_hook(functools.partial(_placed, placements=sharded.placements))
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                if parameter.sharded_param.requires_grad:
+                    parameter.sharded_param.register_hook(functools.partial(_placed, parameter.sharded_param, touched))
 
     def begin_step(self) -> None:
         """A step begins; a call that failed in the one before left nothing behind that matters."""
@@ -132,6 +143,9 @@ class ShardUnit:
             if self._root_state._is_root:
                 self._root_state._reset_iter_state()
         self.give_up()
+
+    def _scales(self) -> tuple[Tensor, Tensor] | None:
+        return self.scale()
 
     @property
     def _is_recomputed(self) -> bool:
@@ -182,9 +196,10 @@ def govern(root: nn.Module, path: str) -> None:
     visit(root, path, ShardUnit(root, root, path))
 
 
-def _placed(gradient: Any, placements: Any) -> Any:
+def _placed(shard: Any, touched: Callable[[Any], None], gradient: Any) -> Any:
     """A gradient that came to a shard itself, from a penalty on weights say, sharded as FSDP's are."""
-    return gradient.redistribute(placements=placements) if isinstance(gradient, DTensor) else gradient
+    touched(shard)
+    return gradient.redistribute(placements=shard.placements) if isinstance(gradient, DTensor) else gradient
 
 
 def units_of(modules: Iterable[nn.Module]) -> list[ShardUnit]:

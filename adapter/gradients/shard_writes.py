@@ -63,7 +63,7 @@ def settle() -> None:
 
 
 def settle_all() -> None:
-    """Bring to the shards all that was written, and let go of what the trainer does not keep; before weights are used."""
+    """Bring all that was written to the shards before they are used, and let go of what the trainer does not keep."""
     if not _given:
         return
     for entry in _given:

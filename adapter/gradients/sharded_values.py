@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ..contract.exceptions import ContractError
-from . import shard_writes
+from . import shard_hooks, shard_writes
 
 __all__ = ["hold", "release"]
 
@@ -55,6 +55,7 @@ _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "f
 _ELEMENTWISE |= {"dot", "dist"}
 
 _SETTERS: dict[Any, str] = {vars(torch._C.TensorBase)[name].__set__: name for name in ("data", "grad")}
+_HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
 
@@ -102,6 +103,8 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     first = args[0] if args else None
     if name == "__set__":
         return _set(func, args)
+    if isinstance(first, DTensor) and first.is_leaf and first.requires_grad and name in _HOOKED:
+        return _HOOKED[name](first, *args[1:])
     if name in _READS:
         return func(*_whole(args), **kwargs)
     if name in _RANDOM and isinstance(first, DTensor):
