@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
@@ -32,7 +33,7 @@ from .shard_hooks import adopt_hooks
 from .shard_layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
 from .shard_units import govern
 
-__all__ = ["ShardPolicy", "shard", "shard_copies", "shard_for", "whole_metrics"]
+__all__ = ["ShardPolicy", "shard", "shard_copies", "shard_for", "whole_metrics", "whole_payload"]
 
 ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
@@ -105,8 +106,9 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
         for alias in kept:
             if alias.put is not None and id(alias.value) in sharded:
                 alias.put(sharded[id(alias.value)])
-        for place, parameter in after.items():
-            adopt_hooks(before[place], parameter)
+        for (module, name), parameter in before.items():
+            if after[module, name] is not parameter:
+                adopt_hooks(module, name, parameter)
         for found in together.members:
             _give_whole_state_dicts(found.value)
     if policy != "whole" and not matched:
@@ -134,6 +136,12 @@ def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     if not any(isinstance(value, DTensor) for value in metrics.values()):
         return metrics
     return {name: whole(value) for name, value in metrics.items()}
+
+
+def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer's ``state_dict`` returned, without tensors that look like one rank's part."""
+    made: dict[str, Any] = tree_map(whole, payload)
+    return made
 
 
 def _shard_copies(copied: Iterable[tuple[Alias, Tensor]]) -> None:

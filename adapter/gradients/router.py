@@ -314,7 +314,7 @@ class StepRouter:
 
         One that lives for a single step (to invert a latent, say) is the trainer's own affair.
         """
-        if id(optimizer) in self._managed:
+        if id(optimizer) in self._managed or self._in_step:  # or it is wrapped by a managed one
             return
         if self._gradients is not None or self._scaler is not None:
             first_used = self._strangers.setdefault(optimizer, self._steps)

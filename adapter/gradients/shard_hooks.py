@@ -6,17 +6,20 @@ A hook of ``register_hook`` sees, as under DDP, this rank's own gradient of the 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["add", "add_after", "adopt_hooks", "after_accumulation", "watch"]
+__all__ = ["add", "add_after", "adopt_hooks", "after_accumulation", "resolve", "watch"]
 
 Hook = Callable[..., Any]
+
+_adopted: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 _hooks: Any = WeakIdKeyDictionary()
 """By sharded parameter, what ``register_hook`` was given."""
@@ -24,15 +27,19 @@ _after: Any = WeakIdKeyDictionary()
 """By sharded parameter, what ``register_post_accumulate_grad_hook`` was given."""
 
 
-def adopt_hooks(before: Tensor, sharded: Tensor) -> None:
-    """Take over the hooks of the parameter that `sharded` replaces; handles of theirs still remove them."""
-    if sharded is before:
-        return
-    if before._backward_hooks:
-        _hooks[sharded] = before._backward_hooks
+def adopt_hooks(module: nn.Module, name: str, before: Tensor) -> None:
+    """Take over the hooks of `before`, which was the parameter `name` of `module`; their handles still remove them."""
     after = getattr(before, "_post_accumulate_grad_hooks", None)
-    if after:
-        _after[sharded] = after
+    if before._backward_hooks or after:
+        _adopted.setdefault(module, {})[name] = before._backward_hooks or OrderedDict(), after or OrderedDict()
+
+
+def resolve(module: nn.Module, name: str) -> None:
+    """The parameter `name` of `module` is the object that it will be in training."""
+    adopted = _adopted.get(module, {}).pop(name, None)
+    if adopted is not None:
+        parameter = module._parameters[name]
+        _hooks[parameter], _after[parameter] = adopted
 
 
 def add(sharded: Tensor, hook: Hook) -> RemovableHandle:

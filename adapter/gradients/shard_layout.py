@@ -33,10 +33,10 @@ class Together:
         """As the trainer's author would write it."""
         return " and ".join(found.path for found in self.members)
 
-    def parameters_by_place(self) -> dict[tuple[int, str], nn.Parameter]:
+    def parameters_by_place(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Every place in a module that holds a parameter."""
         return {
-            (id(module), name): parameter
+            (module, name): parameter
             for module in self.root.modules()
             for name, parameter in module._parameters.items()
             if parameter is not None

@@ -32,7 +32,9 @@ __all__ = ["ShardUnit", "govern", "units_of"]
 WATCHED_CALLS = 3
 """Calls of a unit after which its weights are compared with what was gathered, to find modules that write to them."""
 
-_UNIT = "_genlight_shard_unit"
+
+_UNIT = "genlight_shard_unit"
+"""Where a hook has its unit: a search for what the trainer built does not look there."""
 
 
 class ShardUnit:
@@ -131,6 +133,8 @@ class ShardUnit:
             touched: Called with a shard that gets a gradient past FSDP.
         """
         self._root_state._lazy_init()
+        for parameter in self.parameters:
+            shard_hooks.resolve(parameter._module_info.module, parameter._module_info.param_name)
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 if parameter.sharded_param.requires_grad:
@@ -187,7 +191,6 @@ def govern(root: nn.Module, path: str) -> None:
         is_part = not isinstance(module, FSDPModule)
         if not is_part:
             unit = ShardUnit(root, module, where)  # type: ignore[arg-type]
-            object.__setattr__(module, _UNIT, unit)
         if next(module.parameters(), None) is not None:
             _hook(module, unit, is_part=is_part)
         for name, child in module.named_children():
@@ -204,7 +207,8 @@ def _placed(shard: Any, touched: Callable[[Any], None], gradient: Any) -> Any:
 
 def units_of(modules: Iterable[nn.Module]) -> list[ShardUnit]:
     """The units among `modules` and their submodules, outer ones first, each once."""
-    found = (getattr(sub, _UNIT, None) for module in modules for sub in module.modules())
+    hooks = (hook for module in modules for sub in module.modules() for hook in sub._forward_pre_hooks.values())
+    found = (getattr(hook, _UNIT, None) for hook in hooks)
     return list({id(unit): unit for unit in found if isinstance(unit, ShardUnit)}.values())
 
 
@@ -221,6 +225,7 @@ def _hook(module: nn.Module, unit: ShardUnit, *, is_part: bool) -> None:
     hooks: list[Callable[..., Any]] = [begin, written, end]
     # Parts run inside of what torch.compile makes of their unit, the unit around it.
     before, late, after = [_unless_compiling(h) if is_part else _disable_dynamo(h) for h in hooks]
+    setattr(before, _UNIT, unit)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(late, prepend=True)
     module.register_forward_hook(after)

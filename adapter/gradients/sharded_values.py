@@ -160,8 +160,7 @@ def _as_sharded(value: Tensor, like: DTensor) -> Tensor:
 def _set(func: Any, args: Any) -> Any:
     """``p.data = whole`` and ``p.grad = whole``; a gradient of this rank is averaged with those of the others."""
     target, value = args
-    is_whole = isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if not is_whole or func not in _SETTERS:
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or func not in _SETTERS:
         return func(*args)
     if value.shape != target.shape:
         raise ContractError(
@@ -169,8 +168,10 @@ def _set(func: Any, args: Any) -> Any:
             f"{tuple(target.shape)}. Write one of the parameter's whole shape, or use ddp."
         )
     with torch.no_grad():
-        if _SETTERS[func] == "data":
-            return target.copy_(sharded_like(value.detach(), target))
+        if _SETTERS[func] == "data":  # torch would take over all but the shard
+            return target.detach().copy_(value if isinstance(value, DTensor) else sharded_like(value, target))
+        if isinstance(value, DTensor):
+            return func(target, value.redistribute(placements=target.placements))
         group = target.device_mesh.get_group()
         mean = value.detach().clone().div_(dist.get_world_size(group))
         dist.all_reduce(mean, group=group)
