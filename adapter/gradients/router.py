@@ -39,7 +39,7 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from . import autograd_patch as interception
 from . import shard_writes, sharded_values
-from .fsdp_errors import about_sharded_update, about_sharding
+from .fsdp_errors import about_sharded_update, about_sharding, without_collectives
 from .gradient_sync import (
     BufferSync,
     GradientSync,
@@ -51,6 +51,7 @@ from .gradient_sync import (
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .rank_agreement import RankAgreement
 from .shard_gradients import ShardGradients
 from .shard_units import units_of
 from .unscaling import Unscaling
@@ -127,6 +128,7 @@ class StepRouter:
             if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
         ]
         self._of_shards: ShardGradients | None = None
+        self._agree: RankAgreement | None = None
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
         self._by_hand = set() if discovered.optimizers else {id(t) for t in discovered.updated()}
@@ -168,13 +170,16 @@ class StepRouter:
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than for each step anew."""
         interception.hold(self)
-        if self._sharded:
-            sharded_values.hold(self)
         if self._units and self._gradients is not None:
+            self._agree = RankAgreement(self._gradients.group, self._device)
             self._of_shards = ShardGradients(self._units, self._gradients.group, self._device)
         for unit in self._units:
             unit.begin_training(self._touched)
             unit.scale = self._factors
+            unit.agree = self._agreed
+        if self._sharded:
+            sharded_values.hold(self, self._agreed)
+            sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
         self._is_open = True
 
     def close(self) -> None:
@@ -190,6 +195,8 @@ class StepRouter:
         self._steps += 1
         for unit in self._units:
             unit.begin_step()
+        if self._agree is not None:
+            self._agree.begin_step(self._steps)
         if self._precision.context is not None:
             self._context = self._autocast or self._precision.context()
             self._context.__enter__()
@@ -208,8 +215,13 @@ class StepRouter:
         refusal, self._refusal = self._refusal, None
         if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
             raise refusal
+        if self._agree is not None and exc_type is not None:
+            self._agree.end_step()
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
+            self._agreed("end the step")
+            if self._agree is not None:
+                self._agree.end_step()
             self._give_up_gathered()
             if self._accumulation is not None:
                 self._accumulation.before_update()
@@ -234,6 +246,7 @@ class StepRouter:
         if self._accumulation is not None:
             self._accumulation.before_backward()
         if self._of_shards is not None:
+            self._agreed("call backward")
             self._of_shards.begin()
         self.in_backward = True
         try:
@@ -266,6 +279,10 @@ class StepRouter:
             hooks.after_backward()
         if self._of_shards is not None:
             self._of_shards.call_hooks()
+
+    def _agreed(self, what: str) -> None:
+        if self._agree is not None:
+            self._agree(what)
 
     def _touched(self, shard: DTensor) -> None:
         if self._of_shards is not None:
@@ -427,11 +444,17 @@ class StepRouter:
             self._hooks.before_optimizer_step(optimizer)
         return loss
 
+    def _no_collectives(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        if not self._with_shards or self._agree is None or optimizer not in self._with_shards:
+            return nullcontext()
+        return without_collectives(f"{type(optimizer).__name__}.step()", self._agreed)
+
     def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._agreed(f"update by {type(optimizer).__name__}")
         self._give_up_gathered()
         self._in_step = True
         try:
-            with self._outside_autocast:
+            with self._outside_autocast, self._no_collectives(optimizer):
                 return step(*args, **kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)

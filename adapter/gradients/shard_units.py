@@ -54,6 +54,8 @@ class ShardUnit:
         self._gathered_at = -1
         self.gathered: list[str] = []
         """Paths, one for each call since the last backward, to be compared with those of other ranks."""
+        self.agree: Callable[[str], None] = lambda _: None
+        """Called with what all ranks are about to do."""
         self.scale: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
         """What gradients are scaled by in a backward call, and the inverse."""
         self._calls = 0
@@ -80,6 +82,7 @@ class ShardUnit:
         if self._is_recomputed:
             self._show_gathered()
             return None
+        self.agree(f"call {self.path}")
         self.gathered.append(self.path)
         shard_writes.settle_all()
         self.give_up(only_if_stale=True)

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ..contract.exceptions import ContractError
 from . import shard_hooks, shard_writes
 
-__all__ = ["hold", "release"]
+__all__ = ["hold", "number", "release"]
 
 _READS = frozenset({"item", "tolist", "numpy", "__array__", "__format__"})
 _READS |= {"__float__", "__int__", "__bool__", "__index__", "__complex__", "is_nonzero"}
@@ -55,18 +56,29 @@ _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "f
 _ELEMENTWISE |= {"dot", "dist"}
 
 _SETTERS: dict[Any, str] = {vars(torch._C.TensorBase)[name].__set__: name for name in ("data", "grad")}
+_TOGETHER = (
+    _READS | _EXTREMES | {"mm", "matmul", "__matmul__", "bmm", "addmm", "einsum", "linear", "full_tensor", "svd"}
+)
+_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 _HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
 
 _lock = threading.Lock()
-_holders: list[object] = []
+_holders: list[tuple[object, Callable[[str], None]]] = []
+_last_parameter = ""
+"""Of which parameter a gradient was read last: two of one shape are nothing that ranks could share."""
 
 
-def hold(holder: object) -> None:
-    """Have operations on sharded tensors behave as this module's text says, until `release`."""
+def hold(holder: object, agree: Callable[[str], None] = lambda _: None) -> None:
+    """Have operations on sharded tensors behave as this module's text says, until `release`.
+
+    Args:
+        holder: Who asks for it.
+        agree: Called with what all ranks are about to do.
+    """
     with _lock:
-        _holders.append(holder)
+        _holders.append((holder, agree))
         if len(_holders) == 1:
             DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
             DTensor.to_local = _watched_to_local  # type: ignore[method-assign]
@@ -75,10 +87,25 @@ def hold(holder: object) -> None:
 def release(holder: object) -> None:
     """Undo one `hold`; once nobody holds it, sharded tensors are torch's own."""
     with _lock:
-        _holders.remove(holder)
+        _holders[:] = [held for held in _holders if held[0] is not holder]
         if not _holders:
             DTensor.__torch_function__ = _TORCHS  # type: ignore[method-assign]
             DTensor.to_local = _to_local  # type: ignore[method-assign]
+
+
+_numbers: Any = WeakIdKeyDictionary()
+
+
+def number(parameters: Iterable[Tensor]) -> None:
+    """Tell `parameters` apart by their order, which is equal on all ranks."""
+    for index, parameter in enumerate(parameters):
+        _numbers[parameter] = f", for parameter {index} of the sharded ones"
+
+
+def _agree(name: str, tensor: Any) -> None:
+    shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
+    for _, agree in _holders[-1:]:
+        agree(f"compute `{name}` of a sharded tensor of shape {shape}{_last_parameter}")
 
 
 @functools.wraps(_to_local)
@@ -105,6 +132,10 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return _set(func, args)
     if isinstance(first, DTensor) and first.is_leaf and first.requires_grad and name in _HOOKED:
         return _HOOKED[name](first, *args[1:])
+    if name == "__get__":
+        return _got(func, first)
+    if name in _TOGETHER:
+        _agree(name, first)
     if name in _READS:
         return func(*_whole(args), **kwargs)
     if name in _RANDOM and isinstance(first, DTensor):
@@ -119,6 +150,8 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     sharded, plain = _tensors(args, kwargs)
     if name in _EXTREMES and any(_leaves_a_rank_empty(t) for t in sharded):
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
+    if name.endswith("_") and len(sharded) > 1 and isinstance(first, DTensor):
+        args = [first, *(_placed(a, first) for a in args[1:])]
     if plain:
         return _mixed(func, name, args, kwargs, sharded)
     return func(*args, **kwargs)
@@ -148,6 +181,12 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
     return func(*(place(a, like) for a in args), **{k: place(v, like) for k, v in kwargs.items()})
 
 
+def _placed(value: Any, like: DTensor) -> Any:
+    """What goes into a shard in place, such as the result of a product, sharded as that is."""
+    fits = isinstance(value, DTensor) and value.shape == like.shape and value.placements != like.placements
+    return value.redistribute(placements=like.placements) if fits else value
+
+
 def _as_sharded(value: Tensor, like: DTensor) -> Tensor:
     """A tensor that every rank holds whole, as one that goes with `like`."""
     if value.requires_grad and torch.is_grad_enabled():
@@ -155,6 +194,14 @@ def _as_sharded(value: Tensor, like: DTensor) -> Tensor:
     if value.shape == like.shape:
         return sharded_like(value, like)
     return DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def _got(func: Any, tensor: Any) -> Any:
+    """An attribute of a sharded tensor."""
+    global _last_parameter
+    if func == _GET_GRAD and isinstance(tensor, DTensor):
+        _last_parameter = _numbers.get(tensor, "")
+    return func(tensor)
 
 
 def _set(func: Any, args: Any) -> Any:
