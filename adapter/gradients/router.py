@@ -53,6 +53,7 @@ from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
 from .rank_agreement import RankAgreement
 from .shard_gradients import ShardGradients
+from .shard_layout import with_inner_optimizers
 from .shard_units import units_of
 from .unscaling import Unscaling
 
@@ -118,14 +119,15 @@ class StepRouter:
         self._hooks = hooks or StepHooks()
         self._gradients = gradients
         self._buffers = buffers or None
-        self._managed = {id(found.value) for found in discovered.optimizers}
+        self._optimizers = [found.value for found in with_inner_optimizers(discovered)]
+        self._managed = {id(optimizer) for optimizer in self._optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
         self._units = units_of(found.value for found in discovered.modules)
         self._with_shards = [
-            found.value
-            for found in discovered.optimizers
-            if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
+            optimizer
+            for optimizer in self._optimizers
+            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         ]
         self._of_shards: ShardGradients | None = None
         self._agree: RankAgreement | None = None
@@ -152,10 +154,10 @@ class StepRouter:
         self._accumulation: Accumulation | None = None
         if gradients is not None and self._hooks.after_backward is None:
             self._accumulation = Accumulation(gradients.parameters, self._settle)
-        for found in discovered.optimizers:
-            interception.wrap(found.value, "step", self._step)
+        for optimizer in self._optimizers:
+            interception.wrap(optimizer, "step", self._step)
             if self._hooks.before_zero_grad is not None:
-                interception.wrap(found.value, "zero_grad", self._zero_grad)
+                interception.wrap(optimizer, "zero_grad", self._zero_grad)
 
     @property
     def scales(self) -> bool:
@@ -299,9 +301,9 @@ class StepRouter:
             self._gradients(ordinal)
             self._averaged = set(self._managed)
         if self._scaler is not None:
-            for found in self._discovered.optimizers:
-                if found.value not in self._with_shards:
-                    self._scaler.check(found.value)
+            for optimizer in self._optimizers:
+                if optimizer not in self._with_shards:
+                    self._scaler.check(optimizer)
 
     def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing.
@@ -416,6 +418,12 @@ class StepRouter:
         if self.in_backward:  # called by a hook of a parameter whose gradient is there
             self._scaler.check(optimizer)
         loss = None
+        if closure is not None and not type(optimizer).__module__.startswith("torch.optim"):
+            raise ContractError(
+                f"16-mixed cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may evaluate "
+                "the closure at other weights, where an overflow could not be skipped. Call backward and its steps in "
+                "`train_step` yourself, or use bf16-mixed or 32-true."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = self._closure(optimizer, closure)

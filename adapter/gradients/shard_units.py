@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import set_requires_grad_if
 from torch.distributed.tensor import DTensor
 
 from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
+from ..contract.exceptions import ContractError
 from . import shard_hooks, shard_writes
 
 __all__ = ["ShardUnit", "govern", "units_of"]
@@ -79,7 +80,11 @@ class ShardUnit:
         if self._depth > 1:
             return None
         self._root_state._lazy_init()
+        self._refuse_other_parameters()
         if self._is_recomputed:
+            for group in self.groups:
+                group.unshard()
+                group.wait_for_unshard()
             self._show_gathered()
             return None
         self.agree(f"call {self.path}")
@@ -158,6 +163,16 @@ class ShardUnit:
     def _is_recomputed(self) -> bool:
         """Whether a checkpointed segment is computed again within a backward."""
         return bool(self._state._training_state == TrainingState.PRE_BACKWARD)
+
+    def _refuse_other_parameters(self) -> None:
+        for parameter in self.parameters:
+            info = parameter._module_info
+            now = info.module._parameters.get(info.param_name)
+            if now is not parameter.sharded_param and now is not getattr(parameter, "_unsharded_param", None):
+                raise ContractError(
+                    f"`train_step` does what sharded modules cannot: it calls {self.path} with other parameters than "
+                    "its own, as torch.func does. Use backward and the module's own parameters, or use ddp."
+                )
 
     def _show_gathered(self) -> None:
         for group in self.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ NAMES = [name for name in ZOO if name not in FAULTS]
 def two_ranks(tmp_path_factory):
     jobs = [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in NAMES]
     jobs += [{"key": "torch's ResNet", "file": FILE, "name": "ResNet", "strategy": "torch's own"}]
+    # All ranks hear of a fault at the same point, so that one more run can follow.
+    jobs += [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in FAULTS]
     return harness.on_two_ranks(tmp_path_factory.mktemp("values"), jobs)
 
 
@@ -40,8 +43,8 @@ REASONS = {
     "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
     "HeadsOfOtherSizes": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
     "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',
-    "WithGatheringMuon": r"rank 0 is about to compute `norm` .* rank 1 to call torch.distributed.all_gather in Gathering",
-    "WithGatheringMuonOfOneShape": r"for parameter 0 of the sharded ones, rank 1 .* for parameter 1 of the sharded ones",
+    "WithGatheringMuon": r"rank 0 is about to compute `norm` .* rank 1 to call torch.distributed.all_gather in",
+    "WithGatheringMuonOfOneShape": r"for parameter 0 of the sharded ones, rank 1 .* for parameter 1 of the",
     "WithOwnCollective": r"OwnCollective.step\(\) calls torch.distributed.all_reduce on rank \d, but .* sharded",
     "ReadsNormOnOneRank": r"rank 0 is about to compute `norm` of a sharded tensor .* rank 1 to update by Adam",
 }
@@ -49,10 +52,7 @@ REASONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_ranks_that_part_ways_are_told_which_does_what(name, tmp_path):
-    job = {"key": name, "file": FILE, "name": name, "strategy": "fsdp"}
-
-    for rank in harness.on_two_ranks(tmp_path / "ranks", [job]):
+def test_ranks_that_part_ways_are_told_which_does_what(two_ranks, name):
+    for rank in two_ranks:
         assert isinstance(rank[name], str)
-        with pytest.raises(ValueError, match=REASONS[name]):
-            raise ValueError(rank[name])
+        assert re.search(REASONS[name], rank[name])
