@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
 from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor
 
-__all__ = ["changed", "changes", "gave", "settle", "settle_all"]
+__all__ = ["changed", "changes", "count", "gave", "settle", "settle_all"]
 
 _changes = 0
+_is_counting = False
 
 
 @dataclass
@@ -43,8 +44,16 @@ def changed() -> None:
     _changes += 1
 
 
+def count(counting: bool) -> None:
+    """From now on writes to shards are told by `changed`, or are not."""
+    global _is_counting
+    _is_counting = counting
+
+
 def changes() -> int:
     """How often shards were changed, as far as is known; whoever gathered before that has stale weights."""
+    if not _is_counting:
+        changed()
     return _changes
 
 

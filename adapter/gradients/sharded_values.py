@@ -82,6 +82,7 @@ def hold(holder: object, agree: Callable[[str], None] = lambda _: None) -> None:
         if len(_holders) == 1:
             DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
             DTensor.to_local = _watched_to_local  # type: ignore[method-assign]
+            shard_writes.count(True)
 
 
 def release(holder: object) -> None:
@@ -91,6 +92,7 @@ def release(holder: object) -> None:
         if not _holders:
             DTensor.__torch_function__ = _TORCHS  # type: ignore[method-assign]
             DTensor.to_local = _to_local  # type: ignore[method-assign]
+            shard_writes.count(False)
 
 
 _numbers: Any = WeakIdKeyDictionary()
@@ -140,8 +142,11 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return func(*_whole(args), **kwargs)
     if name in _RANDOM and isinstance(first, DTensor):
         return _written(first, lambda whole: getattr(whole, name)(*args[1:], **kwargs))
-    if getattr(func, "__module__", None) == "torch.nn.init" and isinstance(first, DTensor):
-        return _written(first, lambda whole: func(whole, *args[1:], **kwargs))
+    if getattr(func, "__module__", None) == "torch.nn.init":
+        named = {key: value for key, value in kwargs.items() if key != "tensor"}
+        target = kwargs.get("tensor", first)
+        if isinstance(target, DTensor):
+            return _written(target, lambda whole: func(whole, *args[1:], **named))
     if name in _RANDOM_LIKE and isinstance(first, DTensor):
         like = (
             _whole(args)[0] if name == "bernoulli" else torch.empty(first.shape, dtype=first.dtype, device=first.device)

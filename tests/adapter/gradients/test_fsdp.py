@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
+from genlight.adapter.gradients import sharded_values
 from genlight.adapter.gradients.fsdp import shard, whole_metrics
 
 
@@ -224,6 +225,46 @@ def test_modules_that_share_a_parameter_are_one_unit_and_go_on_sharing_it(mesh):
     state["head"](state["model"][0](torch.ones(2, 4))).sum().backward()
     assert state["head"].weight is state["model"][2].weight
     assert isinstance(state["head"].weight.grad, DTensor)
+
+
+def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(mesh):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+    x = torch.ones(2, 4)
+    before = state["model"](x).detach()
+
+    with torch.no_grad():
+        for p in state["model"].parameters():
+            p.mul_(2.0)
+    doubled = state["model"](x).detach()
+    for value in state["model"].state_dict().values():
+        value.data.mul_(0.5)
+
+    assert not torch.equal(doubled, before)
+    torch.testing.assert_close(state["model"](x).detach(), before)
+
+
+def test_sharded_values_read_and_compute_like_whole_ones_while_held(mesh):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+    weight = state["model"][2].weight
+    own = DTensor.__torch_function__
+    sharded_values.hold(mesh)
+    try:
+        torch.manual_seed(3)
+        nn.init.normal_(weight)
+        torch.manual_seed(3)
+        expected = nn.init.normal_(torch.empty(1, 4))
+        with torch.no_grad():
+            weight.add_(torch.ones(1, 4))
+        weight.data = weight.data - 1
+        texts = f"{weight.norm():.4f}", f"{float(weight.max()):.4f}"
+    finally:
+        sharded_values.release(mesh)
+
+    torch.testing.assert_close(weight.full_tensor(), expected)
+    assert texts == (f"{expected.norm():.4f}", f"{float(expected.max()):.4f}")
+    assert DTensor.__torch_function__ == own
 
 
 class Frozen:
