@@ -221,10 +221,11 @@ class StepRouter:
             self._agree.end_step()
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
-            self._agreed("end the step")
+            if self._units:
+                self._agreed("end the step")
+                self._give_up_gathered()
             if self._agree is not None:
                 self._agree.end_step()
-            self._give_up_gathered()
             if self._accumulation is not None:
                 self._accumulation.before_update()
             if self._buffers is not None:
@@ -353,8 +354,7 @@ class StepRouter:
 
     def _give_up_gathered(self) -> None:
         """Sharded weights are about to change: what is gathered of them is stale then."""
-        if self._units:
-            shard_writes.settle_all()
+        shard_writes.settle_all()
         for unit in self._units:
             unit.give_up()
 
@@ -452,18 +452,23 @@ class StepRouter:
             self._hooks.before_optimizer_step(optimizer)
         return loss
 
-    def _no_collectives(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        if not self._with_shards or self._agree is None or optimizer not in self._with_shards:
+    def _update_of_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """All ranks are about to update by `optimizer`, after which what is gathered is stale."""
+        self._agreed(f"update by {type(optimizer).__name__}")
+        self._give_up_gathered()
+        if optimizer not in self._with_shards:
             return nullcontext()
         return without_collectives(f"{type(optimizer).__name__}.step()", self._agreed)
 
     def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._agreed(f"update by {type(optimizer).__name__}")
-        self._give_up_gathered()
+        of_shards = self._update_of_shards(optimizer) if self._units else None
         self._in_step = True
         try:
-            with self._outside_autocast, self._no_collectives(optimizer):
-                return step(*args, **kwargs)
+            with self._outside_autocast:
+                if of_shards is None:
+                    return step(*args, **kwargs)
+                with of_shards:
+                    return step(*args, **kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)
             if explained is None:

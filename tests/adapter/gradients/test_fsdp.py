@@ -258,7 +258,7 @@ def test_sharded_values_read_and_compute_like_whole_ones_while_held(mesh):
         with torch.no_grad():
             weight.add_(torch.ones(1, 4))
         weight.data = weight.data - 1
-        texts = f"{weight.norm():.4f}", f"{float(weight.max()):.4f}"
+        texts = f"{weight.detach().norm():.4f}", f"{float(weight.detach().max()):.4f}"
     finally:
         sharded_values.release(mesh)
 
