@@ -72,7 +72,7 @@ class Discovered:
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
     aliases: tuple[Alias, ...] = ()
-    """Places where the trainer keeps parameters of found modules by themselves, in a list say."""
+    """Places where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -147,7 +147,7 @@ def discover(
         scalers=_named(_of(found, GradScaler), reserved),
         parameters=_named(list({id(p): (path, p) for path, p in loose}.values()), reserved),
         tensors=_named([(path, t) for path, t in tensors if id(t) not in loose_ids | known], reserved),
-        aliases=tuple(aliases(found, known)),
+        aliases=tuple(aliases(found, known | paths.keys())),
     )
 
 

@@ -72,7 +72,15 @@ def _of_mapping(path: str, node: Mapping[Any, Any]) -> Iterator[_Place]:
     for key, value in node.items():
         put = functools.partial(node.__setitem__, key) if isinstance(node, MutableMapping) else None
         yield f"{path}[{key_text(key)}]", value, put
-        yield f"{path}, which has a key that", key, None
+        rekey = functools.partial(_rekey, node, key) if isinstance(node, MutableMapping) else None
+        yield f"{path}, which has a key that", key, rekey
+
+
+def _rekey(node: MutableMapping[Any, Any], old: Any, new: Any) -> None:
+    """Another key in place of `old`, which keeps its place in the order."""
+    items = [(new if key is old else key, value) for key, value in node.items()]
+    node.clear()
+    node.update(items)
 
 
 def _content(cell: types.CellType) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -84,14 +85,15 @@ def release(interceptor: Interceptor) -> None:
 
 def _replace_or_put_back() -> None:
     global _step_hook, _hooks_are_led, _collectives_are_led
+    translates = any(holder.hooks_translator is not None for holder in _holders)
+    if _holders:
+        setattr(torch.autograd, _ENGINE, _intercepted_eagerly if translates else _intercepted)
     if _holders and _step_hook is None:
-        setattr(torch.autograd, _ENGINE, _intercepted)
         _step_hook = register_optimizer_step_pre_hook(_before_any_step)
     elif not _holders and _step_hook is not None:
         setattr(torch.autograd, _ENGINE, run_backward)
         _step_hook.remove()
         _step_hook = None
-    translates = any(holder.hooks_translator is not None for holder in _holders)
     if translates and not _hooks_are_led:
         hook_interception.lead(_translator)
     elif not translates and _hooks_are_led:
@@ -142,6 +144,10 @@ def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     if not kwargs.get("accumulate_grad"):
         return interceptor.grad(outputs, grads, *args, **kwargs)
     return interceptor.backward(outputs, grads, *args, **kwargs)
+
+
+# For a scaled loss: torch.compile of a whole step would follow the hooks that are registered then, and never end.
+_intercepted_eagerly = _disable_dynamo(_intercepted)
 
 
 def _of_engine() -> Interceptor | None:

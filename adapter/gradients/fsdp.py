@@ -8,7 +8,7 @@ uses their values, which all ranks must do then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,15 +19,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
 from ...callbacks.checkpoint.sharded.strategy import save_through_plugin
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, Found
+from ..discovery.parameter_aliases import Alias
+from . import shard_writes
 from .gradient_sync import broadcast_from_zero
+from .shard_hooks import adopt_hooks
+from .shard_layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
+from .shard_units import govern
 
-__all__ = ["ShardPolicy", "shard", "shard_for", "whole_metrics"]
+__all__ = ["ShardPolicy", "shard", "shard_copies", "shard_for", "whole_metrics", "whole_payload"]
 
 ShardPolicy = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """What becomes a unit of its own, beside each module as a whole: ``"whole"`` for nothing, else the class names of
@@ -61,44 +67,65 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
     modules stay whole on every rank. State that an optimizer already holds is sharded with its parameter.
 
-    Every rank must call the same modules in the same order. A submodule that is called by itself, not through its
-    module, has to be a unit.
+    Every rank must call the same modules in the same order, or at least parts of the same ones. Modules that share
+    parameters become one unit, and so does a container such as a ModuleList.
 
     Raises:
-        ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter with a
-            gradient hook, one in two modules, in a tuple or as a key, copies of parameters that are no module, or a
-            policy that matches no submodule.
+        ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter or a copy
+            of one in a tuple, or a policy that matches no submodule.
     """
     modules = [m for m in (*discovered.trained, *_copies(discovered)) if not isinstance(m.value, _NEVER_CALLED)]
-    _check_shardable(discovered, modules)
+    kept = places(discovered)
+    copied = [*copies(discovered, kept)]
+    _check_shardable(discovered, modules, kept, copied)
     # Each rank keeps its slice of its own weights, so they must be equal before they are sliced.
     group = mesh.get_group()
     broadcast_from_zero([t for m in discovered.modules for t in (*m.value.parameters(), *m.value.buffers())], group)
+    optimizers = with_inner_optimizers(discovered)
     is_unit = _unit_test(policy)
     matched = 0
-    for found in modules:
-        before = dict(found.value.named_parameters(remove_duplicate=False))
-        units = [(name, sub) for name, sub in found.value.named_modules() if name and is_unit(name, sub)]
+    replaced: dict[int, Tensor] = {}
+    for together in sharded_together(modules):
+        before = together.parameters_by_place()
+        units = [
+            (name, sub)
+            for found in together.members
+            for name, sub in found.value.named_modules()
+            if name and is_unit(name, sub)
+        ]
         matched += len(units)
         # Inner units first: fully_shard gives a unit what no unit inside of it has taken.
-        own = [unit for name, unit in units if not _is_tied(name, before)]
-        for unit in (*reversed(own), *_callable_parts(found.value)):
-            fully_shard(unit, mesh=mesh)
-        after = dict(found.value.named_parameters(remove_duplicate=False))
-        sharded = {id(before[name]): cast("Tensor", after[name]) for name in before}
-        _repoint(discovered.optimizers, sharded)
-        for alias in discovered.aliases:
+        own = {id(unit): unit for _, unit in units if not together.is_shared_beyond(unit)}
+        for unit in (*reversed(own.values()), together.root):
+            fully_shard(unit, mesh=mesh, ignored_params=_scalars(unit))
+        govern(together.root, together.path)
+        after = together.parameters_by_place()
+        sharded = {id(before[place]): cast("Tensor", after[place]) for place in before}
+        replaced |= sharded
+        _repoint(optimizers, sharded)
+        for alias in kept:
             if alias.put is not None and id(alias.value) in sharded:
                 alias.put(sharded[id(alias.value)])
-        _give_whole_state_dicts(found.value)
+        for (module, name), parameter in before.items():
+            if after[module, name] is not parameter:
+                adopt_hooks(module, name, parameter)
+        for found in together.members:
+            _give_whole_state_dicts(found.value)
     if policy != "whole" and not matched:
         raise ContractError(
             f"Invalid `policy`. Expected class names of submodules, but {policy!r} matches none in "
             f"{', '.join(found.path for found in modules)}."
         )
-    for optimizer in discovered.optimizers:
+    _shard_copies((alias, replaced.get(id(parameter), parameter)) for alias, parameter in copied)
+    for optimizer in optimizers:
+        ordered_hooks(optimizer.value)
         optimizer.value.register_state_dict_post_hook(_whole_optimizer_state)
         optimizer.value.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def shard_copies(discovered: Discovered) -> None:
+    """Shard the copies of sharded parameters that a trainer keeps in lists and dicts, and has just loaded."""
+    _shard_copies([*copies(discovered, places(discovered))])
 
 
 def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,19 +138,21 @@ def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: whole(value) for name, value in metrics.items()}
 
 
-def _is_tied(name: str, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether a parameter of the submodule `name` is also one outside of it; FSDP wants both in one unit."""
-    inside = {id(p) for path, p in parameters.items() if path.startswith(f"{name}.")}
-    return any(id(p) in inside for path, p in parameters.items() if not path.startswith(f"{name}."))
+def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    """What a trainer's ``state_dict`` returned, without tensors that look like one rank's part."""
+    made: dict[str, Any] = tree_map(whole, payload)
+    return made
 
 
-def _callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself, or, of a container that nobody calls, its parts; FSDP works in a module's call."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        for child in module.children():
-            yield from _callable_parts(child)
-    elif next(module.parameters(), None) is not None:
-        yield module
+def _shard_copies(copied: Iterable[tuple[Alias, Tensor]]) -> None:
+    for alias, parameter in copied:
+        if alias.put is not None:
+            alias.put(_like(alias.value, parameter))
+
+
+def _scalars(unit: nn.Module) -> set[nn.Parameter]:
+    """Parameters that no dimension can be split of; they stay whole, and their gradients are averaged."""
+    return {p for p in unit.parameters() if p.dim() == 0}
 
 
 def _copies(discovered: Discovered) -> list[Found[nn.Module]]:
@@ -141,26 +170,16 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
     return {name: (tuple(p.shape), p.dtype) for name, p in module.named_parameters()}
 
 
-def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) -> None:
-    owners: dict[int, str] = {}
+def _check_shardable(
+    discovered: Discovered, modules: list[Found[nn.Module]], kept: list[Alias], copied: list[tuple[Alias, Tensor]]
+) -> None:
+    owners = {id(p): f"{found.path}.{name}" for found in modules for name, p in found.value.named_parameters()}
     faults = []
-    for found in modules:
-        for name, parameter in found.value.named_parameters():
-            path = f"{found.path}.{name}"
-            if id(parameter) in owners:
-                faults.append(f"{path} is also {owners[id(parameter)]}; put both modules into one")
-            owners[id(parameter)] = path
     faults += [
         f"{alias.path} is a parameter of {owners[id(alias.value)]}, which sharding replaces; "
         "ask the module for its parameters when you need them, or keep them in a list"
-        for alias in discovered.aliases
+        for alias in kept
         if alias.put is None and id(alias.value) in owners
-    ]
-    faults += [
-        f"{found.path}.{name} has a gradient hook, which sharding would lose; change `grad` after backward"
-        for found in modules
-        for name, p in found.value.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
     ]
     faults += [
         f"{found.path} is a DistributedDataParallel of its own; leave it out, since genlight keeps the ranks equal"
@@ -168,9 +187,9 @@ def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) ->
         if isinstance(found.value, DistributedDataParallel)
     ]
     faults += [
-        f"{container} holds a tensor for each parameter of {path}, which sharding would have to follow; keep such "
-        "copies in a module, as copy.deepcopy or torch.optim.swa_utils.AveragedModel make it"
-        for container, path in _copies_in_containers(discovered)
+        f"{alias.path} is a copy of a parameter in a tuple, which sharding would have to follow; keep copies in a list"
+        for alias, _ in copied
+        if alias.put is None
     ]
     faults += [
         f"{found.path}{name and f'.{name}'} is an embedding with sparse gradients; leave out `sparse=True`"
@@ -188,22 +207,6 @@ def _check_shardable(discovered: Discovered, modules: list[Found[nn.Module]]) ->
         raise ContractError("The trainer cannot be sharded: " + "; ".join(faults[:SHOWN_FAULTS]) + more + ".")
 
 
-def _copies_in_containers(discovered: Discovered) -> Iterator[tuple[str, str]]:
-    """Lists and dicts that hold tensors with the shapes of a trained module's parameters, and the module's path."""
-    containers: dict[str, list[tuple[int, ...]]] = {}
-    for found in discovered.tensors:
-        if found.path.endswith("]") and found.value.is_floating_point():
-            containers.setdefault(found.path.rpartition("[")[0], []).append(tuple(found.value.shape))
-    for module in discovered.trained:
-        parameters = list(module.value.parameters())
-        for of_module in (parameters, [p for p in parameters if p.requires_grad]):
-            shapes = [tuple(p.shape) for p in of_module]
-            matching = [path for path, held in containers.items() if len(shapes) > 1 and held == shapes]
-            for path in matching:
-                yield path, module.path
-                del containers[path]
-
-
 def _unit_test(policy: ShardPolicy) -> Callable[[str, nn.Module], bool]:
     if callable(policy):
         return policy
@@ -212,7 +215,7 @@ def _unit_test(policy: ShardPolicy) -> Callable[[str, nn.Module], bool]:
 
 
 @torch.no_grad()
-def _repoint(optimizers: tuple[Found[Optimizer], ...], sharded: dict[int, Tensor]) -> None:
+def _repoint(optimizers: list[Found[Optimizer]], sharded: dict[int, Tensor]) -> None:
     """Let the optimizers hold the sharded parameters, with the state that they had for the whole ones."""
     for found in optimizers:
         optimizer = found.value
@@ -246,12 +249,14 @@ def _give_whole_state_dicts(module: nn.Module) -> None:
 
 
 def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name in module._parameters:
-        if prefix + name in state_dict:
+    for name, parameter in module._parameters.items():
+        if prefix + name in state_dict and parameter is not None:
             state_dict[prefix + name] = whole(state_dict[prefix + name])
+            shard_writes.gave(parameter, state_dict[prefix + name])
 
 
 def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    shard_writes.changed()
     for name, parameter in module._parameters.items():
         if prefix + name in state_dict and parameter is not None:
             state_dict[prefix + name] = _like(state_dict[prefix + name], parameter)

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
 
-__all__ = ["about_sharding", "about_sharded_update"]
+__all__ = ["about_sharded_update", "about_sharding", "without_collectives"]
+
+_COLLECTIVES: tuple[str, ...] = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+)
+_COLLECTIVES += (
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+)
+_COLLECTIVES += ("reduce_scatter_tensor", "scatter", "send")
 
 _ADVICE = {
     r"mixed torch\.Tensor and DTensor": (
@@ -32,6 +56,44 @@ _ADVICE = {
     ),
 }
 """By what torch's text has, the first that matches."""
+
+
+@contextlib.contextmanager
+def without_collectives(what: str, agree: Callable[[str], None]) -> Iterator[None]:
+    """Refuse that `what`, an update of sharded parameters, talks to the other ranks by hand, as for replicas.
+
+    All that ranks have of such a parameter are different parts, so that what is exchanged does not belong together.
+
+    Args:
+        what: The update.
+        agree: Called first with what this rank is about to do, so that no other waits for it.
+
+    Raises:
+        ContractError: Names the collective, and the rank.
+    """
+    found = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith(("torch.", "genlight.", "lightning.")):
+                return found[name](*args, **kwargs)
+            agree(f"call torch.distributed.{name} in {what}")
+            raise ContractError(
+                f"{what} calls torch.distributed.{name} on rank {dist.get_rank()}, but the parameters are sharded: "
+                "each rank has another part of each. Let every rank update every parameter by operations on the whole "
+                "tensors, which talk to the other ranks themselves, or use ddp."
+            )
+
+        return call
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, function in found.items():
+            setattr(dist, name, function)
 
 
 def about_sharding(error: BaseException) -> ContractError | None:

@@ -279,11 +279,18 @@ def _insists_on_its_type(module: nn.Module) -> bool:
 
 
 def about_types(error: BaseException, precision: StepPrecision) -> ContractError | None:
-    """An error that says what to do about `error` in true half precision; None where it is about something else."""
-    if precision.cast_inputs_to is None or not isinstance(error, RuntimeError):
+    """An error that says what to do about `error` in half precision; None where it is about something else."""
+    if precision.context is None or not isinstance(error, RuntimeError) or isinstance(error, ContractError):
         return None
-    if isinstance(error, ContractError) or not re.search(r"dtype|BFloat16|Half|same type", str(error)):
+    if not re.search(r"dtype|BFloat16|Half|same type", str(error)):
         return None
+    if precision.cast_inputs_to is None:
+        return ContractError(
+            f"`train_step` mixes types: under {precision.dtype}-mixed, layers compute in half precision, and what is "
+            "computed with their outputs by hand has to be of one type with its partners. Cast it (`p.grad = "
+            "g.to(p.dtype)`, `out.double()`), compute such parts within `torch.autocast(device, enabled=False)`, or "
+            f"use 32-true. torch says: {str(error).partition(chr(10))[0]}"
+        )
     return ContractError(
         f"`train_step` mixes types: weights are {precision.cast_inputs_to} here, and what it computes with them "
         "outside of a module's call has to be so too. Make such tensors of the weights' type, or use "

@@ -41,12 +41,23 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from . import autograd_patch as interception
-from .fsdp_errors import about_sharded_update, about_sharding
-from .gradient_sync import BufferSync, GradientSync, average_scalar, broadcast_from_zero, check_same_on_all_ranks
+from . import shard_writes, sharded_values
+from .fsdp_errors import about_sharded_update, about_sharding, without_collectives
+from .gradient_sync import (
+    BufferSync,
+    GradientSync,
+    average_scalar,
+    broadcast_from_zero,
+    check_same_on_all_ranks,
+)
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
+from .rank_agreement import RankAgreement
 from .rank_points import Point, Why, users_line
+from .shard_gradients import ShardGradients
+from .shard_layout import with_inner_optimizers
+from .shard_units import units_of
 from .unscaling import Unscaling
 
 __all__ = ["StepRouter", "step_router"]
@@ -124,14 +135,18 @@ class StepRouter:
         self._hooks = hooks or StepHooks()
         self._gradients = gradients
         self._buffers = buffers or None
-        self._managed = {id(found.value) for found in discovered.optimizers}
+        self._optimizers = [found.value for found in with_inner_optimizers(discovered)]
+        self._managed = {id(optimizer) for optimizer in self._optimizers}
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._sharded = [m for f in discovered.modules for m in f.value.modules() if isinstance(m, FSDPModule)]
+        self._units = units_of(found.value for found in discovered.modules)
         self._with_shards = [
-            found.value
-            for found in discovered.optimizers
-            if any(isinstance(p, DTensor) for group in found.value.param_groups for p in group["params"])
+            optimizer
+            for optimizer in self._optimizers
+            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         ]
+        self._of_shards: ShardGradients | None = None
+        self._agree: RankAgreement | None = None
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
         self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
@@ -159,10 +174,10 @@ class StepRouter:
             self._accumulation = Accumulation(gradients.parameters, self._settle)
         self._was_averaged = False
         """Whether this step has averaged gradients."""
-        for found in discovered.optimizers:
-            interception.wrap(found.value, "step", self._step)
+        for optimizer in self._optimizers:
+            interception.wrap(optimizer, "step", self._step)
             if self._hooks.before_zero_grad is not None:
-                interception.wrap(found.value, "zero_grad", self._zero_grad)
+                interception.wrap(optimizer, "zero_grad", self._zero_grad)
 
     @property
     def scales(self) -> bool:
@@ -187,6 +202,16 @@ class StepRouter:
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than for each step anew."""
         interception.hold(self)
+        if self._units and self._gradients is not None:
+            self._agree = RankAgreement(self._gradients.group, self._device)
+            self._of_shards = ShardGradients(self._units, self._gradients.group, self._device)
+        for unit in self._units:
+            unit.begin_training(self._touched)
+            unit.scale = self._factors
+            unit.agree = self._agreed
+        if self._sharded:
+            sharded_values.hold(self, self._agreed)
+            sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
         self._is_open = True
 
     def close(self) -> None:
@@ -195,9 +220,15 @@ class StepRouter:
         if self._is_open:
             self._is_open = False
             interception.release(self)
+            if self._sharded:
+                sharded_values.release(self)
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
+        for unit in self._units:
+            unit.begin_step()
+        if self._agree is not None:
+            self._agree.begin_step(self._steps)
         if self._precision.context is not None:
             self._context = self._autocast or self._precision.context()
             self._context.__enter__()
@@ -219,8 +250,15 @@ class StepRouter:
         refusal, self._refusal = self._refusal, None
         if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
             raise refusal
+        if self._agree is not None and exc_type is not None:
+            self._agree.end_step()
         # After an exception the other ranks may not come this far: a collective would hang.
         if exc_type is None:
+            if self._units:
+                self._agreed("end the step")
+                self._give_up_gathered()
+            if self._agree is not None:
+                self._agree.end_step()
             if self._gradients is not None:
                 self._end_together(self._gradients)
             if self._buffers is not None:
@@ -256,6 +294,9 @@ class StepRouter:
             )
         if self._accumulation is not None:
             self._accumulation.before_backward()
+        if self._of_shards is not None:
+            self._agreed("call backward")
+            self._of_shards.begin()
         self.in_backward = True
         try:
             if hooks.before_backward is not None:
@@ -264,12 +305,18 @@ class StepRouter:
                 grads = self._unscaling.begin(outputs, grads, args[2])
             with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
+        except BaseException:
+            if self._of_shards is not None:
+                self._of_shards.abandon()
+            raise
         finally:
             self.in_backward = False
             if self._accumulation is not None:
                 self._accumulation.leave_backward()
             if self._unscaling is not None:
                 self._unscaling.end()
+        if self._of_shards is not None:
+            self._of_shards.end()
         if self._scaler is not None:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
             for optimizer in self._with_shards:
@@ -281,6 +328,21 @@ class StepRouter:
             self._settle(0, Why.BACKWARD)
         if hooks.after_backward is not None:
             hooks.after_backward()
+        if self._of_shards is not None:
+            self._of_shards.call_hooks()
+
+    def _agreed(self, what: str) -> None:
+        if self._agree is not None:
+            self._agree(what)
+
+    def _touched(self, shard: DTensor) -> None:
+        if self._of_shards is not None:
+            self._of_shards.touch(shard)
+
+    def _factors(self) -> tuple[Tensor, Tensor] | None:
+        """What gradients are scaled by in the running backward call, and the inverse; None where they are not."""
+        inverse = None if self._unscaling is None else self._unscaling.inverse_scale
+        return None if inverse is None else (inverse.reciprocal(), inverse)
 
     def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
         """Make the gradients those of all ranks, and look at them."""
@@ -291,9 +353,9 @@ class StepRouter:
             if why is Why.UPDATE:
                 self._may_be_written = False
         if self._scaler is not None:
-            for found in self._discovered.optimizers:
-                if found.value not in self._with_shards:
-                    self._scaler.check(found.value)
+            for optimizer in self._optimizers:
+                if optimizer not in self._with_shards:
+                    self._scaler.check(optimizer)
 
     def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing.
@@ -312,6 +374,8 @@ class StepRouter:
         finally:
             for module in self._sharded if create_graph else ():
                 module.set_reshard_after_backward(True)
+            for unit in self._units:
+                unit.show_shards()
         if self._gradients is not None and args and not create_graph:
             result = self._average_by_hand(args[0], result)
         return result
@@ -338,7 +402,7 @@ class StepRouter:
 
         One that lives for a single step (to invert a latent, say) is the trainer's own affair.
         """
-        if id(optimizer) in self._managed:
+        if id(optimizer) in self._managed or self._in_step:  # or it is wrapped by a managed one
             return
         if self._gradients is not None or self._scaler is not None:
             first_used = self._strangers.setdefault(optimizer, self._steps)
@@ -355,6 +419,12 @@ class StepRouter:
                     "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
                     "in the state or on the trainer."
                 )
+
+    def _give_up_gathered(self) -> None:
+        """Sharded weights are about to change: what is gathered of them is stale then."""
+        shard_writes.settle_all()
+        for unit in self._units:
+            unit.give_up()
 
     def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if interception.is_active(self) and self._hooks.before_zero_grad is not None:
@@ -419,6 +489,12 @@ class StepRouter:
         if self.in_backward:  # called by a hook of a parameter whose gradient is there
             self._scaler.check(optimizer)
         loss = None
+        if closure is not None and not type(optimizer).__module__.startswith("torch.optim"):
+            raise ContractError(
+                f"16-mixed cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may evaluate "
+                "the closure at other weights, where an overflow could not be skipped. Call backward and its steps in "
+                "`train_step` yourself, or use bf16-mixed or 32-true."
+            )
         if closure is not None:
             with torch.enable_grad():
                 loss = self._closure(optimizer, closure)
@@ -449,11 +525,23 @@ class StepRouter:
             self._hooks.before_optimizer_step(optimizer)
         return loss
 
+    def _update_of_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """All ranks are about to update by `optimizer`, after which what is gathered is stale."""
+        self._agreed(f"update by {type(optimizer).__name__}")
+        self._give_up_gathered()
+        if optimizer not in self._with_shards:
+            return nullcontext()
+        return without_collectives(f"{type(optimizer).__name__}.step()", self._agreed)
+
     def _inside(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        of_shards = self._update_of_shards(optimizer) if self._units else None
         self._in_step = True
         try:
             with self._outside_autocast:
-                return step(*args, **kwargs)
+                if of_shards is None:
+                    return step(*args, **kwargs)
+                with of_shards:
+                    return step(*args, **kwargs)
         except Exception as error:
             explained = about_sharded_update(error, optimizer)
             if explained is None:

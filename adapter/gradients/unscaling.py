@@ -52,6 +52,11 @@ class Unscaling:
         self._whole = {id(p) for p in parameters if not isinstance(p, DTensor)}
         self._had: list[tuple[DTensor, Tensor | None]] = []
 
+    @property
+    def inverse_scale(self) -> Tensor | None:
+        """What makes a gradient true that is computed now; None where nobody scaled it."""
+        return self._hooks.inverse_scale
+
     def tensor_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The trainer's `hook` of `tensor`, as it is to be registered."""
         if not tensor.is_leaf:

@@ -34,7 +34,7 @@ from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJob
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
-from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
+from ..gradients.fsdp import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
 from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
@@ -492,7 +492,7 @@ class ContractModule(pl.LightningModule):
         payload = self.plugin.state_dict(self.contract_state)
         if not isinstance(payload, dict):
             raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
-        return payload
+        return whole_payload(payload) if self._is_sharded else payload
 
     def restore_trainer(self) -> None:
         """Hand the trainer what its checkpoint held; once, before the first step of a resumed run."""
@@ -512,6 +512,8 @@ class ContractModule(pl.LightningModule):
             load_checkpoint(
                 state=self.contract_state, checkpoint_dir=str(directory), payload=payload or {}, ctx=self.ctx
             )
+        if self._is_sharded:
+            shard_copies(discover(self.contract_state, self.plugin, reserved=dir(self), host=self))
         if "optimizers" in restored:
             assert self.discovered is not None
             restore_set_aside(self.discovered.optimizers, restored["optimizers"])

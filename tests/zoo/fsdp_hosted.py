@@ -1,0 +1,486 @@
+"""Trainer classes whose modules, copies, hooks and optimizers sharding has to follow."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from fsdp_harness import base
+from torch import nn
+from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
+
+from genlight.adapter.contract.types import StepResult
+
+Base, mlp = base.Base, base.mlp
+
+
+class Clip(Base):
+    """Two towers and a trained temperature; each row has a loss of its own, so that ranks can share them."""
+
+    clips = True
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = mlp(6, 4), mlp(6, 4)
+            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+        def encode_image(self, x):
+            return normalize(self.image(x), dim=-1)
+
+        def encode_text(self, x):
+            return normalize(self.text(x), dim=-1)
+
+    def configure(self, ctx):
+        model = self.Model()
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        x = batch["x"]
+        similarity = (model.encode_image(x) * model.encode_text(x.flip(1))).sum(1)
+        loss = (model.logit_scale.exp() * similarity - batch["y"].squeeze(1)).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if self.clips:
+            self.norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        state["optimizer"].step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))
+        return StepResult({"loss": loss.detach()})
+
+
+class ShadowParams:
+    """An average as diffusers' EMAModel keeps it: a list of tensors."""
+
+    def __init__(self, parameters: Any, decay: float = 0.9) -> None:
+        self.shadow_params = [p.clone().detach() for p in parameters]
+        self.temp_stored_params: Any = None
+        self.decay = decay
+
+    @torch.no_grad()
+    def step(self, parameters: Any) -> None:
+        for shadow, p in zip(self.shadow_params, list(parameters), strict=True):
+            shadow.sub_((1 - self.decay) * (shadow - p))
+
+    def store(self, parameters: Any) -> None:
+        self.temp_stored_params = [p.detach().cpu().clone() for p in parameters]
+
+    def copy_to(self, parameters: Any) -> None:
+        for shadow, p in zip(self.shadow_params, list(parameters), strict=True):
+            p.data.copy_(shadow.to(p.device).data)
+
+    def restore(self, parameters: Any) -> None:
+        for stored, p in zip(self.temp_stored_params, list(parameters), strict=True):
+            p.data.copy_(stored.data)
+        self.temp_stored_params = None
+
+
+class DiffusersEma(Base):
+    """The average is swapped in to make a target, and out again."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": ShadowParams(state["model"].parameters())}
+
+    def train_step(self, batch, state, ctx):
+        model, ema = state["model"], state["ema"]
+        ema.store(model.parameters())
+        ema.copy_to(model.parameters())
+        with torch.no_grad():
+            goal = batch["y"] + 0.3 * model(batch["x"])
+        ema.restore(model.parameters())
+        loss = mse_loss(model(batch["x"]), goal)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        ema.step(model.parameters())
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"shadow_params": state["ema"].shadow_params}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["ema"].shadow_params = payload["shadow_params"]
+
+
+class DictEma(Base):
+    """The average is a dict of tensors by name, used for a target by a swap."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        self.shadow = {n: p.detach().clone() for n, p in state["model"].named_parameters()}
+        return state
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        backup = {n: p.detach().clone() for n, p in model.named_parameters()}
+        for n, p in model.named_parameters():
+            p.data = self.shadow[n].clone()
+        with torch.no_grad():
+            goal = batch["y"] + 0.3 * model(batch["x"])
+        for n, p in model.named_parameters():
+            p.data = backup[n]
+        result = super().train_step({**batch, "y": goal}, state, ctx)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                self.shadow[n].mul_(0.9).add_(p.data, alpha=0.1)
+        return result
+
+
+class Byol(Base):
+    """Encoder parts are called by themselves; the target is averaged by a method of the module."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.projector, self.predictor = mlp(6, 5), mlp(5, 4), mlp(4, 4)
+            self.target = copy.deepcopy(nn.Sequential(self.online, self.projector)).requires_grad_(False)
+
+        @torch.no_grad()
+        def update_moving_average(self):
+            current = nn.Sequential(self.online, self.projector)
+            for t, p in zip(self.target.parameters(), current.parameters(), strict=True):
+                t.data = t.data * 0.9 + p.data * 0.1
+
+    def configure(self, ctx):
+        model = self.Model()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "optimizer": torch.optim.SGD(trained, 0.1, momentum=0.9)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        one, two = batch["x"], batch["x"] + 0.1 * batch["x"].roll(1, dims=1)
+        loss = 0.0
+        for a, b in ((one, two), (two, one)):
+            predicted = model.predictor(model.projector(model.online(a)))
+            with torch.no_grad():
+                goal = model.target(b)
+            loss = loss - cosine_similarity(predicted, goal.detach()).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        model.update_moving_average()
+        return StepResult({"loss": loss.detach()})
+
+
+class Dino(Base):
+    """Student and teacher are modules with a backbone and a head that are called by themselves."""
+
+    def configure(self, ctx):
+        student = nn.ModuleDict({"backbone": mlp(6, 5), "head": nn.Linear(5, 4)})
+        teacher = copy.deepcopy(student).requires_grad_(False)
+        return {
+            "student": student,
+            "teacher": teacher,
+            "optimizer": torch.optim.AdamW(student.parameters(), 0.01),
+        }
+
+    def train_step(self, batch, state, ctx):
+        student, teacher = state["student"], state["teacher"]
+        with torch.no_grad():
+            goal = softmax(teacher["head"](teacher["backbone"](batch["x"])) / 0.5, dim=-1)
+        views = [batch["x"], batch["x"].flip(1)]
+        features = [student["backbone"](v) for v in views]
+        loss = sum(-(goal * student["head"](f).log_softmax(-1)).sum(-1).mean() for f in features)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                t.mul_(0.9).add_(s.detach().data, alpha=0.1)
+        return StepResult({"loss": loss.detach()})
+
+
+class EncoderPart(Base):
+    """An autoencoder whose encoder is called by itself, twice, once without a graph."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = mlp(6, 3), mlp(3, 6)
+
+        def forward(self, x):
+            return self.decoder(self.encoder(x))
+
+    def configure(self, ctx):
+        model = self.Model()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model, x = state["model"], batch["x"]
+        with torch.no_grad():
+            before = model.encoder(x)
+        code = model.encoder(x)
+        loss = mse_loss(model(x), x) + 0.1 * mse_loss(model.decoder(code), x) + 0.01 * (code - before + 1).abs().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class UsesMethodsWithParameters(EncoderPart):
+    """A part is called by a method of the module that calls others first."""
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        loss = mse_loss(model.decoder[2](model.decoder[1](model.decoder[0](model.encoder(batch["x"])))), batch["x"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class HookedGradients(Base):
+    """Hooks on parameters: one scales, one masks; one was removed again."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        model = state["model"]
+        model[0].weight.register_hook(lambda g: g * 0.5)
+        mask = torch.ones(12, 6)
+        mask[::2] = 0
+        model[0].weight.register_hook(lambda g: g * mask)
+        model[2].weight.register_hook(lambda g: g * 1000).remove()
+        return state
+
+
+class HookedWhileTraining(Base):
+    """Registers a hook in the first step."""
+
+    def train_step(self, batch, state, ctx):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2:
+            self.handle = state["model"][0].weight.register_hook(lambda g: g * 0.1)
+        if self.calls == 4:
+            self.handle.remove()
+        return super().train_step(batch, state, ctx)
+
+
+class OptimizerInBackward(Base):
+    """One optimizer for each parameter, stepped by a hook after its gradient is there, as in torch's tutorial."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizers = {p: torch.optim.Adam([p], lr=0.01, foreach=False) for p in model.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        return {"model": model, "optimizers": optimizers}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        loss.backward()
+        return StepResult({"loss": loss.detach()})
+
+
+class SharedEncoder(Base):
+    """Two modules with one encoder in both."""
+
+    def configure(self, ctx):
+        encoder = mlp(6, 5)
+        classifier = nn.Sequential(encoder, nn.Linear(5, 1))
+        projector = nn.Sequential(encoder, nn.Tanh(), nn.Linear(5, 3))
+        parameters = [*classifier.parameters(), *projector[2].parameters()]
+        return {"classifier": classifier, "projector": projector, "optimizer": torch.optim.Adam(parameters, 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["classifier"](batch["x"]), batch["y"])
+        loss = loss + 0.1 * (state["projector"](batch["x"]) - batch["y"]).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PlainLookahead:
+    """A Lookahead that is no torch optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self.optimizer, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        self.calls += 1
+        if self.calls % self.k == 0:
+            for group, slow in zip(self.optimizer.param_groups, self.slow, strict=True):
+                for p, q in zip(group["params"], slow, strict=True):
+                    q.add_(p.data - q, alpha=self.alpha)
+                    p.data.copy_(q)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """One that is, as pytorch-optimizer has it: never initialised as such, with plain dicts for hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
+        self._optimizer_load_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_load_state_dict_post_hooks: dict[int, Any] = {}
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.defaults = optimizer.defaults
+        self.param_groups = optimizer.param_groups
+        self.state: Any = {}
+        for group in self.param_groups:
+            group["counter"] = 0
+            for p in group["params"]:
+                self.state[p] = {"slow": p.detach().clone()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            group["counter"] += 1
+            if group["counter"] % self.k == 0:
+                for p in group["params"]:
+                    slow = self.state[p]["slow"]
+                    slow.add_(p.data - slow, alpha=self.alpha)
+                    p.data.copy_(slow)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.optimizer.state_dict()}
+
+
+class WithPlainLookahead(Base):
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": PlainLookahead(torch.optim.Adam(model.parameters(), 0.01))}
+
+
+class WithLookahead(Base):
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": Lookahead(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))}
+
+
+class FormattedNorms(Base):
+    """Logs norms and extremes of gradients and weights of which a rank holds nothing, as strings and numbers."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        largest = max(p.grad.abs().max() for p in state["model"].parameters())
+        flat = max(p.grad.norm(float("inf")) for p in state["model"].parameters())
+        texts = [
+            f"{p.grad.norm():.4f} {p.max().item():.3f} {p.grad.abs().max():.2e}" for p in state["model"].parameters()
+        ]
+        assert float(largest) == float(flat), "the same largest entry"
+        self.seen = torch.tensor([float(text.split()[0]) for text in texts])
+        for p in state["model"].parameters():
+            p.grad.div_(largest)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach(), "largest": float(largest)})
+
+
+class ModuleListOfBlocks(Base):
+    """Blocks in a list that the trainer calls one after the other."""
+
+    def configure(self, ctx):
+        blocks = nn.ModuleList([mlp(6, 6), mlp(6, 6), mlp(6, 1)])
+        return {"blocks": blocks, "optimizer": torch.optim.Adam(blocks.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        x = batch["x"]
+        for block in state["blocks"]:
+            x = block(x)
+        state["optimizer"].zero_grad()
+        mse_loss(x, batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Codebook(Base):
+    """A layer that writes to its own weight in its forward, as a codebook's moving average does."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(4, 6), requires_grad=False)
+            self.out = nn.Linear(6, 1)
+
+        def forward(self, x):
+            if self.training:
+                self.codes.data.mul_(0.9).add_(0.1)
+            return self.out(x + self.codes.mean(0))
+
+    def configure(self, ctx):
+        model = self.Layer()
+        return {"model": model, "optimizer": torch.optim.Adam(model.out.parameters(), 0.01)}
+
+
+class ElasticWeights(Base):
+    """EWC: a penalty on the distance from earlier weights, with an importance for each."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        model = state["model"]
+        self.old = {n: p.detach().clone() for n, p in model.named_parameters()}
+        self.importance = {n: torch.full_like(p, 0.1) for n, p in model.named_parameters()}
+        return state
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        loss = mse_loss(model(batch["x"]), batch["y"])
+        for n, p in model.named_parameters():
+            loss = loss + (self.importance[n] * (p - self.old[n]).pow(2)).sum()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PrunedWeights(Base):
+    """Masks made from the weights at the start keep some of them at zero."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        self.masks = [(p.detach().abs() > 0.05).float() for p in state["model"].parameters()]
+        return state
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for p, mask in zip(state["model"].parameters(), self.masks, strict=True):
+                p.mul_(mask)
+        return result
+
+
+CLASSES = (
+    Clip,
+    DiffusersEma,
+    DictEma,
+    Byol,
+    Dino,
+    EncoderPart,
+    UsesMethodsWithParameters,
+    HookedGradients,
+    HookedWhileTraining,
+    OptimizerInBackward,
+    SharedEncoder,
+    WithPlainLookahead,
+    WithLookahead,
+    FormattedNorms,
+    ModuleListOfBlocks,
+    Codebook,
+    ElasticWeights,
+    PrunedWeights,
+)
+ZOO = {cls.__name__: cls for cls in CLASSES}

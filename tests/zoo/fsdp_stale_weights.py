@@ -1,0 +1,276 @@
+"""Trainer classes whose weights change beside the optimizer, around forwards that no backward follows."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fsdp_harness import base
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.types import StepResult
+
+Base, mlp = base.Base, base.mlp
+
+
+class LooksEverywhere(Base):
+    """A forward without backward at one of the places of a step; the subclasses say how and where."""
+
+    place = ""
+    grad = False
+
+    def look(self, here: str, batch: Any, state: Any) -> None:
+        if here in self.place.split():
+            with torch.set_grad_enabled(self.grad):
+                self.last_look = mse_loss(state["model"](batch["x"]), batch["y"]).item()
+
+    def train_step(self, batch, state, ctx):
+        self.look("first", batch, state)
+        state["optimizer"].zero_grad()
+        self.look("zeroed", batch, state)
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        self.look("forwarded", batch, state)
+        loss.backward()
+        self.look("backwarded", batch, state)
+        state["optimizer"].step()
+        self.look("stepped", batch, state)
+        with torch.no_grad():
+            for p in state["model"].parameters():
+                p.mul_(0.99)
+        self.look("last", batch, state)
+        return StepResult({"loss": loss.detach()})
+
+
+PLACES = ("first", "zeroed", "forwarded", "backwarded", "stepped", "last")
+LOOKING = {
+    f"{'Grad' if grad else 'NoGrad'}Look{place.title().replace(' ', '')}": type(
+        "Looks", (LooksEverywhere,), {"place": place, "grad": grad}
+    )
+    for place in (*PLACES, " ".join(PLACES))
+    for grad in (False, True)
+}
+
+
+class WeightClipping(Base):
+    """A Wasserstein critic: clipped weights, whose outputs on fakes are detached for the log."""
+
+    through_data = False
+
+    def configure(self, ctx):
+        g, d = mlp(6, 6), mlp(6, 1)
+        return {
+            "g": g,
+            "d": d,
+            "opt_g": torch.optim.RMSprop(g.parameters(), 0.01),
+            "opt_d": torch.optim.RMSprop(d.parameters(), 0.01),
+        }
+
+    def clip(self, d):
+        for p in d.parameters():
+            if self.through_data:
+                p.data.clamp_(-0.15, 0.15)
+            else:
+                with torch.no_grad():
+                    p.clamp_(-0.15, 0.15)
+
+    def train_step(self, batch, state, ctx):
+        g, d = state["g"], state["d"]
+        for _ in range(2):
+            state["opt_d"].zero_grad()
+            loss_d = d(g(batch["x"]).detach()).mean() - d(batch["x"]).mean()
+            loss_d.backward()
+            state["opt_d"].step()
+            distance = (d(batch["x"]) - d(g(batch["x"]))).mean().detach()
+            self.clip(d)
+        state["opt_g"].zero_grad()
+        loss_g = -d(g(batch["x"])).mean()
+        loss_g.backward()
+        state["opt_g"].step()
+        return StepResult({"distance": distance})
+
+
+class WeightClippingThroughData(WeightClipping):
+    through_data = True
+
+
+class WeightNoise(Base):
+    """Langevin noise on the weights, equal on all ranks, then an evaluation."""
+
+    def train_step(self, batch, state, ctx):
+        self.calls = getattr(self, "calls", 0) + 1
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            state["model"](batch["x"])
+            for i, p in enumerate(state["model"].parameters()):
+                p.add_(0.01 * (self.calls + i))
+            state["model"](batch["x"])
+        return result
+
+
+class HardTargetCopy(Base):
+    """A DQN's target network, overwritten every second step through tensors of ``state_dict()``."""
+
+    through_data = False
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "target": mlp(), "calls": 0}
+
+    def copy(self, state):
+        source, target = state["model"].state_dict(), state["target"].state_dict()
+        for name, value in source.items():
+            (target[name].data if self.through_data else target[name]).copy_(value)
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] % 2:
+            self.copy(state)
+        with torch.no_grad():
+            goal = batch["y"] + 0.5 * state["target"](batch["x"])
+        loss = mse_loss(state["model"](batch["x"]), goal)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class HardTargetCopyThroughData(HardTargetCopy):
+    through_data = True
+
+
+class StateDictEma(Base):
+    """An EMA as timm writes it: over the values of both state dicts, then used for a target."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        with torch.no_grad():
+            teacher = state["ema"](batch["x"])
+        loss = mse_loss(state["model"](batch["x"]), batch["y"]) + 0.1 * mse_loss(state["model"](batch["x"]), teacher)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for ema_v, model_v in zip(
+                state["ema"].state_dict().values(), state["model"].state_dict().values(), strict=True
+            ):
+                ema_v.copy_(0.9 * ema_v + 0.1 * model_v)
+        return StepResult({"loss": loss.detach()})
+
+
+class WritesWhileGathered(Base):
+    """Changes the weights between a forward that records a graph and the next update, as spectral clipping does."""
+
+    through_data = False
+
+    def train_step(self, batch, state, ctx):
+        seen = state["model"](batch["x"]).detach().mean()
+        for p in state["model"].parameters():
+            if self.through_data:
+                p.data.mul_(0.95)
+            else:
+                with torch.no_grad():
+                    p.mul_(0.95)
+        result = super().train_step(batch, state, ctx)
+        return StepResult({**result.metrics, "seen": seen})
+
+
+class WritesWhileGatheredThroughData(WritesWhileGathered):
+    through_data = True
+
+
+class RestoresBestWeights(Base):
+    """Keeps the best weights as copies and goes back to them, with an evaluation before and after."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0, "best": SimpleNamespace(weights=None)}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 2:
+            self.best = {k: v.clone() for k, v in state["model"].state_dict().items()}
+        result = super().train_step(batch, state, ctx)
+        if state["calls"] == 3:
+            state["model"](batch["x"])
+            state["model"].load_state_dict(self.best)
+            state["model"](batch["x"])
+        return result
+
+
+class SwapsInEma(Base):
+    """Evaluates with averaged weights swapped in, and swaps back."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        model, ema = state["model"], state["ema"]
+        with torch.no_grad():
+            for e, p in zip(ema.parameters(), model.parameters(), strict=True):
+                e.lerp_(p, 0.1)
+            backup = copy.deepcopy(model.state_dict())
+            model.load_state_dict(ema.state_dict())
+            self.score = float(mse_loss(model(batch["x"]), batch["y"]))
+            model.load_state_dict(backup)
+        return result
+
+
+class PenalisesWeights(Base):
+    """An L1 and an L2 term in the loss, over parameters that a forward used before."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        loss = loss + 0.01 * sum(p.square().sum() for p in state["model"].parameters())
+        loss = loss + 0.001 * sum(p.abs().sum() for p in state["model"].parameters())
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PenalisesWeightsFirst(Base):
+    """The penalty is computed before any forward of the step."""
+
+    def train_step(self, batch, state, ctx):
+        penalty = 0.01 * sum(p.square().sum() for p in state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"]) + penalty
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class RenormalisedRows(Base):
+    """Rows of the first layer are scaled to unit length after each update (an nGPT-like constraint)."""
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            state["model"](batch["x"])
+            w = state["model"][0].weight
+            w.div_(w.norm(dim=1, keepdim=True))
+        return result
+
+
+CLASSES: tuple[type[nn.Module] | type, ...] = (
+    WeightClipping,
+    WeightClippingThroughData,
+    WeightNoise,
+    HardTargetCopy,
+    HardTargetCopyThroughData,
+    StateDictEma,
+    WritesWhileGathered,
+    WritesWhileGatheredThroughData,
+    RestoresBestWeights,
+    SwapsInEma,
+    PenalisesWeights,
+    PenalisesWeightsFirst,
+    RenormalisedRows,
+)
+ZOO = {**{cls.__name__: cls for cls in CLASSES}, **LOOKING}

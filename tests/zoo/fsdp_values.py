@@ -1,0 +1,391 @@
+"""Trainer classes that compute with gradients and norms themselves, or use modules on some ranks only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fsdp_harness import base
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.types import StepResult
+
+Base, mlp = base.Base, base.mlp
+
+
+class ListOptimizer:
+    """Signed momentum over a list of parameters; no torch optimizer."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        self.parameters = list(parameters)
+        self.momenta = [torch.zeros_like(p) for p in self.parameters]
+        self.lr = lr
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for p, m in zip(self.parameters, self.momenta, strict=True):
+            if p.grad is not None:
+                m.mul_(0.9).add_(p.grad)
+                p.sub_(self.lr * m)
+
+
+class KeepsList(torch.optim.Optimizer):
+    """A torch optimizer that keeps a list of its own beside its groups, and updates by that."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        self.list_of_parameters = list(parameters)
+        super().__init__(self.list_of_parameters, {"lr": lr})
+        self.momenta = [torch.zeros_like(p) for p in self.list_of_parameters]
+        self.first = self.list_of_parameters[0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p, m in zip(self.list_of_parameters, self.momenta, strict=True):
+            m.mul_(0.9).add_(p.grad)
+            p.add_(m, alpha=-self.param_groups[0]["lr"])
+        self.first.mul_(0.999)
+        return None
+
+
+class WithListOptimizer(Base):
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": ListOptimizer(model.parameters())}
+
+
+class WithOwnListInOptimizer(Base):
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": KeepsList(model.parameters())}
+
+
+class HeadsByRank(Base):
+    """A head for each half of the rows, of which each rank trains one; a third that nobody trains."""
+
+    together = True
+
+    def configure(self, ctx):
+        heads = [mlp(5, 1) for _ in range(3)]
+        body = mlp(6, 5)
+        if self.together:
+            model = nn.Module()
+            model.body, model.heads = body, nn.ModuleList(heads)
+            return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
+        parameters = [p for m in (body, *heads) for p in m.parameters()]
+        return {"body": body, "heads": heads, "optimizer": torch.optim.AdamW(parameters, 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        body, heads = (state["model"].body, state["model"].heads) if self.together else (state["body"], state["heads"])
+        features = body(batch["x"])
+        total = 0.0
+        for kind in batch["kind"].unique().tolist():
+            rows = batch["kind"] == kind
+            total = total + (heads[kind](features[rows]) - batch["y"][rows]).square().sum()
+        loss = total / len(batch["x"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class HeadsInPythonList(HeadsByRank):
+    """The heads are modules of their own, so that ranks gather different ones."""
+
+    together = False
+
+
+class HeadsOfOtherSizes(HeadsInPythonList):
+    """The heads that ranks choose are not even of one size."""
+
+    def configure(self, ctx):
+        body, heads = mlp(6, 5), [mlp(5, 1), nn.Sequential(nn.Linear(5, 64), nn.Linear(64, 1))]
+        parameters = [p for m in (body, *heads) for p in m.parameters()]
+        return {"body": body, "heads": heads, "optimizer": torch.optim.AdamW(parameters, 0.01)}
+
+
+class HeadOnOneRank(HeadsInPythonList):
+    """One rank uses a module that the other does not use at all."""
+
+    def train_step(self, batch, state, ctx):
+        out = state["body"](batch["x"])
+        loss = out.square().mean() + (state["heads"][0](out).square().mean() if ctx.rank == 0 else 0)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def orthogonalised(g: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iterations, as in Muon."""
+    x = g / (g.norm() + 1e-7)
+    for _ in range(3):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Every rank orthogonalises every gradient."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(list(parameters), {"lr": lr})
+
+    def work(self, parameters: list[Any]) -> None:
+        for p in parameters:
+            p.add_(orthogonalised(p.grad) if p.dim() == 2 else p.grad, alpha=-self.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            self.work(group["params"])
+
+
+class GatheringMuon(Muon):
+    """Each rank orthogonalises its share of the parameters, and the ranks gather the updates by hand."""
+
+    def work(self, parameters: list[Any]) -> None:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for first in range(0, len(parameters), ranks):
+            row = parameters[first : first + ranks]
+            mine = row[min(rank, len(row) - 1)]
+            update = orthogonalised(mine.grad).contiguous() if mine.dim() == 2 else mine.grad
+            updates = [torch.empty_like(update) for _ in range(ranks)]
+            torch.distributed.all_gather(updates, update)
+            for p, u in zip(row, updates, strict=False):
+                p.add_(u.view_as(p), alpha=-0.02)
+
+
+class WithMuon(Base):
+    cls: type[Muon] = Muon
+
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+        return {"model": model, "optimizer": self.cls(p for p in model.parameters())}
+
+
+class WithGatheringMuon(WithMuon):
+    """Rank 0 works on weights, rank 1 on biases."""
+
+    cls = GatheringMuon
+
+
+class WithGatheringMuonOfOneShape(WithMuon):
+    """All weights have one shape, so that nothing but their order tells what the ranks mix up."""
+
+    cls = GatheringMuon
+
+    def configure(self, ctx):
+        model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)])
+        return {"model": model, "optimizer": self.cls(p for p in model.parameters())}
+
+
+class OwnCollective(Muon):
+    """All ranks work on all parameters, and average the shards as if they were replicas."""
+
+    def work(self, parameters: list[Any]) -> None:
+        for p in parameters:
+            torch.distributed.all_reduce(p.grad.to_local())
+            p.sub_(0.01 * p.grad)
+
+
+class WithOwnCollective(WithMuon):
+    cls = OwnCollective
+
+
+class ReadsNormOnOneRank(Base):
+    """A norm for the log that rank 0 alone looks at."""
+
+    def train_step(self, batch, state, ctx):
+        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+        if ctx.rank == 0:
+            float(state["model"][0].weight.grad.norm())
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class Experts(Base):
+    """A mixture of experts with hard routing: a rank may use an expert that the other does not."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.experts = mlp(6, 5), nn.ModuleList([mlp(5, 1) for _ in range(4)])
+
+        def forward(self, x, kind):
+            h = self.body(x)
+            out = torch.zeros(len(x), 1)
+            for k in kind.unique().tolist():
+                out = out.index_put((torch.nonzero(kind == k)[:, 0],), self.experts[k](h[kind == k]))
+            return out
+
+    def configure(self, ctx):
+        model = self.Model()
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"], batch["kind"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PolyakSteps(Base):
+    """The size of a step from the loss and the float of a gradient's norm."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(state["model"].parameters(), float("inf")))
+        with torch.no_grad():
+            for p in state["model"].parameters():
+                p.sub_(0.05 / (norm + 0.1) * p.grad)
+        return StepResult({"grad_norm": norm})
+
+
+class ClippedByHand(Base):
+    """A norm that is summed by hand, in three ways."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        by_items = sum(p.grad.norm(2).item() ** 2 for p in parameters) ** 0.5
+        stacked = torch.norm(torch.stack([p.grad.detach().norm(2) for p in parameters]), 2)
+        foreach = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in parameters])))
+        assert abs(by_items - float(stacked)) < 1e-6
+        assert abs(by_items - foreach.item()) < 1e-6
+        if by_items > 0.1:
+            for p in parameters:
+                p.grad.data.mul_(0.1 / (by_items + 1e-6))
+        with torch.no_grad():
+            for p in parameters:
+                p.sub_(0.1 * p.grad * torch.clamp(1 / (stacked + 1), max=1.0))
+        return StepResult({"norm": by_items})
+
+
+class NoisyGradients(Base):
+    """Noise on gradients from a generator with one seed on all ranks, drawn in several ways."""
+
+    def configure(self, ctx):
+        self.noise = torch.Generator().manual_seed(7)
+        return super().configure(ctx)
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        for p in state["model"].parameters():
+            p.grad.add_(torch.randn(p.shape, generator=self.noise), alpha=0.1)
+            p.grad.add_(0.1 * torch.randn_like(p.grad, generator=self.noise))
+            p.grad.add_(torch.empty_like(p.grad).uniform_(-0.1, 0.1, generator=self.noise))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class SeededNoise(Base):
+    """Noise on weights from torch's own generator, seeded alike on all ranks in each step."""
+
+    def train_step(self, batch, state, ctx):
+        self.calls = getattr(self, "calls", 0) + 1
+        result = super().train_step(batch, state, ctx)
+        torch.manual_seed(self.calls)
+        with torch.no_grad():
+            for p in state["model"].parameters():
+                p.add_(torch.randn_like(p) * 0.01)
+        if self.calls == 2:
+            nn.init.normal_(state["model"][2].weight, std=0.1)
+        return result
+
+
+class WritesWholeGradients(Base):
+    """Keeps gradients of this rank, computed without the engine, and writes them to ``.grad``."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        for p in state["model"].parameters():
+            p.grad = torch.full(p.shape, 0.1 if ctx.world_size == 1 else 0.05 + 0.1 * ctx.rank)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class SignsAndMasks(Base):
+    """Updates by the sign of gradients, masked by their size against a global threshold."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            mean = sum(p.grad.abs().sum() for p in state["model"].parameters()) / 97
+            for p in state["model"].parameters():
+                p.grad.copy_(torch.where(p.grad.abs() > mean, p.grad.sign(), torch.zeros_like(p.grad)))
+        state["optimizer"].step()
+        return StepResult({"mean": mean})
+
+
+class ResNet(Base):
+    """Convolutions, BatchNorm, a shortcut, pooling."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.conv, self.norm2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x):
+            x = self.norm(self.stem(x)).relu()
+            x = (x + self.norm2(self.conv(x))).relu()
+            return self.head(x.mean((2, 3)))
+
+    def configure(self, ctx):
+        model = self.Model()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)}
+
+    def train_step(self, batch, state, ctx):
+        x = torch.cat([batch["x"], batch["x"].flip(1), batch["x"].roll(2, 1)], 1)[:, :16].reshape(-1, 1, 4, 4)
+        loss = mse_loss(state["model"](x), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["model"].eval()
+        with torch.no_grad():
+            state["model"](x)
+        state["model"].train()
+        return StepResult({"loss": loss.detach()})
+
+
+CLASSES = (
+    WithListOptimizer,
+    WithOwnListInOptimizer,
+    HeadsByRank,
+    Experts,
+    WithMuon,
+    PolyakSteps,
+    ClippedByHand,
+    NoisyGradients,
+    SeededNoise,
+    WritesWholeGradients,
+    SignsAndMasks,
+    ResNet,
+)
+FAULTS = (
+    HeadsInPythonList,
+    HeadsOfOtherSizes,
+    HeadOnOneRank,
+    WithGatheringMuon,
+    WithGatheringMuonOfOneShape,
+    WithOwnCollective,
+    ReadsNormOnOneRank,
+)
+ZOO = {cls.__name__: cls for cls in (*CLASSES, *FAULTS)}

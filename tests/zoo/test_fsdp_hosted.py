@@ -1,0 +1,59 @@
+"""Scalars, copies in lists, parts that are called alone, gradient hooks, shared modules and wrappers under FSDP 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fsdp_harness as harness
+
+FILE = "fsdp_hosted.py"
+NAMES = list(harness.classes(FILE))
+RESUMED = ("DiffusersEma", "Clip", "SharedEncoder", "Dino", "OptimizerInBackward")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    jobs = [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in NAMES]
+    jobs += [{**job, "key": f"blocks {job['key']}", "policy": "Linear"} for job in jobs]
+    jobs += [
+        {"key": f"resumed {name}", "file": FILE, "name": name, "strategy": "fsdp", "interrupted": True}
+        for name in RESUMED
+    ]
+    jobs += [
+        {"key": f"half {name}", "file": FILE, "name": name, "strategy": "fsdp", "precision": "16-mixed"}
+        for name in ("HookedGradients", "OptimizerInBackward")
+    ]
+    return harness.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["", "blocks "])
+def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name, policy):
+    for rank in two_ranks:
+        harness.assert_close(rank[f"{policy}{name}"], harness.plain(FILE, name), 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
+    for rank in two_ranks:
+        actual, expected = rank[f"resumed {name}"], rank[name]
+        assert not isinstance(actual, str), actual
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["HookedGradients", "OptimizerInBackward"])
+def test_in_fp16_they_agree_within_its_rounding(two_ranks, name):
+    for rank in two_ranks:
+        actual = rank[f"half {name}"]
+        assert not isinstance(actual, str), actual
+        actual = dict(actual)
+        assert actual.pop("overflow_steps") == 0
+        harness.assert_close(actual, harness.plain(FILE, name), 0.02)

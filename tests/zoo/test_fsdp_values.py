@@ -1,0 +1,58 @@
+"""Norms, noise, optimizers of one's own, modules that only some ranks use: right under FSDP 2, or refused by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fsdp_harness as harness
+
+FILE = "fsdp_values.py"
+ZOO = harness.classes(FILE)
+FAULTS = [cls.__name__ for cls in harness.load(Path(__file__).with_name(FILE)).FAULTS]
+NAMES = [name for name in ZOO if name not in FAULTS]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    jobs = [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in NAMES]
+    jobs += [{"key": "torch's ResNet", "file": FILE, "name": "ResNet", "strategy": "torch's own"}]
+    # All ranks hear of a fault at the same point, so that one more run can follow.
+    jobs += [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in FAULTS]
+    return harness.on_two_ranks(tmp_path_factory.mktemp("values"), jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ResNet"])
+def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name):
+    for rank in two_ranks:
+        harness.assert_close(rank[name], harness.plain(FILE, name), 2e-6)
+
+
+@pytest.mark.slow
+def test_a_resnet_agrees_with_torchs_own_ddp_norm_statistics_included(two_ranks):
+    for rank in two_ranks:
+        harness.assert_close(rank["ResNet"], two_ranks[0]["torch's ResNet"])
+
+
+REASONS = {
+    "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
+    "HeadsOfOtherSizes": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
+    "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',
+    "WithGatheringMuon": r"rank 0 is about to compute `norm` .* rank 1 to call torch.distributed.all_gather in",
+    "WithGatheringMuonOfOneShape": r"for parameter 0 of the sharded ones, rank 1 .* for parameter 1 of the",
+    "WithOwnCollective": r"OwnCollective.step\(\) calls torch.distributed.all_reduce on rank \d, but .* sharded",
+    "ReadsNormOnOneRank": r"rank 0 is about to compute `norm` of a sharded tensor .* rank 1 to update by Adam",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_ranks_that_part_ways_are_told_which_does_what(two_ranks, name):
+    for rank in two_ranks:
+        assert isinstance(rank[name], str)
+        assert re.search(REASONS[name], rank[name])
