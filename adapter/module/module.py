@@ -23,7 +23,8 @@ from ...callbacks.checkpoint.format.record import read_record
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.selection import find_checkpoint
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
+from ...callbacks.checkpoint.sharded.rank_channel import Channel
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
 from ...callbacks.hook.hook import callbacks_of, run_state_of
 from ...callbacks.log_metrics import LogMetrics
 from ..contract.exceptions import ContractError, StartupContractError
@@ -37,6 +38,7 @@ from ..loop.fit_loop import ContractFitLoop, install_loop
 from .deferred_optimizers import restore_set_aside, set_aside
 from .evaluation import host_evaluation
 from .plugin_loading import check_instance, load_trainer_plugin
+from .rank_state import collect_from_ranks, take_own_part
 from .rollout import RolloutBatches
 from .step_metrics import metric_name, named_scalars, scalar, validated_result
 from .supported import check_strategy, leave_unwrapped
@@ -101,6 +103,8 @@ class ContractModule(pl.LightningModule):
         self._is_sharded = False
         self._start_step = self._restored_step = 0
         self._to_restore: dict[str, Any] | None = None
+        self._rank_channel: Channel | None = None
+        """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
         if callable(getattr(self.plugin, "rollout", None)):
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
@@ -353,6 +357,9 @@ class ContractModule(pl.LightningModule):
         self._router = step_router(self.trainer, self, self.discovered)
         if self._router is not None:
             self._router.open()
+        if self.trainer.world_size > 1:
+            groups = rank_groups_of(self.trainer.strategy)
+            self._rank_channel = Channel() if groups is None else groups.training
 
     @override
     def on_fit_end(self) -> None:
@@ -407,6 +414,8 @@ class ContractModule(pl.LightningModule):
         with keep_sharded_for(self.trainer.strategy):
             parts["state"] = self.state_payload()
         parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
+        if self._rank_channel is not None:
+            collect_from_ranks(checkpoint, self.trainer, self._rank_channel)
         # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
         metrics = {name: value for name, value in self.metrics_on_device().items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in metrics.items() if not value.is_complex()}
@@ -418,11 +427,13 @@ class ContractModule(pl.LightningModule):
             self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
         if CONTRACT_KEY in checkpoint:
+            own_weights = take_own_part(checkpoint, self.trainer.global_rank, self.trainer.world_size)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),
                 "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
                 "trainer_directory": trainer_directory(self.trainer.ckpt_path),
+                "own_weights": own_weights,
             }
             if self.discovered is not None and not self._is_sharded:
                 states = checkpoint.get("optimizer_states", [])
@@ -444,6 +455,8 @@ class ContractModule(pl.LightningModule):
         restored, self._to_restore = self._to_restore, None
         if restored is None:
             return
+        if restored.get("own_weights"):
+            self.load_state_dict(restored["own_weights"], strict=False)
         unmanaged = restored.get("unmanaged", {})
         for name, kept in self._unmanaged() if unmanaged else ():
             if name in unmanaged:
