@@ -31,6 +31,7 @@ from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
+from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.fsdp import ShardPolicy, shard_for, whole_metrics
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
@@ -99,6 +100,7 @@ class ContractModule(pl.LightningModule):
         self.configured = False
         self.ended = False
         self._found_optimizers: list[Optimizer] = []
+        self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = self._restored_step = 0
@@ -389,6 +391,7 @@ class ContractModule(pl.LightningModule):
     def _register(self, discovered: Discovered) -> None:
         self.discovered = discovered
         self._found_optimizers = [found.value for found in discovered.optimizers]
+        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         for module in discovered.modules:
             self.add_module(module.name, module.value)
         if discovered.parameters:
@@ -473,13 +476,14 @@ class ContractModule(pl.LightningModule):
             restore_set_aside(self.discovered.optimizers, restored["optimizers"])
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """What Lightning does not save: the trainer's gradient scalers, further schedulers of an optimizer."""
+        """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""
         assert self.discovered is not None
         managed = {id(config.scheduler) for config in self.trainer.lr_scheduler_configs}
         kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
         for found in kept:
             if id(found.value) not in managed:
                 yield found.path, found.value
+        yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""

@@ -34,17 +34,16 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     """
     if channel.size == 1:
         return
-    compared: dict[str, Any] = {}
+    compared = {name: checkpoint[CONTRACT_KEY][name] for name in _OF_THE_CONTRACT}
     if not isinstance(trainer.strategy, ModelParallelStrategy) or rank_groups_of(trainer.strategy) is not None:
         # Else torch gathers the weights on rank zero, and the other ranks have nothing to compare.
-        compared = {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
+        compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
     if "optimizer_states" in compared:
         # One that is consolidated, rank zero alone has: as Lightning does, all get it back whole.
         compared["optimizer_states"] = [
             None if hasattr(optimizer, "consolidate_state_dict") else state
             for optimizer, state in zip(trainer.optimizers, compared["optimizer_states"], strict=True)
         ]
-    compared |= {name: checkpoint[CONTRACT_KEY][name] for name in _OF_THE_CONTRACT}
     found = differences_of_ranks(compared, channel)
     if any(found):
         checkpoint[CONTRACT_KEY][_OF_RANKS] = [
@@ -83,12 +82,12 @@ def _what_is_lost(parts: Sequence[Sequence[Differing]], world_size: int) -> str:
     head = f"The checkpoint was saved by {len(parts)} ranks and is resumed by {world_size}: "
     if world_size < len(parts):
         lost = [differing for of_rank in parts[world_size:] for differing in of_rank]
-        what = f"what {_ranks(world_size, len(parts))} had for themselves is lost: {_named(lost)}"
+        what = f"what was stored for {_ranks(world_size, len(parts))} is lost: {_named(lost)}"
     else:
         shared = [differing for of_rank in parts for differing in of_rank]
         what = (
-            f"{_ranks(len(parts), world_size)} begin with what rank 0 had, although the ranks differed in it: "
-            f"{_named(shared)}"
+            f"the ranks differed in what follows, and {_ranks(len(parts), world_size)} can only be given what rank 0 "
+            f"had: {_named(shared)}"
         )
     return f"{head}{what}. The run will not be bit-equal to one that was never interrupted"
 

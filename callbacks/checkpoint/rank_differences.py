@@ -28,6 +28,7 @@ __all__ = ["Differing", "apply_differences", "differences_of_ranks", "tensor_dig
 
 _LARGEST_LIST = 1_000
 """A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
+_PLAIN = (bool, int, float, str, type(None))
 _PIECE = 1 << 22
 """Elements of a tensor on a device whose digest is taken at once; each takes 16 bytes meanwhile."""
 _MULTIPLIERS = (-7046029254386353131, 6364136223846793005)
@@ -115,8 +116,8 @@ def _members(value: Any) -> list[tuple[Any, Any]] | None:
     """What is below a container that is compared member by member, by key or index; None for a leaf."""
     if type(value) in (dict, OrderedDict):
         return list(value.items()) if all(type(key) in (str, int) for key in value) else None
-    if type(value) in (list, tuple):
-        return list(enumerate(value)) if len(value) <= _LARGEST_LIST else None
+    if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:
+        return list(enumerate(value)) if any(not isinstance(member, _PLAIN) for member in value) else None
     return None
 
 
