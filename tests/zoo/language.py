@@ -14,7 +14,12 @@ from .base import Base, tokens
 
 
 class Language(Base, abstract=True):
+    """SGD, because the bias of an attention's keys has no gradient but rounding, which Adam would make steps of."""
+
     rows = staticmethod(tokens)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 class TinyLm(nn.Module):
@@ -55,7 +60,7 @@ class LmWithWarmupAndDecayGroups(CausalLm):
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=0.01)
+        return torch.optim.SGD(groups, lr=0.1)
 
     def configure(self, ctx):
         state = super().configure(ctx)

@@ -88,6 +88,9 @@ class PatchTransformer(Vision):
     def model(self):
         return self.Vit()
 
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
 
 class ChannelsLast(ConvNet):
     def configure(self, ctx):
