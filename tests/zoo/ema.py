@@ -146,6 +146,7 @@ class BestWeights(Base):
     """Keeps the weights of the lowest loss so far."""
 
     differs = "the best step is one by each rank's own loss"
+    per_rank = ("best",)
 
     def configure(self, ctx):
         return {**super().configure(ctx), "best": mlp().requires_grad_(False), "lowest": float("inf")}

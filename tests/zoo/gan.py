@@ -158,7 +158,7 @@ class CycleGan(Base):
     def train_step(self, batch, state, ctx):
         there, back = state["g"]
         fake = there(batch["x"])
-        loss = (back(fake) - batch["x"]).abs().mean() + (state["d"](fake) - 1).square().mean()
+        loss = (back(fake) - batch["x"]).square().mean() + (state["d"](fake) - 1).square().mean()
         state["opt_g"].zero_grad()
         loss.backward()
         state["opt_g"].step()

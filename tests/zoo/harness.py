@@ -66,34 +66,59 @@ def run_cells(folder: Path, jobs: Sequence[tuple[str, str, str]]) -> list[Cell]:
 
 
 def _run_workers(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> list[Cell]:
+    """The cells of `jobs`; where a process dies of one, that is its result, and a new pair goes on after it."""
+    cells: list[Cell] = []
+    while len(cells) < len(jobs):
+        attempt = folder / f"from{len(cells)}"
+        attempt.mkdir()
+        outputs = _run_attempt(attempt, jobs[len(cells) :], world_size)
+        by_rank = [_results(attempt / f"rank{rank}.jsonl") for rank in range(world_size)]
+        done = min(len(results) for results in by_rank)
+        cells += [_worst([results[i] for results in by_rank]) for i in range(done)]
+        if len(cells) < len(jobs):
+            said = [results[done] for results in by_rank if len(results) > done]
+            died = Cell(*jobs[len(cells)], "error", f"a process died: {outputs[-300:]}")
+            cells.append(_worst([*said, died]) if said else died)
+    return cells
+
+
+def _results(file: Path) -> list[Cell]:
+    return [Cell(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> str:
+    """Run until all jobs are done or a process has died; what it said last, then."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zoo.harness", str(rank), str(world_size), str(folder)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=3600)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    if [process.returncode for process in ranks] != [0] * world_size:
-        raise RuntimeError("\n".join(output[-4000:] for output in outputs))
-    by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
-    return [_worst([Cell(**cell) for cell in cells]) for cells in zip(*by_rank, strict=True)]
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "zoo.harness", str(rank), str(world_size), str(folder)],
+                env=env,
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            while any(process.poll() is None for process in ranks):
+                if any(process.poll() not in (None, 0) for process in ranks):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    died = [rank for rank, process in enumerate(ranks) if process.returncode not in (0, -9)]
+    return " ".join((folder / f"rank{died[0]}.log").read_text().split()) if died else ""
 
 
 def _worst(cells: Sequence[Cell]) -> Cell:
     chosen = max(cells, key=lambda cell: _SEVERITY.index(cell.verdict))
     # A rank that was left alone says no more than that; the other says why.
-    causes = [cell for cell in cells if cell.verdict == "error" and "closed by peer" not in cell.detail]
+    causes = [cell for cell in cells if cell.verdict == "error" and "gloo" not in cell.detail]
     if chosen.verdict == "error" and causes:
         chosen = causes[0]
     inexact = [cell.resume for cell in cells if cell.resume not in ("", "exact")]
@@ -371,7 +396,6 @@ def main(rank: int, size: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    results = []
     for index, (name, strategy, precision) in enumerate(json.loads((folder / "jobs.json").read_text())):
         began = time.perf_counter()
         if size > 1:
@@ -383,14 +407,14 @@ def main(rank: int, size: int, folder: Path) -> None:
                 timeout=dt.timedelta(seconds=ANSWER_WITHIN_S),
             )
         scratch = folder / f"checkpoints{index}"
-        results.append(cell(name, strategy, precision, rank, size, scratch))
+        found = cell(name, strategy, precision, rank, size, scratch)
+        with (folder / f"rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
         if size > 1:
             dist.destroy_process_group()
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-            _say(results[-1], time.perf_counter() - began)
-    (folder / f"rank{rank}.json").write_text(json.dumps([asdict(result) for result in results]))
-    torch._dynamo.reset()
+            _say(found, time.perf_counter() - began)
 
 
 if __name__ == "__main__":
