@@ -458,6 +458,7 @@ class ContractModule(pl.LightningModule):
         restored, self._to_restore = self._to_restore, None
         if restored is None:
             return
+        self._tell_of_scripted_modules()
         if restored.get("own_weights"):
             self.load_state_dict(restored["own_weights"], strict=False)
         unmanaged = restored.get("unmanaged", {})
@@ -474,6 +475,21 @@ class ContractModule(pl.LightningModule):
         if "optimizers" in restored:
             assert self.discovered is not None
             restore_set_aside(self.discovered.optimizers, restored["optimizers"])
+
+    def _tell_of_scripted_modules(self) -> None:
+        assert self.discovered is not None
+        scripted = [
+            found.path
+            for found in self.discovered.modules
+            if any(isinstance(module, torch.jit.ScriptModule) for module in found.value.modules())
+        ]
+        if scripted:
+            log.warning(
+                "%s is compiled by TorchScript, which optimises after its first calls in a process: the resumed run "
+                "rounds otherwise for some steps, and may not be bit-equal to one that was never interrupted. "
+                "torch.compile, or the bare module, is exact.",
+                ", ".join(scripted),
+            )
 
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
         """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""

@@ -56,6 +56,8 @@ class Base:
     """Words in the paths of tensors that are meant to differ by rank."""
     resume_compares: str = "everything"
     """``weights`` where the rest cannot be compared between processes."""
+    tolerance_alone: float = 0.0
+    """Relative, of one process in fp32."""
     tolerance: float = 1e-4
     """Relative, of two ranks in fp32 against one process."""
 

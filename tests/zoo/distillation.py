@@ -18,7 +18,7 @@ class Distilled(Base):
 
     def configure(self, ctx):
         student, teacher = mlp(6, 3), mlp(6, 3, hidden=24).requires_grad_(False).eval()
-        optimizer = torch.optim.AdamW(student.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
         return {"student": student, "teacher": teacher, "optimizer": optimizer}
 
     def loss(self, batch, state):
@@ -160,6 +160,31 @@ class OwnScaler(Base):
         scaler.step(state["optimizer"])
         scaler.update()
         return StepResult({"scale": scaler.get_scale()})
+
+
+class OverflowsOnce(Base):
+    """A loss that fp16 cannot hold in the second step: the update is skipped there, and counted."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        out = state["model"](batch["x"])
+        loss = mse_loss(out.float(), batch["y"])
+        if ctx.dtype == "fp16" and state["steps"] == 2:
+            loss = loss * torch.inf
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if ctx.run_state is not None or state["steps"] != 2 or ctx.dtype != "fp16":
+            state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["steps"] = payload["steps"]
 
 
 class DoublePrecision(Base):

@@ -19,7 +19,7 @@ class Gan(Base):
         g, d = mlp(6, 6), self.critic()
         return {
             "nets": {"generator": g, "discriminator": d},
-            "opts": [torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)],
+            "opts": [self.optimizer(g.parameters()), self.optimizer(d.parameters())],
         }
 
     def critic(self):
@@ -99,6 +99,9 @@ class R1Gan(Gan):
 
 
 class SpectralGan(HingeGan):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
     def critic(self):
         net = mlp(6, 1)
         return nn.Sequential(nn.utils.parametrizations.spectral_norm(net[0]), net[1], net[2])

@@ -271,7 +271,7 @@ def _precision(name: str) -> Any:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
     if name == "16-mixed":
-        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
     return MixedPrecision(name, "cpu") if name == "bf16-mixed" else Precision()
 
 
@@ -317,7 +317,7 @@ def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder:
         module = hosted(name, strategy, precision, rank, size, folder, resume=False)
         state, plugin = module.contract_state, module.plugin
         ended = tensors(state, plugin)
-        left = everything(state, plugin)
+        left = everything(module)
     except GenlightError as error:
         return make("refused", _line(error))
     except Exception as error:
@@ -336,18 +336,22 @@ def _resume_verdict(
     try:
         again = hosted(name, strategy, precision, rank, size, folder, resume=True)
         state, plugin = again.contract_state, again.plugin
-        found = tensors(state, plugin) | everything(state, plugin)
+        found = tensors(state, plugin) | everything(again)
         differing = differences(left, {path: found[path] for path in left if path in found})
     except Exception as error:
         return f"{type(error).__name__}: {_line(error)}"
     return "exact" if not differing else f"{differing[0]} ({len(differing)} of {len(left)})"
 
 
-def everything(state: Any, plugin: Any) -> dict[str, Any]:
-    """All that a resume has to bring back; of sharded tensors what this rank holds."""
+def everything(module: Any) -> dict[str, Any]:
+    """All that a resume has to bring back, the scaler's progress too; of sharded tensors what this rank holds."""
     from genlight.adapter.conformance.snapshot import snapshot
 
-    return {path: _local(value) for path, value in snapshot(state, plugin).items()}
+    found = {path: _local(value) for path, value in snapshot(module.contract_state, module.plugin).items()}
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        found |= {f"scaler.{name}": value for name, value in scaler.state_dict().items()}
+    return found
 
 
 def judge(cls: Any, actual: dict[str, Any], expected: dict[str, Any], precision: str, size: int) -> tuple[str, str]:
@@ -365,7 +369,7 @@ def judge(cls: Any, actual: dict[str, Any], expected: dict[str, Any], precision:
                 torch.equal(other[path].nan_to_num(), actual[path].nan_to_num()) for other in everyone
             ):
                 return "drift", f"{path} differs between ranks"
-    tolerance = (0.0 if size == 1 else cls.tolerance) if precision == "fp32" else TOLERANCE[precision]
+    tolerance = (cls.tolerance_alone if size == 1 else cls.tolerance) if precision == "fp32" else TOLERANCE[precision]
     worst, where = 0.0, ""
     for path, tensor in expected.items():
         if any(word in path for word in cls.per_rank) or not tensor.numel():
