@@ -271,7 +271,7 @@ def _precision(name: str) -> Any:
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
     if name == "16-mixed":
-        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2))
+        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
     return MixedPrecision(name, "cpu") if name == "bf16-mixed" else Precision()
 
 

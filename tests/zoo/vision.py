@@ -297,7 +297,7 @@ class OneCycleWithWarmup(ConvNet):
 
 
 class Scripted(Base):
-    """A module compiled by TorchScript, which optimises after its first calls and so rounds otherwise from then on."""
+    """A module compiled by TorchScript, of which two plain runs in one process round otherwise already."""
 
     tolerance_alone = 1e-6
 
