@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 BY_HAND = "gradients of parameters that are in no optimizer are not averaged, and these are updated by hand"
+BODY_OUTSIDE = "gradients of the body, which is in no optimizer, are not averaged, and the norm goes over them too"
 CLONES = "gradients that a clone got, written to `.grad`, are not averaged"
 MASTERS = "gradients of a model outside of any optimizer are not averaged before they are copied to its fp32 masters"
 REPLACED = "parameters that are replaced while training are unknown to the averaging, which knows those of `configure`"
@@ -10,8 +11,8 @@ OWN_LOSSES = "weights are moved by the loss of each rank, without a gradient tha
 SCRIPT = "TorchScript's own backward fails outside of autocast on gradients in fp16"
 CLOSURE = "the scaler calls `step` without its closure, which ends with a bare TypeError"
 UNSCALED = "gradients that no backward call scaled end with a bare AssertionError of torch's scaler"
-SKIPS = "a rank that does not call a sharded module, or calls it more often, ends with a connection error that names nothing"
-STALE = "weights of `state_dict()` that are read within the step are averaged from stale ones"
+SKIPS = "a rank that calls a sharded module less often than another ends with a connection error that names nothing"
+WHOLE_COPIES = "an average that is written through the tensors of `state_dict()` changes whole copies, not the shards"
 SCALARS = "torch does not shard parameters of no dimension, and its raw error comes through"
 WRAPPERS = "an optimizer that wraps another one is not hosted sharded: torch's raw AttributeError comes through"
 SUMMED = "a norm summed by hand, over whole numbers of each rank's shards, is not that of all"
@@ -21,7 +22,7 @@ WRONG: dict[str, dict[str, str]] = {
     "FirstOrderMaml": {"ddp": CLONES},
     "Reptile": {"ddp": CLONES},
     "OptimizerAndByHand": {"ddp": BY_HAND, "fsdp": BY_HAND},
-    "HeadOnlyClippedByAll": {"ddp": BY_HAND, "fsdp": BY_HAND},
+    "HeadOnlyClippedByAll": {"ddp": BODY_OUTSIDE, "fsdp": BODY_OUTSIDE},
     "CenterLoss": {"ddp": BY_HAND, "fsdp": BY_HAND},
     "SplatDensification": {"ddp": REPLACED, "fsdp": REPLACED},
     "EvolutionStrategy": {"ddp": OWN_LOSSES, "fsdp": OWN_LOSSES},
@@ -34,7 +35,8 @@ WRONG: dict[str, dict[str, str]] = {
     "BestWeights": {"fsdp": SKIPS},
     "TopOneMixture": {"fsdp": SKIPS},
     "BalancedRouter": {"fsdp": SKIPS},
-    "EmaOfStateDict": {"fsdp": STALE},
+    "ExpertPerRank": {"fsdp": SKIPS},
+    "EmaOfStateDict": {"fsdp": WHOLE_COPIES},
     "LookaheadKeyedByAddress": {"fsdp": WRAPPERS},
     "Lookahead": {"fsdp": WRAPPERS},
     "ClippedByHand": {"fsdp": SUMMED},
