@@ -32,7 +32,7 @@ class EmaOfStateDict(EmaModule):
         with torch.no_grad():
             now = state["model"].state_dict()
             for name, average in state["ema"].state_dict().items():
-                average.mul_(0.9).add_(now[name], alpha=0.1)
+                average.mul_(0.5).add_(now[name], alpha=0.5)
         return result
 
 

@@ -90,7 +90,7 @@ def _short(text: str, notes: dict[str, str]) -> str:
 
 def _general(message: str) -> str:
     """A message without the names of one class in it, so that equal ones are told once."""
-    message = re.sub(r'(state\["\w+"\]|trainer)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
+    message = re.sub(r'(state\["\w+"\]|trainer\.\w+)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
     return " ".join(message.partition("; `…`")[0].split())[:300]
 
 
