@@ -26,7 +26,7 @@ class LooseTensors(nn.Module):
         super().__init__()
         self._tensors = dict(tensors)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_loose_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors, whose gradients of an open accumulation window belong to a checkpoint as those of parameters."""
         yield from self._tensors.items()
 

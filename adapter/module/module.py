@@ -359,6 +359,7 @@ class ContractModule(pl.LightningModule):
         self._router = step_router(self.trainer, self, self.discovered)
         if self._router is not None:
             self._router.open()
+        self._rank_channel = None
         if self.trainer.world_size > 1:
             groups = rank_groups_of(self.trainer.strategy)
             self._rank_channel = Channel() if groups is None else groups.training

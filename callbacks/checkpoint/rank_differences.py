@@ -89,7 +89,9 @@ def apply_differences(tree: dict[str, Any], found: list[Differing]) -> None:
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit number of the values of a dense tensor, computed where it is, without waiting for a device."""
     flat = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
-    words = flat.clone().view(torch.int32) if flat.numel() % 4 == 0 else flat
+    words = flat
+    if flat.numel() % 4 == 0:  # a view of whole words must begin at one
+        words = (flat if flat.storage_offset() % 4 == 0 else flat.clone()).view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE].to(torch.int64)

@@ -19,7 +19,7 @@ from .sharded.lazy_tensor import unsharded
 
 __all__ = [
     "SHARDED_GRADIENTS",
-    "HoldsTensors",
+    "HoldsLooseTensors",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -36,10 +36,10 @@ SHARDED_GRADIENTS = "sharded_gradients"
 
 
 @runtime_checkable
-class HoldsTensors(Protocol):
+class HoldsLooseTensors(Protocol):
     """A module with trained tensors that are none of its parameters."""
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_loose_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each with its name in the module's state dict."""
         ...
 
@@ -98,8 +98,8 @@ def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]
 def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
-        if isinstance(holder, HoldsTensors):
-            for name, tensor in holder.named_tensors():
+        if isinstance(holder, HoldsLooseTensors):
+            for name, tensor in holder.named_loose_tensors():
                 yield f"{prefix}.{name}", tensor
 
 
