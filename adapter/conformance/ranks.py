@@ -37,6 +37,8 @@ def train_on_ranks(
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Train on two processes with gloo, under DDP or, for the job called `SHARDED`, which comes last, FSDP 2.
 
+    Dropout layers drop nothing.
+
     Args:
         subject: What to train.
         jobs: By a name, the batches of each rank.
@@ -151,7 +153,7 @@ def main(folder: Path, rank: int) -> int:
 
 def _replicated(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor]:
     strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
-    return subject.train(batches=batches, strategy=strategy, devices=WORLD_SIZE).weights()
+    return subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE).weights()
 
 
 def _sharded(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor] | str:
@@ -159,7 +161,7 @@ def _sharded(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch
     strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
     strategy.cluster_environment = _Environment(rank)
     try:
-        trained = subject.train(batches=batches, strategy=strategy, devices=WORLD_SIZE)
+        trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
         weights = trained.weights()
         return {path: t.full_tensor() if isinstance(t, DTensor) else t for path, t in weights.items()}
     except Exception as error:  # noqa: BLE001  # as above

@@ -135,6 +135,15 @@ class WithoutDropout(Sound):
         return state
 
 
+class SeededByRank(Sound):
+    """Dropout that draws other numbers on each rank, as it should."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(100 + ctx.rank)
+        return state
+
+
 class LbfgsOptimizer(WithoutDropout):
     """Which sharding refuses."""
 

@@ -35,7 +35,6 @@ WRONG: dict[str, dict[str, str]] = {
     "BestWeights": {"fsdp": SKIPS},
     "TopOneMixture": {"fsdp": SKIPS},
     "BalancedRouter": {"fsdp": SKIPS},
-    "ExpertPerRank": {"fsdp": SKIPS},
     "EmaOfStateDict": {"fsdp": WHOLE_COPIES},
     "LookaheadKeyedByAddress": {"fsdp": WRAPPERS},
     "Lookahead": {"fsdp": WRAPPERS},

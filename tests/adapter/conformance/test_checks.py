@@ -105,6 +105,7 @@ def test_without_data_only_the_hooks_are_checked():
     [
         ("WithoutDropout", {"ranks": "pass: with each other bit for bit", "batch size": "pass: train like the whole"}),
         ("WithoutDropout", {"sharded": "pass: FSDP 2 over two processes agrees with one"}),
+        ("SeededByRank", {"ranks": "pass: with each other bit for bit", "sharded": "pass: agrees with one"}),
         ("LbfgsOptimizer", {"ranks": "pass: with each other", "sharded": "warn: state.opt is LBFGS, which needs all"}),
         ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
         ("RankDependent", {"ranks": "fail: away from one, at"}),
