@@ -1,7 +1,7 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · configure, first step · devices · storable state · state round trip · reproducible · resume · two ranks ·
-batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
+hooks · source · configure, first step · devices · storable state · state round trip · reproducible · resume ·
+two ranks · sharded · batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
 """
 
 from __future__ import annotations
