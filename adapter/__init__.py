@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         TrainingReporter,
     )
     from .feed import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
-    from .feed.mock_data_module import MockDataModule
+    from .feed.mock import MockDataModule
     from .helpers import (
         OptimizerBundle,
         build_default_adamw_bundle,
@@ -125,7 +125,7 @@ else:
             ".inputs": ("load_components",),
             ".run.control_plane": ("HttpLifecycleClient",),
             ".module.plugin_loading": ("load_trainer_plugin",),
-            ".feed.mock_data_module": ("MockDataModule",),
+            ".feed.mock": ("MockDataModule",),
             ".module.module": ("ContractModule",),
             ".run.run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
             ".contract.run_state": ("RunState",),

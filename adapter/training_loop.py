@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..callbacks.hook.cadence import crossed, suppressed
-from ..callbacks.hook.hook import Hook, run_state_of
+from ..callbacks.hook.events import run_state_of
+from ..callbacks.hook.hook import Hook
 from .contract.types import (
     ArtifactUploader,
     ArtifactWriter,

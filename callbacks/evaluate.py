@@ -11,7 +11,9 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
 from .hook.cadence import Boundaries, StepCadence
-from .hook.hook import Hook, run_state_of, skippable
+from .hook.events import run_state_of
+from .hook.hook import Hook
+from .hook.listeners import skippable
 
 __all__ = ["Evaluate", "scores_of"]
 

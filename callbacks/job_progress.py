@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from .hook.hook import Hook, run_state_of, skippable
+from .hook.events import run_state_of
+from .hook.hook import Hook
+from .hook.listeners import skippable
 from .hook.ticker import Ticker
 
 __all__ = ["JobProgress"]

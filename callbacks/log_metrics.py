@@ -13,7 +13,9 @@ from typing_extensions import override
 
 from ..adapter.contract.run_state import RunState
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
-from .hook.hook import Hook, run_state_of, skippable
+from .hook.events import run_state_of
+from .hook.hook import Hook
+from .hook.listeners import skippable
 
 __all__ = ["LogMetrics"]
 

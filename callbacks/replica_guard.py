@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ReplicaDriftError
 from .hook.cadence import Boundaries, StepCadence
-from .hook.hook import Hook, skippable
+from .hook.hook import Hook
+from .hook.listeners import skippable
 
 __all__ = ["ReplicaGuard"]
 

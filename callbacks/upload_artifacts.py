@@ -18,7 +18,8 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.selection import find_checkpoint
 from .hook.cadence import crossed
-from .hook.hook import Hook, callbacks_of, run_state_of
+from .hook.events import callbacks_of, run_state_of
+from .hook.hook import Hook
 
 __all__ = ["UploadArtifacts"]
 

@@ -17,7 +17,9 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import ContractError
 from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
 from .hook.cadence import Boundaries, StepCadence, suppressed
-from .hook.hook import Hook, fire, run_state_of, skippable
+from .hook.events import fire, run_state_of
+from .hook.hook import Hook
+from .hook.listeners import skippable
 
 __all__ = ["WriteSamples"]
 

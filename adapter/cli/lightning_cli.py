@@ -21,7 +21,7 @@ from typing_extensions import override
 from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.format.layout import record_paths
 from ...callbacks.checkpoint.selection import find_checkpoint, newest_valid
-from ...callbacks.hook.hook import callbacks_of
+from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...callbacks.checkpoint import Checkpoint
 from ..contract.types import TrainerPlugin, TrainingJobSpec
-from ..feed.mock_data_module import MockDataModule
+from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin
 

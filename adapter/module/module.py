@@ -25,7 +25,7 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
-from ...callbacks.hook.hook import callbacks_of, run_state_of
+from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.log_metrics import LogMetrics
 from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...callbacks.hook.hook import fire, run_state_of
+from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError
 
 if TYPE_CHECKING:

@@ -353,7 +353,7 @@ class _Training:
     def _attach(self, trainer: pl.Trainer) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.checkpoint import Checkpoint
-        from ...callbacks.hook.hook import callbacks_of, run_state_of
+        from ...callbacks.hook.events import callbacks_of, run_state_of
         from ...callbacks.record_events import RecordEvents
         from ...callbacks.stop.stop_requests import StopRequests
         from ...callbacks.upload_artifacts import UploadArtifacts

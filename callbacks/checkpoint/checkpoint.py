@@ -22,7 +22,9 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.hook import Hook, after_failure, fire, run_state_of, skippable
+from ..hook.events import fire, run_state_of
+from ..hook.hook import Hook
+from ..hook.listeners import after_failure, skippable
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .format.record import CheckpointRecord, RecordMeta

@@ -17,7 +17,9 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ..checkpoint.checkpoint import Checkpoint
-from ..hook.hook import Hook, callbacks_of, run_state_of, skippable
+from ..hook.events import callbacks_of, run_state_of
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
 from ..hook.ticker import Ticker
 from ..lightning_internals import require_names
 from .data_workers import protect_workers, release_workers

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Evaluate, Hook, WriteSamples
 from genlight.callbacks.hook.cadence import Boundaries, StepCadence
-from genlight.callbacks.hook.hook import run_state_of
+from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.replica_guard import ReplicaGuard
 
 STEPS = 40

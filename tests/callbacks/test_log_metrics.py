@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, LogMetrics
-from genlight.callbacks.hook.hook import callbacks_of, run_state_of
+from genlight.callbacks.hook.events import callbacks_of, run_state_of
 
 
 class Recorder(DummyLogger):

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
-from genlight.callbacks.hook.hook import Hook, fire, run_state_of
+from genlight.callbacks.hook.events import fire, run_state_of
+from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.hard_links import HELD_DIRECTORY

@@ -16,7 +16,7 @@ import torch
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Hook, WriteSamples
-from genlight.callbacks.hook.hook import run_state_of
+from genlight.callbacks.hook.events import run_state_of
 
 JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from genlight.adapter import ContractModule, StepResult, TrainingCanceled, TrainingJobSpec
 from genlight.adapter.feed import MockBatches
 from genlight.callbacks import Checkpoint, Hook
-from genlight.callbacks.hook.hook import run_state_of
+from genlight.callbacks.hook.events import run_state_of
 
 BATCHES = 2
 """In an epoch."""

@@ -13,7 +13,7 @@ import pytest
 from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint, Evaluate, Hook
-from genlight.callbacks.hook.hook import run_state_of
+from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import read_events
 
 

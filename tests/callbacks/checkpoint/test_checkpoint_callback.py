@@ -14,7 +14,8 @@ from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
 from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
-from genlight.callbacks.hook.hook import Hook, run_state_of
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.hook.hook import Hook
 
 
 class Killed(Exception):
