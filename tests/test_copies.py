@@ -35,6 +35,7 @@ from genlight.callbacks import (
 from genlight.callbacks.hook.events import callbacks_of
 from genlight.reporters import EventLog, EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
+from support import SUPPORT
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
 
@@ -248,7 +249,7 @@ def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
     tmp_path: Path, strategy: str, plugin: list[str]
 ) -> None:
     """What the children learned is in the checkpoints, and in the module of the process that started them."""
-    script = Path(__file__).with_name("launched_by_copy.py")
+    script = SUPPORT / "launched_by_copy.py"
     command = [sys.executable, str(script), strategy, str(tmp_path), *plugin]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

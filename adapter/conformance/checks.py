@@ -1,7 +1,7 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · configure, first step · devices · storable state · state round trip · reproducible · resume · two ranks ·
-batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
+hooks · source · configure, first step · devices · storable state · state round trip · reproducible · resume ·
+two ranks · sharded · batch size · bf16-mixed · step time. What a fault makes meaningless is skipped and says so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
@@ -23,9 +23,11 @@ from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_nothing_new
 from ..module.module import ContractModule
 from ..plumbing.finding import Finding
+from .forgotten import Snapshots, forgotten_values
 from .halves import halves
-from .ranks import RanksError, train_on_ranks
+from .ranks import SHARDED, RanksError, Refused, train_on_ranks
 from .snapshot import differences, flatten, snapshot
+from .source import check_source
 from .subject import Subject, Trained
 from .timing import step_times
 
@@ -61,6 +63,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
         yield Finding("hooks", "fail", f"{type(error).__name__}: {error}", "Make the class importable and conforming.")
         return
     yield check_hooks(trainer)
+    yield from check_source(trainer)
     if not subject.batches:
         yield Finding("steps", "skip", "there is no data to train on", "Give --data FILES or --job JOB.json.")
         return
@@ -71,7 +74,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
 
 
 def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
-    middle: dict[int, dict[str, Any]] = {}
+    middle: Snapshots = {}
     try:
         whole = subject.train(at_step=_keep(middle))
     except Exception as error:  # noqa: BLE001  # as above
@@ -167,11 +170,10 @@ def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Fi
     )
 
 
-def check_resume(
-    subject: Subject, whole: Trained, middle: dict[int, dict[str, Any]], folder: Path
-) -> Iterator[Finding]:
+def check_resume(subject: Subject, whole: Trained, middle: Snapshots, folder: Path) -> Iterator[Finding]:
     """Whether a run that was interrupted and resumed ends with the same bits."""
-    again = subject.train()
+    repeated: Snapshots = {}
+    again = subject.train(at_step=_keep(repeated))
     unequal = differences(whole.weights(), again.weights())
     if unequal:
         yield Finding(
@@ -185,22 +187,26 @@ def check_resume(
     yield Finding("reproducible", "pass", "two runs from the same seed are bit-equal")
     subject.train(stop_after=subject.steps, save_to=folder)
     (saved,) = (entry.path for entry in list_checkpoints(folder))
-    restored: dict[int, dict[str, Any]] = {}
+    restored: Snapshots = {}
     resumed = subject.train(resume_from=saved, save_to=folder, at_step=_keep(restored))
-    yield _resume_finding(subject, whole, resumed, middle, restored)
+    yield _resume_finding(subject, whole, resumed, middle, repeated, restored)
 
 
 def _resume_finding(
     subject: Subject,
     whole: Trained,
     resumed: Trained,
-    middle: dict[int, dict[str, Any]],
-    restored: dict[int, dict[str, Any]],
+    middle: Snapshots,
+    repeated: Snapshots,
+    restored: Snapshots,
 ) -> Finding:
     steps = f"{2 * subject.steps} steps against {subject.steps} + resume + {subject.steps}"
     unequal = differences(whole.weights(), resumed.weights())
     if not unequal:
-        return Finding("resume", "pass", f"{steps}: bit-equal")
+        assert whole.module.discovered is not None
+        modules = [found.path for found in whole.module.discovered.modules]
+        forgotten = forgotten_values(middle, repeated, restored, at=subject.steps, said=steps, modules=modules)
+        return forgotten or Finding("resume", "pass", f"{steps}: bit-equal")
     lost = differences(middle[subject.steps], restored[subject.steps])
     if lost:
         return Finding(
@@ -218,12 +224,14 @@ def _resume_finding(
 
 
 def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Finding]:
-    """Whether two gloo processes end with the weights of one."""
-    expected = _on_one_thread(subject, whole).weights()
+    """Whether two gloo processes end with the weights of one, dropout aside, which draws as each rank is seeded."""
+    expected = _as_on_ranks(subject, whole).weights()
     pairs = [halves(batch) for batch in subject.batches]
     jobs = {"same": [list(subject.batches)] * 2}
     if expected and all(pair is not None for pair in pairs):
         jobs["halves"] = [[pair[i] for pair in pairs if pair is not None] for i in range(2)]
+    if expected:
+        jobs[SHARDED] = jobs["same"]  # last, because an error there leaves the ranks out of step
     try:
         results = train_on_ranks(subject, jobs, folder)
     except RanksError as error:
@@ -235,6 +243,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     if not expected:
         yield Finding("ranks", "pass", "two processes come to an end; no weights were found that have to be kept equal")
         return
+    sharded = results.pop(SHARDED, None)
     for name, (first, second) in results.items():
         apart = differences(first, second)
         if apart:
@@ -255,20 +264,39 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
         )
         return
     yield Finding("ranks", "pass", f"two processes agree with one to {distance:.1e}, and with each other bit for bit")
+    if sharded is not None:
+        yield _sharded_finding(sharded, expected)
     if "halves" not in results:
         yield Finding("batch size", "skip", "the raw batches cannot be cut in halves")
         return
     yield _batch_size_finding(*_distance(results["halves"][0], expected))
 
 
-def _on_one_thread(subject: Subject, whole: Trained) -> Trained:
-    """`whole`, as the ranks train it: other numbers of threads round otherwise, which Adam can make a step of."""
+def _sharded_finding(results: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> Finding:
+    refused = next((result.refusal for result in results if isinstance(result, Refused)), None)
+    if refused is not None:
+        return Finding(
+            "sharded", "warn", f"FSDP 2 over two processes: {refused}", "Use ddp, or do what the message says."
+        )
+    distance, path = _distance(results[0], expected)
+    if distance > SAME:
+        return Finding(
+            "sharded",
+            "fail",
+            f"sharded over two processes with the same rows it ends {distance:.1e} away from one, at {path}",
+            "Use ddp; look for code that reads or changes weights beside forward, backward and an optimizer's step.",
+        )
+    return Finding("sharded", "pass", f"FSDP 2 over two processes agrees with one to {distance:.1e}")
+
+
+def _as_on_ranks(subject: Subject, whole: Trained) -> Trained:
+    """One process as the ranks train: other numbers of threads round otherwise, which Adam can make a step of."""
     threads = torch.get_num_threads()
-    if threads == 1:
+    if threads == 1 and not any(isinstance(module, _DropoutNd) for module in whole.module.modules()):
         return whole
     torch.set_num_threads(1)
     try:
-        return subject.train()
+        return subject.train(dropout=False)
     finally:
         torch.set_num_threads(threads)
 
@@ -315,7 +343,7 @@ def check_time(subject: Subject) -> Iterator[Finding]:
     yield Finding("step time", "warn" if slow else "pass", f"{total * 1e3:.2f} ms a step: {parts}", remedy)
 
 
-def _keep(snapshots: dict[int, dict[str, Any]]) -> Callable[[int, ContractModule], None]:
+def _keep(snapshots: Snapshots) -> Callable[[int, ContractModule], None]:
     def keep(step: int, module: ContractModule) -> None:
         snapshots[step] = snapshot(module.contract_state, module.plugin)
 

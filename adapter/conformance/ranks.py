@@ -15,14 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .subject import Subject
 
-__all__ = ["RanksError", "train_on_ranks"]
+__all__ = ["SHARDED", "RanksError", "Refused", "train_on_ranks"]
 
 WORLD_SIZE = 2
+SHARDED = "sharded"
+"""The job that is done by FSDP 2 instead of DDP."""
 
 
 class RanksError(RuntimeError):
@@ -32,7 +35,9 @@ class RanksError(RuntimeError):
 def train_on_ranks(
     subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """Train on two processes under DDP with gloo.
+    """Train on two processes with gloo, under DDP or, for the job called `SHARDED`, which comes last, FSDP 2.
+
+    Dropout layers drop nothing.
 
     Args:
         subject: What to train.
@@ -41,7 +46,7 @@ def train_on_ranks(
         timeout_s: How long all of it may take.
 
     Returns:
-        By the job's name, the weights of each rank.
+        By the job's name, the weights of each rank; `Refused` where FSDP 2 cannot train the class.
 
     Raises:
         RanksError: With the trainer's own error where there is one.
@@ -69,7 +74,10 @@ def train_on_ranks(
         if process.returncode != 0:
             raise RanksError(f"rank {rank} ended with code {process.returncode}: {outputs[rank][-500:]}")
     results = [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
-    return {name: [result[name] for result in results] for name in jobs}
+    return {
+        name: [Refused(result[name]) if isinstance(result[name], str) else result[name] for result in results]
+        for name in jobs
+    }
 
 
 def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:
@@ -83,6 +91,14 @@ def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:
                 "that they wait for each other, or this machine is too busy"
             )
         time.sleep(0.05)
+
+
+class Refused(dict[str, torch.Tensor]):
+    """In place of weights, why there are none."""
+
+    def __init__(self, refusal: str) -> None:
+        super().__init__()
+        self.refusal = refusal
 
 
 class _Environment(LightningEnvironment):
@@ -119,14 +135,12 @@ def main(folder: Path, rank: int) -> int:
     torch.set_num_threads(1)
     subject, jobs = pickle.loads((folder / "request.pkl").read_bytes())  # noqa: S301  # our own parent wrote it
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
-    results = {}
+    results: dict[str, Any] = {}
     try:
         for name, batches in jobs.items():
-            strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
             # A mock feed deals its batches out in turn; each rank's own come back to it this way.
             dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
-            trained = subject.train(batches=dealt, strategy=strategy, devices=WORLD_SIZE)
-            results[name] = trained.weights()
+            results[name] = _sharded(subject, dealt, rank) if name == SHARDED else _replicated(subject, dealt, rank)
     except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
         traceback.print_exc()
         (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -135,6 +149,23 @@ def main(folder: Path, rank: int) -> int:
     with contextlib.suppress(RuntimeError):  # the other rank may be gone
         dist.destroy_process_group()
     return 0
+
+
+def _replicated(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor]:
+    strategy = DDPStrategy(cluster_environment=_Environment(rank), process_group_backend="gloo")
+    return subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE).weights()
+
+
+def _sharded(subject: Subject, batches: list[Any], rank: int) -> dict[str, torch.Tensor] | str:
+    """The whole weights after training by FSDP 2, or the error that says why it cannot be."""
+    strategy = ModelParallelStrategy(WORLD_SIZE, 1, process_group_backend="gloo")
+    strategy.cluster_environment = _Environment(rank)
+    try:
+        trained = subject.train(batches=batches, dropout=False, strategy=strategy, devices=WORLD_SIZE)
+        weights = trained.weights()
+        return {path: t.full_tensor() if isinstance(t, DTensor) else t for path, t in weights.items()}
+    except Exception as error:  # noqa: BLE001  # as above
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ...callbacks.checkpoint import Checkpoint
@@ -59,6 +60,7 @@ class Subject:
         save_to: Path | None = None,
         resume_from: Path | None = None,
         bf16: bool = False,
+        dropout: bool = True,
         **trainer_arguments: Any,
     ) -> Trained:
         """Train a new instance, from the same seed each time, on the CPU.
@@ -70,10 +72,13 @@ class Subject:
             save_to: Folder for a checkpoint of the step at which the run is left.
             resume_from: Record of a checkpoint.
             bf16: Whether to use bf16-mixed instead of fp32.
+            dropout: Whether dropout layers drop anything.
             trainer_arguments: For Lightning's trainer.
         """
         module = ContractModule(self.make(), self.job())
         callbacks: list[pl.Callback] = [_Watch(at_step, stop_after)]
+        if not dropout:
+            callbacks.append(_WithoutDropout())
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
         with _quiet(), _seeded(self.seed):
@@ -137,6 +142,17 @@ class _Watch(pl.Callback):
             self._at_step(trainer.global_step, pl_module)
         if self._stop_after is not None and trainer.global_step >= self._stop_after:
             trainer.should_stop = True
+
+
+class _WithoutDropout(pl.Callback):
+    """Which numbers a rank draws is its own affair, and hides whether all else agrees."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+                module.dropout = 0.0
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -25,6 +25,10 @@ class LooseTensors(nn.Module):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._tensors = dict(tensors)
+
+    def named_loose_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, whose gradients of an open accumulation window belong to a checkpoint as those of parameters."""
+        yield from self._tensors.items()
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

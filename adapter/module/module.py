@@ -24,7 +24,8 @@ from typing_extensions import override
 from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
+from ...callbacks.checkpoint.sharded.rank_channel import Channel
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
 from ...callbacks.log_metrics import LogMetrics
@@ -34,6 +35,7 @@ from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJob
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
+from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.fsdp import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
 from ..gradients.precision import contract_dtype
 from ..gradients.router import StepRouter, step_router
@@ -48,6 +50,7 @@ from .late_setup import (
     without_masks,
 )
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
+from .rank_state import collect_from_ranks, take_own_part
 from .rollout import RolloutBatches
 from .step_metrics import metric_name, named_scalars, scalar, validated_result
 from .supported import check_strategy, leave_unwrapped
@@ -109,10 +112,13 @@ class ContractModule(pl.LightningModule):
         self._found_optimizers: list[Optimizer] = []
         self._frozen: list[torch.nn.Parameter] = []
         """By callbacks of this fit, before it began."""
+        self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = self._restored_step = 0
         self._to_restore: dict[str, Any] | None = None
+        self._rank_channel: Channel | None = None
+        """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
         if optional_hook(self.plugin, "rollout") is not None:
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
@@ -390,6 +396,10 @@ class ContractModule(pl.LightningModule):
         self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
         if self._router is not None:
             self._router.open()
+        self._rank_channel = None
+        if self.trainer.world_size > 1:
+            groups = rank_groups_of(self.trainer.strategy)
+            self._rank_channel = Channel() if groups is None else groups.training
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -431,6 +441,7 @@ class ContractModule(pl.LightningModule):
     def _register(self, discovered: Discovered) -> None:
         self.discovered = discovered
         self._found_optimizers = [found.value for found in discovered.optimizers]
+        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         for module in discovered.modules:
             self.add_module(module.name, module.value)
         if discovered.parameters:
@@ -458,6 +469,8 @@ class ContractModule(pl.LightningModule):
         is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(self.trainer))
         parts["state"] = without_masks(payload) if is_pruned else payload
         parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
+        if self._rank_channel is not None:
+            collect_from_ranks(checkpoint, self.trainer, self._rank_channel)
         # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
         metrics = {name: value for name, value in self.metrics_on_device().items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in metrics.items() if not value.is_complex()}
@@ -472,11 +485,13 @@ class ContractModule(pl.LightningModule):
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
+            own_weights = take_own_part(checkpoint, self.trainer.global_rank, self.trainer.world_size)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
             self._to_restore = {
                 "state": checkpoint[CONTRACT_KEY].get("state"),
                 "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
                 "trainer_directory": trainer_directory(self.trainer.ckpt_path, self.plugin),
+                "own_weights": own_weights,
             }
             if self.discovered is not None and not self._is_sharded:
                 states = checkpoint.get("optimizer_states", [])
@@ -499,6 +514,9 @@ class ContractModule(pl.LightningModule):
         restored, self._to_restore = self._to_restore, None
         if restored is None:
             return
+        self._tell_of_scripted_modules()
+        if restored.get("own_weights"):
+            self.load_state_dict(restored["own_weights"], strict=False)
         unmanaged = restored.get("unmanaged", {})
         for name, kept in self._unmanaged() if unmanaged else ():
             if name in unmanaged:
@@ -518,14 +536,30 @@ class ContractModule(pl.LightningModule):
             assert self.discovered is not None
             restore_set_aside(self.discovered.optimizers, restored["optimizers"])
 
+    def _tell_of_scripted_modules(self) -> None:
+        assert self.discovered is not None
+        scripted = [
+            found.path
+            for found in self.discovered.modules
+            if any(isinstance(module, torch.jit.ScriptModule) for module in found.value.modules())
+        ]
+        if scripted:
+            log.warning(
+                "%s is compiled by TorchScript, which optimises after its first calls in a process: the resumed run "
+                "rounds otherwise for some steps, and may not be bit-equal to one that was never interrupted. "
+                "torch.compile, or the bare module, is exact.",
+                ", ".join(scripted),
+            )
+
     def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """What Lightning does not save: the trainer's gradient scalers, further schedulers of an optimizer."""
+        """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""
         assert self.discovered is not None
         managed = {id(config.scheduler) for config in self.trainer.lr_scheduler_configs}
         kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
         for found in kept:
             if id(found.value) not in managed:
                 yield found.path, found.value
+        yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""

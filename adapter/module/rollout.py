@@ -20,6 +20,11 @@ class RolloutBatches:
     """
 
     begins_anew = True
+    told_on_resume = (
+        "The checkpoint was saved within the training phase of a rollout and holds none of the batches that may have "
+        "been left of it: the run begins with a new rollout, and will not be bit-equal to one that was never "
+        "interrupted. Save between phases with Checkpoint(every_n_epochs=1) to resume exactly."
+    )
 
     def __init__(self, module: HostedModule) -> None:
         self._module = module

@@ -81,8 +81,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     On several ranks rank zero writes, and gets what differs from rank to rank from the others. Tensors that are sharded
     under ``ModelParallelStrategy`` are not gathered: each rank writes its slices, and the checkpoint exists once all
     parts are durable. Any number of ranks, sharded or not, resumes from it, and each reads what it needs. What is not
-    sharded, such as buffers, is rank zero's; what is sharded twice in one dimension (FSDP within tensor parallel) is
-    gathered.
+    sharded, such as buffers, is rank zero's; of a `ContractModule`, what other ranks have otherwise is stored too, and
+    each gets its own back. What is sharded twice in one dimension (FSDP within tensor parallel) is gathered.
 
     `dirpath` has to be on a file system that all nodes share where tensors are sharded, which is looked at before
     training; else for a resume, because every rank reads the checkpoint.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +19,7 @@ from .sharded.lazy_tensor import unsharded
 
 __all__ = [
     "SHARDED_GRADIENTS",
+    "HoldsLooseTensors",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -32,6 +33,15 @@ log = logging.getLogger(__name__)
 
 SHARDED_GRADIENTS = "sharded_gradients"
 """The member of a checkpoint's own part that holds them."""
+
+
+@runtime_checkable
+class HoldsLooseTensors(Protocol):
+    """A module with trained tensors that are none of its parameters."""
+
+    def named_loose_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each with its name in the module's state dict."""
+        ...
 
 
 def gather(value: Any) -> list[Any]:
@@ -80,9 +90,17 @@ def sharded_gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
 
 
 def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module.named_parameters():
+    for name, parameter in _trained(module):
         if parameter.grad is not None:
             yield name, parameter.grad
+
+
+def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    for prefix, holder in module.named_modules():
+        if isinstance(holder, HoldsLooseTensors):
+            for name, tensor in holder.named_loose_tensors():
+                yield f"{prefix}.{name}", tensor
 
 
 def gather_gradients(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -117,7 +135,7 @@ def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[s
 
 def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:
     """Put saved gradients back where they were."""
-    parameters = dict(module.named_parameters())
+    parameters = dict(_trained(module))
     for name, gradient in gradients.items():
         parameter = parameters.get(name)
         if parameter is None:

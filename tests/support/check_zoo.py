@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from types import SimpleNamespace
 
 import torch
@@ -134,6 +135,33 @@ class WithoutDropout(Sound):
         return state
 
 
+class SeededByRank(Sound):
+    """Dropout that draws other numbers on each rank, as it should."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(100 + ctx.rank)
+        return state
+
+
+class LbfgsOptimizer(WithoutDropout):
+    """Which sharding refuses."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = torch.optim.LBFGS(state.model.parameters(), lr=0.01, max_iter=2)
+        return state
+
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state.opt.zero_grad()
+            loss = self.loss(batch, state)
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state.opt.step(closure).detach()})
+
+
 class ArrowRows(WithoutDropout):
     def prepare_batch(self, raw, state, ctx):
         return super().prepare_batch(raw.to_pydict(), state, ctx)
@@ -161,6 +189,76 @@ class Forgetful(Sound):
 
     def load_state_dict(self, state, payload, ctx):
         pass
+
+
+class ForgetsAverage(Sound):
+    """An average in a dictionary, that no step reads."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.shadow = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+        return state
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        for name, p in state.model.named_parameters():
+            state.shadow[name].lerp_(p.detach(), 0.1)
+        return result
+
+
+class ForgetsLateCounter(Sound):
+    """A counter that decides what the hundredth step does."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.warm = 0
+        return state
+
+    def loss(self, batch, state):
+        state.warm += 1
+        return super().loss(batch, state) * (2 if state.warm > 100 else 1)
+
+
+class ForgetsBest(Sound):
+    """The lowest loss so far, which the first step after a resume sets anew."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.lowest = 1e9
+        return state
+
+    def loss(self, batch, state):
+        loss = super().loss(batch, state)
+        state.count_of_calls = None
+        state.lowest = min(state.lowest, 1.0)
+        return loss
+
+
+class NonPersistent(Sound):
+    """Statistics in a buffer that no state dict has, used for sampling alone."""
+
+    class Net(nn.Sequential):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+        def forward(self, x):
+            self.seen.lerp_(x.detach().mean(0), 0.5)
+            return super().forward(x)
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.model = self.Net(nn.Linear(2, 1))
+        state.opt = torch.optim.Adam(state.model.parameters(), lr=0.01)
+        return state
+
+
+class ReadsAClock(Sound):
+    """Keeps a time stamp, which is nobody's fault."""
+
+    def loss(self, batch, state):
+        state.began_at = time.monotonic()
+        return super().loss(batch, state)
 
 
 class WrittenNotRead(Sound):

@@ -1,7 +1,7 @@
 """Runs trainer classes sharded over two ranks, and the same classes in a plain loop of one process.
 
 Started as a script once per rank: ``fsdp_harness.py RANK WORLD_SIZE FOLDER JOBS``, where JOBS is a list of a zoo file's
-name and a class in it. The helpers for one rank are those of the zoo beside the adapter's tests.
+name and a class in it. The helpers for one rank are those of `support.trainer_zoo`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load(path: Path) -> Any:
     return module
 
 
-base = load(HERE.parent / "adapter" / "trainer_zoo.py")
+base = load(HERE.parent / "support" / "trainer_zoo.py")
 
 
 def classes(file: str) -> dict[str, type]:

@@ -45,6 +45,14 @@ class Channel:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
+    def gather_everywhere(self, value: Any) -> list[Any]:
+        """`value` of every rank, in order, on all of them."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def share(self, value: Any) -> Any:
         """What rank zero calls `value`."""
         if self._group is None:

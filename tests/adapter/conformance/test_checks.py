@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import numpy as np
@@ -14,6 +15,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.conformance.checks import run_checks
 from genlight.adapter.conformance.halves import halves
 from genlight.adapter.conformance.snapshot import differences, snapshot
+from genlight.adapter.conformance.source import check_source
 from genlight.adapter.conformance.subject import Subject
 from support import SUPPORT
 
@@ -52,7 +54,9 @@ def test_a_sound_class_passes_every_check(monkeypatch):
     assert "bit-equal" in found["resume"].detail
 
 
-@pytest.mark.parametrize("name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy"])
+@pytest.mark.parametrize(
+    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock"]
+)
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
     found = findings_of(name, monkeypatch)
 
@@ -70,6 +74,10 @@ def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
         ("ForgetsALongHistory", "state round trip", "fail", 'payload["history"][19999] is another'),
         ("WrittenNotRead", "state round trip", "fail", 'payload["count"] is another after load_state_dict'),
         ("Forgetful", "resume", "fail", "state.count was not restored"),
+        ("ForgetsAverage", "resume", "fail", 'bit-equal, but state.shadow["0.weight"] is another at the end'),
+        ("ForgetsLateCounter", "resume", "fail", "state.warm is another at the end"),
+        ("ForgetsBest", "resume", "warn", "state.lowest was not restored (1 values) and came out the same"),
+        ("NonPersistent", "resume", "fail", "state.model.seen was not restored"),
         ("HiddenState", "resume", "fail", "though everything in state and trainer was restored"),
         ("Unseeded", "reproducible", "warn", "two runs from the same seed end with another"),
         ("Overflowing", "bf16-mixed", "fail", "is not finite"),
@@ -96,6 +104,9 @@ def test_without_data_only_the_hooks_are_checked():
     ("name", "said"),
     [
         ("WithoutDropout", {"ranks": "pass: with each other bit for bit", "batch size": "pass: train like the whole"}),
+        ("WithoutDropout", {"sharded": "pass: FSDP 2 over two processes agrees with one"}),
+        ("SeededByRank", {"ranks": "pass: with each other bit for bit", "sharded": "pass: agrees with one"}),
+        ("LbfgsOptimizer", {"ranks": "pass: with each other", "sharded": "warn: state.opt is LBFGS, which needs all"}),
         ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
         ("RankDependent", {"ranks": "fail: away from one, at"}),
         ("Drifting", {"ranks": "fail: tensors differ between ranks, the first is state.model.0.bias"}),
@@ -125,6 +136,31 @@ def test_what_several_threads_round_otherwise_is_no_difference_of_ranks(monkeypa
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("line", "check"),
+    [
+        ('state.model.to("cuda:0" if torch.cuda.is_available() else "cpu")', "devices"),
+        ("batch = batch.cuda() if torch.cuda.is_available() else batch", "devices"),
+        ('torch.zeros(2, device=f"cuda:{ctx.rank}")', "devices"),
+        ('device = "cuda" if torch.cuda.is_available() else "cpu"', "devices"),
+        ("if time.time() - self.began > 3600: return None", "clock"),
+        ("now = time.monotonic(); stop = now > self.limit", "clock"),
+        ('with torch.autocast("cuda", enabled=ctx.device.startswith("cuda")): pass', None),
+        ("state.seconds = time.perf_counter() - self.began", None),
+    ],
+)
+def test_the_source_is_searched_for_what_no_run_shows(tmp_path, monkeypatch, line, check):
+    name = f"searched_{abs(hash(line))}"
+    body = f"import time\nimport torch\n\nclass T:\n    def train_step(self, batch, state, ctx):\n        {line}\n"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    found = list(check_source(importlib.import_module(name).T()))
+
+    assert [(finding.check, finding.level) for finding in found] == ([(check, "warn")] if check else [])
+    assert all(f"{name}.py:6" in finding.detail for finding in found)
 
 
 @pytest.fixture

@@ -127,12 +127,21 @@ def test_a_rollout_that_returns_no_batches_is_told_so(tmp_path: Path, returned: 
 
 
 def test_a_run_resumed_within_a_phase_begins_with_a_new_rollout(tmp_path: Path, caplog: Any) -> None:
-    """On purpose, so that nothing is said of a loader without a position."""
+    """On purpose, and it is said what that loses, instead of a loader without a position."""
     fit(tmp_path, Agent(), Checkpoint(tmp_path), steps=3)
     resumed = Agent()
     fit(tmp_path, resumed, Checkpoint(tmp_path), steps=6, ckpt_path=tmp_path / "final.json")
     assert resumed.seen == ["1a", "1b", "2a"]
-    assert "position" not in caplog.text
+    assert "keeps no position" not in caplog.text
+    assert caplog.text.count("within the training phase of a rollout and holds none of the batches") == 1
+
+
+def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, caplog: Any) -> None:
+    """Nothing of a phase is lost there."""
+    fit(tmp_path, Agent(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=3)
+    caplog.clear()
+    fit(tmp_path, Agent(), Checkpoint(tmp_path), steps=6, ckpt_path=tmp_path / "step-00000002.json")
+    assert "rollout" not in caplog.text
 
 
 def test_a_rollout_may_return_batches_alone(tmp_path: Path) -> None:

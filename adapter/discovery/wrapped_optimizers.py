@@ -1,0 +1,84 @@
+"""What an optimizer that wraps another one keeps, and its own ``state_dict`` leaves out or names by addresses.
+
+Lookahead, SAM and their like are often published with a ``state_dict`` that forgets the wrapped optimizer's moments, or
+keys slow weights by ``id``, which another process cannot match. So both states are saved once more, by the place of
+each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .discover import Found
+
+__all__ = ["KeptByWrapper", "kept_by_wrappers"]
+
+
+@dataclass(frozen=True)
+class KeptByWrapper:
+    """The state that one optimizer keeps for each of its parameters."""
+
+    path: str
+    optimizer: Optimizer
+    wrapper: Optimizer
+    shares_groups: bool
+    """Whether it had the very groups of its wrapper when it was built, as a scheduler of the wrapper needs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries by the places of their parameters; the values are those of the training, not copies."""
+        state = self.optimizer.state
+        return {"state": {place: dict(state[p]) for place, p in enumerate(self._parameters()) if p in state}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take the entries over, on the devices of their parameters."""
+        state = self.optimizer.state
+        state.clear()
+        for place, parameter in enumerate(self._parameters()):
+            if place in saved["state"]:
+                entry = saved["state"][place].items()
+                state[parameter] = {name: _beside(parameter, name, value) for name, value in entry}
+        if self.shares_groups:
+            self.optimizer.param_groups = self.wrapper.param_groups
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+
+def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
+    """What to save beside the state dicts of `optimizers`; nothing for torch's own, nor for sharded parameters."""
+    kept: list[KeptByWrapper] = []
+    for found in optimizers:
+        kept += _of(found.path, found.value, set())
+    return kept
+
+
+def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
+    seen.add(id(optimizer))
+    if type(optimizer).__module__.startswith("torch."):
+        return
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return
+    inner = [
+        (name, value)
+        for name, value in vars(optimizer).items()
+        if isinstance(value, Optimizer) and id(value) not in seen
+    ]
+    if inner:
+        yield KeptByWrapper(f"{path}.<own>", optimizer, optimizer, shares_groups=False)
+    for name, wrapped in inner:
+        shares = wrapped.param_groups is optimizer.param_groups
+        yield KeptByWrapper(f"{path}.{name}", wrapped, optimizer, shares)
+        yield from _of(f"{path}.{name}", wrapped, seen)
+
+
+def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
+    """A saved value on the parameter's device, except a counter of steps, which optimizers keep where they like."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if name == "step" else value.to(parameter.device, copy=True)

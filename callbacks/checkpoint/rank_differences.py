@@ -1,0 +1,233 @@
+"""What of a checkpoint differs from rank to rank: found by digests, stored once per rank, given back to each.
+
+Rank zero writes the checkpoint. What the ranks have alike, nearly all of it, is stored once; what differs (a generator
+seeded by rank, a replay buffer, a hidden state) is brought to rank zero by its place in the tree. Nothing but digests
+travels where nothing differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from .codec.state_tree import Path, decode, encode, format_path
+from .codec.tensor_bytes import as_uint8, bytes_of
+from .format.record import digest_of
+from .sharded.boxes import is_sharded
+from .sharded.lazy_tensor import WholeTensor, unsharded
+from .sharded.rank_channel import Channel
+
+__all__ = ["Differing", "apply_differences", "differences_of_ranks", "tensor_digest"]
+
+_LARGEST_LIST = 1_000
+"""A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
+_PLAIN = (bool, int, float, str, type(None))
+_PIECE = 1 << 22
+"""Elements of a tensor on a device whose digest is taken at once; each takes 16 bytes meanwhile."""
+_MULTIPLIERS = (-7046029254386353131, 6364136223846793005)
+
+Digests = dict[Path, str]
+"""Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A value that a rank has otherwise than rank zero."""
+
+    path: Path
+    """Keys and indices that lead to it."""
+    value: Any
+
+    def __str__(self) -> str:
+        return format_path(self.path)
+
+
+def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
+    """What each rank has in `tree` otherwise than rank zero, in the order of ranks; on rank zero alone. Collective.
+
+    Sharded tensors are left out: each rank stores its own slices of them anyway.
+
+    Returns:
+        An empty list where nothing differs, and on other ranks.
+
+    Raises:
+        UnstorableStateError: A value cannot be stored; names its path.
+        CheckpointError: A container that differs between ranks holds a sharded tensor.
+    """
+    digests = _digests(tree)
+    own = digest_of(json.dumps([[repr(path), digest] for path, digest in digests.items()]).encode())
+    if len(set(channel.gather_everywhere(own))) == 1:
+        return []
+    of_zero: Digests = channel.share(digests)
+    found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
+    return [
+        [Differing(path, decode(stored, _Unpacked(tensors))) for path, stored, tensors in sent]
+        for sent in channel.gather([_packed(path, value) for path, value in found])
+    ]
+
+
+def apply_differences(tree: dict[str, Any], found: list[Differing]) -> None:
+    """Put the values of one rank to their places in `tree`, which was loaded and has those of rank zero.
+
+    Raises:
+        BrokenCheckpointError: `tree` has no such place.
+    """
+    for differing in found:
+        try:
+            _with_value(tree, differing.path, differing.value)
+        except (LookupError, TypeError) as error:
+            raise BrokenCheckpointError("the checkpoint", f"it has no {differing} of rank 0: {error!r}") from error
+
+
+def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit number of the values of a dense tensor, computed where it is, without waiting for a device."""
+    flat = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    words = flat
+    if flat.numel() % 4 == 0:  # a view of whole words must begin at one
+        words = (flat if flat.storage_offset() % 4 == 0 else flat.clone()).view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
+        # By place, or two buffers with the same rows in another order would be taken for equal.
+        total += ((piece + place.mul_(_MULTIPLIERS[0])).mul_(_MULTIPLIERS[1])).bitwise_xor_(piece).sum()
+    return total
+
+
+def _with_value(node: Any, path: Path, value: Any) -> Any:
+    """`node` with another value at `path`; changed in place where it can be."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(node, tuple):
+        items = list(node)
+        items[key] = _with_value(node[key], tuple(rest), value)
+        return tuple(items)
+    node[key] = _with_value(node[key], tuple(rest), value)
+    return node
+
+
+def _members(value: Any) -> list[tuple[Any, Any]] | None:
+    """What is below a container that is compared member by member, by key or index; None for a leaf."""
+    if type(value) in (dict, OrderedDict):
+        return list(value.items()) if all(type(key) in (str, int) for key in value) else None
+    if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:
+        return list(enumerate(value)) if any(not isinstance(member, _PLAIN) for member in value) else None
+    return None
+
+
+def _digests(tree: Any) -> Digests:
+    found: dict[Path, Any] = {}
+    sink = _Digester()
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, value = stack.pop()
+        members = _members(value)
+        if members is None:
+            found[path] = encode(value, sink, root=path)
+        else:
+            found[path] = [type(value).__name__, [key for key, _ in members]]
+            stack.extend(((*path, key), member) for key, member in reversed(members))
+    sink.complete()
+    return {path: digest_of(json.dumps(content).encode()) for path, content in found.items()}
+
+
+def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+    if own[path] != of_zero.get(path):
+        yield path, value
+        return
+    for key, member in _members(value) or ():
+        yield from _differing(member, (*path, key), own, of_zero)
+
+
+class _Digester:
+    """A `TensorSink` that keeps a digest of each tensor and array in its place."""
+
+    def __init__(self) -> None:
+        self._by_memory: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._on_device: list[tuple[dict[str, Any], torch.Tensor]] = []
+
+    def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        facts = [str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        if is_sharded(tensor) or isinstance(tensor, WholeTensor):
+            return {"sharded": facts}
+        tensor = unsharded(tensor).detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.coalesce()
+            return {"sparse": [self.add_tensor(tensor.indices(), path), self.add_tensor(tensor.values(), path), facts]}
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        reference = self._by_memory.get(memory)
+        if reference is None:
+            self._by_memory[memory] = reference = {}
+            if tensor.is_cpu:
+                reference["digest"] = digest_of(bytes_of(tensor.resolve_conj().resolve_neg()))
+            elif tensor.numel():
+                self._on_device.append((reference, tensor_digest(tensor)))
+        return {"tensor": facts, "values": reference}
+
+    def add_array(self, array: Any, path: Path) -> dict[str, Any]:
+        return {"array": [str(array.dtype), list(array.shape)], "digest": digest_of(bytes_of(array))}
+
+    def complete(self) -> None:
+        """Bring what was computed on devices to the host, all of one device at once."""
+        by_device: dict[torch.device, list[tuple[dict[str, Any], torch.Tensor]]] = {}
+        for reference, digest in self._on_device:
+            by_device.setdefault(digest.device, []).append((reference, digest))
+        for computed in by_device.values():
+            numbers = torch.stack([digest for _, digest in computed]).tolist()
+            for (reference, _), number in zip(computed, numbers, strict=True):
+                reference["digest"] = number
+
+
+def _packed(path: Path, value: Any) -> tuple[Path, Any, list[Any]]:
+    """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
+    sink = _Packer()
+    return path, encode(value, sink, root=path), sink.tensors
+
+
+class _Packer:
+    """A `TensorSink` that collects tensors and arrays on the host."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []
+
+    def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        if is_sharded(tensor) or isinstance(tensor, WholeTensor):
+            raise CheckpointError(
+                f"{format_path(path)} is sharded, and what holds it differs between ranks: a state_dict has to put the "
+                "same sharded tensors to the same places on all ranks"
+            )
+        values = unsharded(tensor).detach().cpu()
+        self.tensors.append(values if values.layout != torch.strided else values.clone())
+        return {
+            "index": len(self.tensors) - 1,
+            "requires_grad": tensor.requires_grad,
+            "parameter": isinstance(tensor, torch.nn.Parameter),
+        }
+
+    def add_array(self, array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
+        self.tensors.append(array)
+        return {"index": len(self.tensors) - 1}
+
+
+class _Unpacked:
+    """A `TensorSource` over what a `_Packer` collected."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._tensors = tensors
+
+    def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
+        values: torch.Tensor = self._tensors[reference["index"]]
+        if reference["parameter"]:
+            return torch.nn.Parameter(values, requires_grad=reference["requires_grad"])
+        return values.requires_grad_(reference["requires_grad"])
+
+    def array(self, reference: dict[str, Any]) -> Any:
+        return self._tensors[reference["index"]]

@@ -1,0 +1,180 @@
+"""What a resume brings back of things that no state dict of torch or Lightning has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint
+
+STEPS, INTERRUPTED_AT = 5, 3
+
+
+class Rows:
+    """Five batches; it knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < STEPS:
+            self.at += 1
+            yield torch.randn(4, 3, generator=torch.Generator().manual_seed(self.at))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Plain:
+    """One layer and Adam."""
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> Any:
+        model = nn.Linear(3, 1)
+        return {"model": model, "optimizer": self.optimizer(model.parameters())}
+
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return Adam(parameters, lr=0.01)
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return (state["model"](batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["optimizer"].zero_grad()
+        self.loss(batch, state).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"calls": state["calls"]} if "calls" in state else {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state.update(payload)
+
+
+class LooseOverTwoSteps(Plain):
+    """An open accumulation window over a tensor that belongs to no module."""
+
+    def configure(self, ctx: Any) -> Any:
+        w = torch.randn(3, 1).requires_grad_()
+        return {"w": w, "optimizer": Adam([w], lr=0.01), "calls": 0}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        (batch @ state["w"]).square().mean().backward()
+        state["calls"] += 1
+        if state["calls"] % 2 == 0:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        return StepResult({})
+
+
+class Wrapper(Optimizer):
+    """Forgets in its state dict what the optimizer in it keeps, as SAM was published."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class KeyedByAddress(Wrapper):
+    """Slow weights under the address of each parameter, as Lookahead is copied widely."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {id(p): entry for p, entry in self.state.items()}, "base": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state.update(state_dict["state"])
+        self.base.load_state_dict(state_dict["base"])
+
+
+class Wrapped(Plain):
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return Wrapper(parameters)
+
+
+class WrappedByAddress(Plain):
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return KeyedByAddress(parameters)
+
+
+class Scripted(Plain):
+    def configure(self, ctx: Any) -> Any:
+        model = torch.jit.script(nn.Linear(3, 1))
+        return {"model": model, "optimizer": self.optimizer(model.parameters())}
+
+
+def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
+    trainer = pl.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        callbacks=[Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, asynchronous=False)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ContractModule(plugin, TrainingJobSpec("exact", STEPS, metric_every=0))
+    trainer.fit(module, Rows(), ckpt_path=resume_from)
+    return module.contract_state
+
+
+@pytest.mark.parametrize("kind", [LooseOverTwoSteps, Wrapped, WrappedByAddress])
+def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
+    """From the third of five steps, within the window of those that accumulate."""
+    whole = fit(tmp_path, kind())
+
+    resumed = fit(tmp_path, kind(), tmp_path / "step-00000003.json")
+
+    for state in (whole, resumed):
+        state["weights"] = [state["w"]] if "w" in state else list(state["model"].parameters())
+    assert all(torch.equal(a, b) for a, b in zip(whole["weights"], resumed["weights"], strict=True))
+
+
+def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path) -> None:
+    """Or a schedule of the wrapper would no longer reach the steps."""
+    fit(tmp_path, Wrapped())
+
+    optimizer = fit(tmp_path, Wrapped(), tmp_path / "step-00000003.json")["optimizer"]
+
+    assert optimizer.base.param_groups is optimizer.param_groups
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_resume_of_a_scripted_module_says_that_it_rounds_otherwise(tmp_path: Path, caplog: Any) -> None:
+    """TorchScript optimises after its first calls, and no checkpoint has how far it was."""
+    fit(tmp_path, Scripted())
+    assert "TorchScript" not in caplog.text
+
+    fit(tmp_path, Scripted(), tmp_path / "step-00000003.json")
+
+    assert 'state["model"] is compiled by TorchScript' in caplog.text

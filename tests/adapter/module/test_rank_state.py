@@ -1,0 +1,108 @@
+"""What ranks have for themselves comes back to each of them, and what cannot is named."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from genlight.adapter.module.rank_state import take_own_part
+from genlight.callbacks.checkpoint import load, newest_valid
+from genlight.callbacks.checkpoint.rank_differences import tensor_digest
+from support import SUPPORT
+
+PROGRAM = SUPPORT / "rank_state_ranks.py"
+
+
+def run(folder, directory, what, *, kind="ddp", world_size=2):
+    """What each rank has at the end, and what the ranks said."""
+    folder.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(world_size), str(folder), str(directory), what, kind],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
+    ends = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
+    picks = [(folder / f"pick{rank}.json").read_text() for rank in range(world_size)]
+    return [{**end, "pick": pick} for end, pick in zip(ends, picks, strict=True)], "".join(outputs)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_gets_its_own_generator_buffer_hidden_state_and_statistics_back(tmp_path, kind):
+    expected, _ = run(tmp_path / "reference", tmp_path / "unused", "train", kind=kind)
+    assert not same(expected[0]["hidden"], expected[1]["hidden"])
+    assert not same(expected[0]["mean"], expected[1]["mean"])
+    run(tmp_path / "interrupted", tmp_path / "c", "interrupt", kind=kind)
+
+    resumed, output = run(tmp_path / "resumed", tmp_path / "c", "resume", kind=kind)
+
+    for rank in range(2):
+        differing = [name for name in expected[rank] if not same(resumed[rank][name], expected[rank][name])]
+        assert not differing, f"rank {rank}"
+    assert "saved by" not in output
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_is_told_by_name_what_is_not_kept(tmp_path):
+    run(tmp_path / "interrupted", tmp_path / "c", "interrupt")
+    shutil.copytree(tmp_path / "c", tmp_path / "copy")
+
+    parts = load(newest_valid(tmp_path / "c")[0].path)["genlight"]["of_ranks"]
+    paths = [[".".join(map(str, entry["path"])) for entry in of_rank] for of_rank in parts]
+    assert paths[0] == []
+    assert {"state.noise", "state.nested.hidden"} <= set(paths[1])
+    assert "state.nested.seen" not in paths[1], "what is equal is stored once"
+    assert not [path for path in paths[1] if "cell" in path or "optimizer" in path]
+
+    _, fewer = run(tmp_path / "alone", tmp_path / "c", "resume", world_size=1)
+    said = next(line for line in fewer.splitlines() if "is lost" in line)
+    assert "saved by 2 ranks and is resumed by 1: what was stored for rank 1 is lost: " in said
+    assert 'state["noise"]' in said
+    assert 'state["nested"]["hidden"]' in said
+
+    _, more = run(tmp_path / "three", tmp_path / "copy", "resume", world_size=3)
+    assert more.count("rank 2 can only be given what rank 0 had: ") == 1
+
+
+def test_a_checkpoint_without_parts_of_ranks_is_taken_as_it_is():
+    checkpoint = {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
+
+    assert take_own_part(checkpoint, rank=1, world_size=2) == {}
+    assert checkpoint == {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex64, torch.bool])
+def test_the_digest_of_a_tensor_on_a_device_tells_bits_and_places_apart(dtype):
+    tensor = torch.randn(6, 5).to(dtype)
+
+    assert tensor_digest(tensor) == tensor_digest(tensor.clone())
+    assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
+    moved = tensor.flip(0)
+    assert torch.equal(moved, tensor) or tensor_digest(tensor) != tensor_digest(moved)
+    other = tensor.clone()
+    other[3, 3] = 1 - other[3, 3] if dtype is not torch.bool else ~other[3, 3]
+    assert tensor_digest(tensor) != tensor_digest(other)

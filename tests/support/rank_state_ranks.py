@@ -1,0 +1,173 @@
+"""One rank of a run whose ranks have things of their own; started once per rank by ``test_rank_state.py``.
+
+Arguments: rank, world size, folder of the store, directory of checkpoints, ``train``, ``interrupt`` or ``resume``,
+``ddp`` or ``fsdp``.
+"""
+
+import json
+import logging
+import random
+import sys
+import warnings
+from collections import deque
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.module.module import ContractModule
+from genlight.callbacks.checkpoint import Checkpoint, newest_valid
+
+STEPS, INTERRUPTED_AT = 7, 3
+
+
+class RunningMoments(nn.Module):
+    """Of this rank's observations; a module that nobody trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def update(self, rows):
+        self.mean.lerp_(rows.mean(0), 0.5)
+
+
+class OfItsOwn:
+    """A generator seeded by rank, a replay buffer as long as it likes, a hidden state, moments of its own rows."""
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+        self.noise = torch.Generator().manual_seed(100 + ctx.rank)
+        self.pick = random.Random(ctx.rank)
+
+    def configure(self, ctx):
+        cell, head = nn.GRUCell(4, 6), nn.Linear(6, 1)
+        optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()], lr=0.01)
+        hidden, replay = torch.zeros(2, 6), deque(maxlen=50)
+        return {
+            "cell": cell,
+            "head": head,
+            "moments": RunningMoments(),
+            "optimizer": optimizer,
+            "hidden": hidden,
+            "replay": replay,
+            "seen": 0,
+        }
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.randn(2, 4, generator=self.noise)
+
+    def train_step(self, batch, state, ctx):
+        state["moments"].update(batch)
+        state["replay"].extend(batch[: self.pick.randint(1, 2)])
+        state["seen"] += len(batch)
+        rows = torch.stack(self.pick.choices(state["replay"], k=2)) - state["moments"].mean
+        hidden = state["cell"](rows, state["hidden"])
+        loss = state["head"](hidden).square().mean() + 0.01 * state["seen"] * hidden.mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["hidden"] = hidden.detach()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {
+            "noise": self.noise.get_state(),
+            "pick": self.pick.getstate(),
+            "replay": list(state["replay"]),
+            "nested": {"hidden": state["hidden"], "seen": state["seen"]},
+        }
+
+    def load_state_dict(self, state, payload, ctx):
+        self.noise.set_state(payload["noise"])
+        self.pick.setstate(payload["pick"])
+        state["replay"].extend(payload["replay"])
+        state["hidden"], state["seen"] = payload["nested"]["hidden"], payload["nested"]["seen"]
+
+
+class Ranks(LightningEnvironment):
+    def __init__(self, rank, size):
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    creates_processes_externally = True
+
+    def local_rank(self):
+        return self.rank
+
+    def global_rank(self):
+        return self.rank
+
+    def world_size(self):
+        return self.size
+
+    def set_global_rank(self, rank):
+        pass
+
+    def set_world_size(self, size):
+        pass
+
+
+def strategy_of(kind, rank, world_size):
+    if kind == "ddp":
+        return DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo")
+    strategy = ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
+    strategy.cluster_environment = Ranks(rank, world_size)
+    return strategy
+
+
+class Steps:
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def main(rank, world_size, folder, directory, what, kind):
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    steps = INTERRUPTED_AT if what == "interrupt" else STEPS
+    trainer = pl.Trainer(
+        strategy=strategy_of(kind, rank, world_size),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        callbacks=[Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = ContractModule(OfItsOwn(), TrainingJobSpec(run_id="own", max_steps=steps, metric_every=0))
+    resume_from = newest_valid(directory)[0].path if what == "resume" else None
+    trainer.fit(module, Steps(STEPS), ckpt_path=resume_from)
+    state, plugin = module.contract_state, module.plugin
+    end = {
+        "weights": {name: whole(p.detach()) for m in ("cell", "head") for name, p in state[m].named_parameters(m)},
+        "mean": state["moments"].mean,
+        "hidden": state["hidden"],
+        "replay": list(state["replay"]),
+        "noise": plugin.noise.get_state(),
+    }
+    torch.save(end, f"{folder}/rank{rank}.pt")
+    Path(folder, f"pick{rank}.json").write_text(json.dumps(plugin.pick.getstate()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:7])

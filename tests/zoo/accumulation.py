@@ -1,0 +1,182 @@
+"""Several backward calls for an update, within a step and over steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, mlp
+
+
+class MicroBatches(Base):
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        parts = list(zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True))
+        for x, y in parts:
+            (mse_loss(state["model"](x), y) / len(parts)).backward()
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class OverTwoSteps(Base):
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        (self.loss(batch, state) / 2).backward()
+        state["calls"] += 1
+        if state["calls"] % 2 == 0:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        return StepResult({})
+
+    def state_dict(self, state):
+        return {"calls": state["calls"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["calls"] = payload["calls"]
+
+
+class LooseOverTwoSteps(OverTwoSteps):
+    """Parameters that belong to no module, an open window at the checkpoint."""
+
+    def configure(self, ctx):
+        w, b = torch.randn(6, 1).requires_grad_(), torch.zeros(1, requires_grad=True)
+        return {"w": w, "b": b, "optimizer": torch.optim.Adam([w, b], lr=0.01), "calls": 0}
+
+    def loss(self, batch, state):
+        return mse_loss(batch["x"] @ state["w"] + state["b"], batch["y"])
+
+
+class SummedByHand(OverTwoSteps):
+    """Gradients are summed up in a list of the trainer's own, over two steps."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "sums": [torch.zeros_like(p) for p in state["model"].parameters()]}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(batch, state).backward()
+        state["calls"] += 1
+        parameters = list(state["model"].parameters())
+        for total, p in zip(state["sums"], parameters, strict=True):
+            total += p.grad
+        if state["calls"] % 2 == 0:
+            for total, p in zip(state["sums"], parameters, strict=True):
+                p.grad.copy_(total / 2)
+                total.zero_()
+            state["optimizer"].step()
+        return StepResult({})
+
+    def state_dict(self, state):
+        return {"calls": state["calls"], "sums": state["sums"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["calls"], state["sums"] = payload["calls"], [t.clone() for t in payload["sums"]]
+
+
+class RetainedGraph(Base):
+    def train_step(self, batch, state, ctx):
+        out = state["model"](batch["x"])
+        state["optimizer"].zero_grad()
+        mse_loss(out, batch["y"]).backward(retain_graph=True)
+        (0.1 * out.square().mean()).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class LooksInBetween(Base):
+    """The norm after the first backward has a say in the second."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(batch, state).backward()
+        norm = sum(p.grad.square().sum() for p in state["model"].parameters()).sqrt()
+        (0.1 * state["model"](batch["x"]).square().mean() / (1 + norm)).backward()
+        state["optimizer"].step()
+        return StepResult({"norm": norm})
+
+
+class UnevenMicroBatches(Base):
+    """As many backward calls as the rows of this rank ask for, each with its share of the sum."""
+
+    def train_step(self, batch, state, ctx):
+        size = 1 if batch["x"][0, 0] > 0 else 4
+        state["optimizer"].zero_grad()
+        for x, y in zip(batch["x"].split(size), batch["y"].split(size), strict=True):
+            ((state["model"](x) - y).square().sum() / len(batch["x"])).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class ConflictingTasks(Base):
+    """PCGrad: gradients of two tasks are projected on each other before they are used."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        out = state["model"](batch["x"])
+        losses = [mse_loss(out, batch["y"]), out.square().mean()]
+        grads = []
+        for loss in losses:
+            state["optimizer"].zero_grad()
+            loss.backward(retain_graph=True)
+            grads.append(torch.cat([p.grad.flatten() for p in parameters]).clone())
+        a, b = grads
+        dot = a @ b
+        both = a + b - torch.where(dot < 0, dot, 0.0) * (a / b.square().sum() + b / a.square().sum())
+        for p, g in zip(parameters, both.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(g.view_as(p))
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class AveragedOverSteps(Base):
+    """Schedule-free averaging by hand: an average of the weights, in a loose list."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "average": [p.detach().clone() for p in state["model"].parameters()], "n": 0}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["n"] += 1
+        with torch.no_grad():
+            for a, p in zip(state["average"], state["model"].parameters(), strict=True):
+                a += (p - a) / state["n"]
+        return result
+
+    def state_dict(self, state):
+        return {"average": state["average"], "n": state["n"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["average"], state["n"] = [a.clone() for a in payload["average"]], payload["n"]
+
+
+class SkipsWhenSmall(Base):
+    """No update where the loss of this rank is below a limit, as hard-example training has it."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if loss > 1e-6:
+            state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class GradientHooks(Base):
+    """Hooks on parameters scale what arrives."""
+
+    def model(self):
+        model = mlp()
+        for p in model.parameters():
+            p.register_hook(lambda g: 0.5 * g)
+        return model
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)

@@ -1,0 +1,100 @@
+"""What the classes of the zoo have in common: tiny data, tiny networks, and a register of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.types import StepContext, StepResult
+
+ROWS = 8  # a step, over all ranks
+STEPS = 5
+INTERRUPTED_AT = 3
+
+ZOO: dict[str, type[Base]] = {}
+
+
+def generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + step)
+
+
+def regression(step: int) -> dict[str, torch.Tensor]:
+    x = torch.randn(ROWS, 6, generator=generator(step))
+    return {"x": x, "y": x.sum(1, keepdim=True).tanh()}
+
+
+def images(step: int) -> dict[str, torch.Tensor]:
+    g = generator(step)
+    return {"x": torch.randn(ROWS, 1, 6, 6, generator=g), "y": torch.randint(0, 3, (ROWS,), generator=g)}
+
+
+def tokens(step: int) -> dict[str, torch.Tensor]:
+    g = generator(step)
+    return {"x": torch.randint(0, 11, (ROWS, 6), generator=g), "y": torch.randint(0, 3, (ROWS,), generator=g)}
+
+
+def labelled(step: int) -> dict[str, torch.Tensor]:
+    g = generator(step)
+    return {"x": torch.randn(ROWS, 6, generator=g), "y": torch.randint(0, 3, (ROWS,), generator=g)}
+
+
+def mlp(inputs: int = 6, outputs: int = 1, hidden: int = 12) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class Base:
+    """Adam on a small network, the state a dict; others change what they are about."""
+
+    rows: Callable[[int], dict[str, torch.Tensor]] = staticmethod(regression)
+    differs: str = ""
+    """Why data-parallel training cannot give what one process gives."""
+    per_rank: tuple[str, ...] = ()
+    """Words in the paths of tensors that are meant to differ by rank."""
+    resume_compares: str = "everything"
+    """``weights`` where the rest cannot be compared between processes."""
+    tolerance_alone: float = 0.0
+    """Relative, of one process in fp32."""
+    tolerance: float = 1e-4
+    """Relative, of two ranks in fp32 against one process."""
+
+    def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            assert cls.__name__ not in ZOO, cls.__name__
+            ZOO[cls.__name__] = cls
+
+    def setup(self, ctx: StepContext) -> None:
+        torch.manual_seed(0)
+
+    def model(self) -> nn.Module:
+        return mlp()
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01)
+
+    def configure(self, ctx: StepContext) -> Any:
+        model = self.model().to(ctx.device)
+        return {"model": model, "optimizer": self.optimizer(model.parameters())}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
+        return {k: v.to(ctx.device) for k, v in raw.items()}
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return mse_loss(state["model"](batch["x"]), batch["y"])
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
+        pass

@@ -1,0 +1,166 @@
+"""Averages of weights: as modules, in lists, in dictionaries, swapped in for evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from .base import Base, mlp
+
+
+class EmaModule(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
+                average.lerp_(p, 0.1)
+        return result
+
+
+class EmaOfStateDict(EmaModule):
+    """Over the tensors of state dicts, buffers included."""
+
+    def train_step(self, batch, state, ctx):
+        result = Base.train_step(self, batch, state, ctx)
+        with torch.no_grad():
+            now = state["model"].state_dict()
+            for name, average in state["ema"].state_dict().items():
+                average.mul_(0.5).add_(now[name], alpha=0.5)
+        return result
+
+
+class EmaShadowList(Base):
+    """As diffusers' EMAModel: shadow parameters in a list."""
+
+    class Ema:
+        def __init__(self, parameters):
+            self.shadow_params = [p.clone().detach() for p in parameters]
+            self.optimization_step = 0
+
+        @torch.no_grad()
+        def step(self, parameters):
+            self.optimization_step += 1
+            decay = min(0.9, (1 + self.optimization_step) / (10 + self.optimization_step))
+            for s, p in zip(self.shadow_params, parameters, strict=True):
+                s.sub_((1 - decay) * (s - p))
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": self.Ema(state["model"].parameters())}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["ema"].step(state["model"].parameters())
+        return result
+
+    def state_dict(self, state):
+        return {"shadow": state["ema"].shadow_params, "steps": state["ema"].optimization_step}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["ema"].shadow_params = [p.clone() for p in payload["shadow"]]
+        state["ema"].optimization_step = payload["steps"]
+
+
+class EmaDictionary(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": {k: v.clone() for k, v in state["model"].state_dict().items()}}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        for k, v in state["model"].state_dict().items():
+            state["ema"][k].lerp_(v, 0.1)
+        return result
+
+    def state_dict(self, state):
+        return {"ema": state["ema"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["ema"] = {k: v.clone() for k, v in payload["ema"].items()}
+
+
+class TorchAveragedModel(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": AveragedModel(state["model"], multi_avg_fn=get_ema_multi_avg_fn(0.9))}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["ema"].update_parameters(state["model"])
+        return result
+
+
+class SwaWithBatchNorm(TorchAveragedModel):
+    tolerance = 1e-3
+    differs = "each rank's BatchNorm sees its own rows, as under plain DDP"
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+class SwappedForEvaluation(EmaModule):
+    """The averages are swapped in, looked at, and swapped out again in every step."""
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        kept = copy.deepcopy(state["model"].state_dict())
+        state["model"].load_state_dict(state["ema"].state_dict())
+        with torch.no_grad():
+            state["model"](batch["x"])
+        state["model"].load_state_dict(kept)
+        return result
+
+
+class TwoAverages(Base):
+    """Two decays at once, the slow one from a warm-up on."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        pair = nn.ModuleList(copy.deepcopy(state["model"]).requires_grad_(False) for _ in range(2))
+        return {**state, "averages": pair, "steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["steps"] += 1
+        with torch.no_grad():
+            for average, weight in zip(state["averages"], (0.1, 0.5 / state["steps"]), strict=True):
+                for a, p in zip(average.parameters(), state["model"].parameters(), strict=True):
+                    a.lerp_(p, weight)
+        return result
+
+    def state_dict(self, state):
+        return {"steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["steps"] = payload["steps"]
+
+
+class BestWeights(Base):
+    """Keeps the weights of the lowest loss so far."""
+
+    differs = "the best step is one by each rank's own loss"
+    per_rank = ("best",)
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "best": mlp().requires_grad_(False), "lowest": float("inf")}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        loss = float(result.metrics["loss"])
+        if loss < state["lowest"]:
+            state["lowest"] = loss
+            state["best"].load_state_dict(state["model"].state_dict())
+        return result
+
+    def state_dict(self, state):
+        return {"lowest": state["lowest"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["lowest"] = payload["lowest"]

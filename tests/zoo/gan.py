@@ -1,0 +1,180 @@
+"""Adversarial training: two optimizers in turn, penalties, clipped and averaged weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.nn.functional import relu
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, mlp
+
+
+class Gan(Base):
+    def configure(self, ctx):
+        g, d = mlp(6, 6), self.critic()
+        return {
+            "nets": {"generator": g, "discriminator": d},
+            "opts": [self.optimizer(g.parameters()), self.optimizer(d.parameters())],
+        }
+
+    def critic(self):
+        return mlp(6, 1)
+
+    def train_step(self, batch, state, ctx):
+        g, d = state["nets"].values()
+        opt_g, opt_d = state["opts"]
+        fake = g(batch["x"].flip(1))
+        opt_d.zero_grad()
+        d_loss = self.critic_loss(d, batch["x"], fake.detach())
+        d_loss.backward()
+        opt_d.step()
+        self.after_critic(d)
+        opt_g.zero_grad()
+        g_loss = self.generator_loss(d, fake)
+        g_loss.backward()
+        opt_g.step()
+        return StepResult({"g": g_loss.detach(), "d": d_loss.detach()})
+
+    def critic_loss(self, d, real, fake):
+        a, b = d(real), d(fake)
+        return bce(a, torch.ones_like(a)) + bce(b, torch.zeros_like(b))
+
+    def generator_loss(self, d, fake):
+        out = d(fake)
+        return bce(out, torch.ones_like(out))
+
+    def after_critic(self, d):
+        pass
+
+
+class LeastSquaresGan(Gan):
+    def critic_loss(self, d, real, fake):
+        return (d(real) - 1).square().mean() + d(fake).square().mean()
+
+    def generator_loss(self, d, fake):
+        return (d(fake) - 1).square().mean()
+
+
+class HingeGan(Gan):
+    def critic_loss(self, d, real, fake):
+        return relu(1 - d(real)).mean() + relu(1 + d(fake)).mean()
+
+    def generator_loss(self, d, fake):
+        return -d(fake).mean()
+
+
+class Wgan(HingeGan):
+    """The critic's weights are clamped after its update."""
+
+    def critic_loss(self, d, real, fake):
+        return d(fake).mean() - d(real).mean()
+
+    def after_critic(self, d):
+        with torch.no_grad():
+            for p in d.parameters():
+                p.clamp_(-0.1, 0.1)
+
+
+class WganGp(Wgan):
+    def critic_loss(self, d, real, fake):
+        mixed = (0.5 * real + 0.5 * fake).requires_grad_()
+        (grad,) = torch.autograd.grad(d(mixed).sum(), mixed, create_graph=True)
+        return super().critic_loss(d, real, fake) + 10 * (grad.norm(dim=1) - 1).square().mean()
+
+    def after_critic(self, d):
+        pass
+
+
+class R1Gan(Gan):
+    def critic_loss(self, d, real, fake):
+        real = real.detach().requires_grad_()
+        out = d(real)
+        (grad,) = torch.autograd.grad(out.sum(), real, create_graph=True)
+        return relu(1 - out).mean() + relu(1 + d(fake)).mean() + 0.5 * grad.square().sum(1).mean()
+
+
+class SpectralGan(HingeGan):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    def critic(self):
+        net = mlp(6, 1)
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(net[0]), net[1], net[2])
+
+
+class ToggledGan(Gan):
+    """The discriminator is frozen while the generator trains."""
+
+    def generator_loss(self, d, fake):
+        d.requires_grad_(False)
+        return super().generator_loss(d, fake)
+
+    def critic_loss(self, d, real, fake):
+        d.requires_grad_(True)
+        return super().critic_loss(d, real, fake)
+
+
+class CriticThreeTimes(Wgan):
+    def train_step(self, batch, state, ctx):
+        g, d = state["nets"].values()
+        opt_g, opt_d = state["opts"]
+        for k in range(3):
+            with torch.no_grad():
+                fake = g(batch["x"].roll(k, 1))
+            opt_d.zero_grad()
+            self.critic_loss(d, batch["x"], fake).backward()
+            opt_d.step()
+            self.after_critic(d)
+        opt_g.zero_grad()
+        loss = self.generator_loss(d, g(batch["x"].flip(1)))
+        loss.backward()
+        opt_g.step()
+        return StepResult({"g": loss.detach()})
+
+
+class GanWithAveragedGenerator(Gan):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["nets"]["generator"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for a, p in zip(state["ema"].parameters(), state["nets"]["generator"].parameters(), strict=True):
+                a.lerp_(p, 0.1)
+        return result
+
+
+class CycleGan(Base):
+    """Two generators share an optimizer."""
+
+    def configure(self, ctx):
+        there, back, critic = mlp(6, 6), mlp(6, 6), mlp(6, 1)
+        both = torch.optim.Adam([*there.parameters(), *back.parameters()], 0.01)
+        return {"g": [there, back], "d": critic, "opt_g": both, "opt_d": torch.optim.Adam(critic.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        there, back = state["g"]
+        fake = there(batch["x"])
+        loss = (back(fake) - batch["x"]).square().mean() + (state["d"](fake) - 1).square().mean()
+        state["opt_g"].zero_grad()
+        loss.backward()
+        state["opt_g"].step()
+        state["opt_d"].zero_grad()
+        (state["d"](fake.detach()).square().mean() + (state["d"](batch["x"]) - 1).square().mean()).backward()
+        state["opt_d"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class DetachedCritic(Gan):
+    """The critic's value weighs the generator's loss and gets no gradient: a forward without a backward."""
+
+    def generator_loss(self, d, fake):
+        with torch.no_grad():
+            weight = d(fake).sigmoid()
+        return (weight * fake.square().mean(1, keepdim=True)).mean()

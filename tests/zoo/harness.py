@@ -1,0 +1,127 @@
+"""Runs classes of the zoo in every mode, in one process a rank that does all its jobs in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+STRATEGIES = ("one", "ddp", "fsdp")
+PRECISIONS = ("fp32", "bf16-mixed", "16-mixed")
+MODES = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a class did in one mode, on the rank that did worst."""
+
+    name: str
+    strategy: str
+    precision: str
+    verdict: str
+    """``equal``, ``off``, ``drift``, ``refused``, ``error``, ``hang``, or ``no plain`` where torch alone fails."""
+    detail: str = ""
+    resume: str = ""
+    """``exact``, or what differs first."""
+
+    @property
+    def mode(self) -> str:
+        return f"{self.strategy} {self.precision}"
+
+
+_SEVERITY = ("no plain", "equal", "off", "drift", "error", "hang", "refused")
+
+
+def run_cells(folder: Path, jobs: Sequence[tuple[str, str, str]]) -> list[Cell]:
+    """The cells of `jobs` (name, strategy, precision): those of one process in one worker, the others in a pair."""
+    cells = []
+    for world_size in (1, 2):
+        mine = [job for job in jobs if (job[1] == "one") == (world_size == 1)]
+        if mine:
+            (folder / str(world_size)).mkdir()
+            cells += _run_workers(folder / str(world_size), mine, world_size)
+    return cells
+
+
+def _run_workers(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> list[Cell]:
+    """The cells of `jobs`; where a process dies of one, that is its result, and a new pair goes on after it."""
+    cells: list[Cell] = []
+    while len(cells) < len(jobs):
+        attempt = folder / f"from{len(cells)}"
+        attempt.mkdir()
+        outputs = _run_attempt(attempt, jobs[len(cells) :], world_size)
+        by_rank = [_results(attempt / f"rank{rank}.jsonl") for rank in range(world_size)]
+        done = min(len(results) for results in by_rank)
+        cells += [_worst([results[i] for results in by_rank]) for i in range(done)]
+        if len(cells) < len(jobs):
+            said = [results[done] for results in by_rank if len(results) > done]
+            died = Cell(*jobs[len(cells)], "error", f"a process died: {outputs[-300:]}")
+            cells.append(_worst([*said, died]) if said else died)
+    return cells
+
+
+def _results(file: Path) -> list[Cell]:
+    return [Cell(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> str:
+    """Run until all jobs are done or a process has died; what it said last, then."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "zoo.worker", str(rank), str(world_size), str(folder)],
+                env=env,
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            while any(process.poll() is None for process in ranks):
+                if any(process.poll() not in (None, 0) for process in ranks):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    died = [rank for rank, process in enumerate(ranks) if process.returncode not in (0, -9)]
+    return " ".join((folder / f"rank{died[0]}.log").read_text().split()) if died else ""
+
+
+def _worst(cells: Sequence[Cell]) -> Cell:
+    chosen = max(cells, key=lambda cell: _SEVERITY.index(cell.verdict))
+    # A rank that was left alone says no more than that; the other says why.
+    causes = [cell for cell in cells if cell.verdict == "error" and "gloo" not in cell.detail]
+    if chosen.verdict == "error" and causes:
+        chosen = causes[0]
+    inexact = [cell.resume for cell in cells if cell.resume not in ("", "exact")]
+    return Cell(**{**asdict(chosen), "resume": inexact[0] if inexact else chosen.resume})
+
+
+def themes() -> list[str]:
+    own = ("base", "harness", "known", "table", "worker", "__init__")
+    return [f.stem for f in sorted(Path(__file__).parent.glob("*.py")) if f.stem not in own and "test_" not in f.stem]
+
+
+@functools.cache
+def zoo() -> dict[str, Any]:
+    for theme in themes():
+        importlib.import_module(f"zoo.{theme}")
+    from zoo.base import ZOO
+
+    return ZOO

@@ -1,0 +1,253 @@
+"""Language models: tied embeddings, recurrence with carried states, adapters, preference losses, packed rows."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, tokens
+
+
+class Language(Base, abstract=True):
+    """SGD, because the bias of an attention's keys has no gradient but rounding, which Adam would make steps of."""
+
+    rows = staticmethod(tokens)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class TinyLm(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.body = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, 11, bias=False)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.body(self.embed(x), src_mask=mask, is_causal=True))
+
+
+def next_token_loss(out, x):
+    return cross_entropy(out[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+class CausalLm(Language):
+    def model(self):
+        return TinyLm()
+
+    def loss(self, batch, state):
+        return next_token_loss(state["model"](batch["x"]), batch["x"])
+
+
+class TiedLm(CausalLm):
+    def model(self):
+        model = TinyLm()
+        model.head.weight = model.embed.weight
+        return model
+
+
+class LmWithWarmupAndDecayGroups(CausalLm):
+    def optimizer(self, parameters):
+        parameters = list(parameters)
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["scheduler"] = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda step: min(1, (step + 1) / 4))
+        return state
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.5)
+        state["optimizer"].step()
+        state["scheduler"].step()
+        return StepResult({"loss": loss.detach(), "grad_norm": norm})
+
+
+class LmWithDropout(CausalLm):
+    differs = "dropout draws for the rows of a rank"
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
+
+
+class MaskedLm(Language):
+    """Tokens are masked by their position, the mean goes over the masked ones."""
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11))
+
+    def loss(self, batch, state):
+        hidden = torch.tensor([False, True, False, False, True, False])
+        out = state["model"](torch.where(hidden, 11, batch["x"]))
+        return cross_entropy(out[:, hidden].flatten(0, 1), batch["x"][:, hidden].flatten())
+
+
+class SumOverTokens(CausalLm):
+    """Normalised by the tokens of this rank that count, whose number differs."""
+
+    differs = "a mean over each rank's tokens is not the mean over all where ranks have different numbers of them"
+
+    def loss(self, batch, state):
+        target = torch.where(batch["x"] > 6, batch["x"], -100)
+        return cross_entropy(state["model"](batch["x"])[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+class TruncatedBackprop(Language):
+    """A recurrent state is carried over steps, detached; each rank has that of its own rows."""
+
+    per_rank = ("hidden",)
+
+    def configure(self, ctx):
+        rnn, embed, head = nn.GRU(8, 8, batch_first=True), nn.Embedding(11, 8), nn.Linear(8, 11)
+        optimizer = torch.optim.Adam([*rnn.parameters(), *embed.parameters(), *head.parameters()], lr=0.01)
+        return {"rnn": rnn, "embed": embed, "head": head, "optimizer": optimizer, "hidden": None}
+
+    def loss(self, batch, state):
+        out, hidden = state["rnn"](state["embed"](batch["x"]), state["hidden"])
+        state["hidden"] = hidden.detach()
+        return next_token_loss(state["head"](out), batch["x"])
+
+    def state_dict(self, state):
+        return {"hidden": state["hidden"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["hidden"] = payload["hidden"]
+
+
+class LowRankAdapter(Language):
+    class Lora(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.t() @ self.up.t()
+
+    def configure(self, ctx):
+        model = TinyLm()
+        model.requires_grad_(False)
+        model.head = self.Lora(model.head)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "trained": trained, "optimizer": torch.optim.AdamW(trained, lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = next_token_loss(state["model"](batch["x"]), batch["x"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(state["trained"], 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PromptTuning(Language):
+    """Soft prompts that belong to no module, before a frozen model."""
+
+    def configure(self, ctx):
+        model = TinyLm().requires_grad_(False)
+        prompt = torch.randn(1, 2, 8).requires_grad_()
+        return {"model": model, "prompt": prompt, "optimizer": torch.optim.Adam([prompt], lr=0.05)}
+
+    def loss(self, batch, state):
+        model = state["model"]
+        rows = torch.cat([state["prompt"].expand(len(batch["x"]), -1, -1), model.embed(batch["x"])], 1)
+        return next_token_loss(model.head(model.body(rows))[:, 2:], batch["x"])
+
+
+class PreferenceOptimization(Language):
+    """DPO: the policy against a frozen reference, chosen rows against rejected ones."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "reference": copy.deepcopy(state["model"]).requires_grad_(False).eval()}
+
+    def model(self):
+        return TinyLm()
+
+    def likelihood(self, model, x):
+        return model(x)[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1).sum(1)
+
+    def loss(self, batch, state):
+        chosen, rejected = batch["x"], batch["x"].flip(1)
+        with torch.no_grad():
+            base = self.likelihood(state["reference"], chosen) - self.likelihood(state["reference"], rejected)
+        margin = self.likelihood(state["model"], chosen) - self.likelihood(state["model"], rejected)
+        return -logsigmoid(0.1 * (margin - base)).mean()
+
+
+class RewardModel(Language):
+    def model(self):
+        return nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(48, 1))
+
+    def loss(self, batch, state):
+        return -logsigmoid(state["model"](batch["x"]) - state["model"](batch["x"].flip(1))).mean()
+
+
+class SparseEmbeddings(Language):
+    def configure(self, ctx):
+        embed, head = nn.Embedding(11, 4, sparse=True), nn.Linear(24, 3)
+        optimizers = [torch.optim.SparseAdam(embed.parameters(), 0.01), torch.optim.Adam(head.parameters(), 0.01)]
+        return {"embed": embed, "head": head, "optimizers": optimizers}
+
+    def train_step(self, batch, state, ctx):
+        loss = cross_entropy(state["head"](state["embed"](batch["x"]).flatten(1)), batch["y"])
+        for optimizer in state["optimizers"]:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in state["optimizers"]:
+            optimizer.step()
+        return StepResult({"loss": loss.detach()})
+
+
+class SequenceToSequence(Language):
+    def configure(self, ctx):
+        encoder, decoder, head = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
+        parts = nn.ModuleDict({"embed": nn.Embedding(11, 8), "encoder": encoder, "decoder": decoder, "head": head})
+        return {"parts": parts, "optimizer": torch.optim.RMSprop(parts.parameters(), lr=0.01)}
+
+    def loss(self, batch, state):
+        parts = state["parts"]
+        _, carried = parts["encoder"](parts["embed"](batch["x"]))
+        out, _ = parts["decoder"](parts["embed"](batch["x"].flip(1)), carried)
+        return next_token_loss(parts["head"](out), batch["x"].flip(1))
+
+
+class CurriculumByLoss(CausalLm):
+    """The length of rows grows with the steps; a counter and a list of what was seen are its own."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "length": 3, "lengths": []}
+
+    def loss(self, batch, state):
+        rows = batch["x"][:, : state["length"]]
+        state["lengths"].append(state["length"])
+        state["length"] = min(6, state["length"] + 1)
+        return next_token_loss(state["model"](rows), rows)
+
+    def state_dict(self, state):
+        return {"length": state["length"], "lengths": list(state["lengths"])}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["length"], state["lengths"] = payload["length"], payload["lengths"]
+
+
+class CompiledLm(CausalLm):
+    def configure(self, ctx):
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
+        compiled = torch.compile(model, backend="eager")
+        return {"model": compiled, "optimizer": torch.optim.Adam(compiled.parameters(), lr=0.01)}

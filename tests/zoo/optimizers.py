@@ -1,0 +1,330 @@
+"""Optimizers of torch and of users: wrappers, closures, whole matrices, moments kept by hand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.optim import Optimizer
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, mlp
+
+
+class SgdMomentum(Base):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+class Adagrad(Base):
+    def optimizer(self, parameters):
+        return torch.optim.Adagrad(parameters, lr=0.05)
+
+
+class Adadelta(Base):
+    def optimizer(self, parameters):
+        return torch.optim.Adadelta(parameters)
+
+
+class NAdamAmsgrad(Base):
+    def optimizer(self, parameters):
+        return torch.optim.NAdam(parameters, lr=0.01)
+
+
+class RAdamDecoupled(Base):
+    def optimizer(self, parameters):
+        return torch.optim.RAdam(parameters, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1)
+
+
+class Rprop(Base):
+    def optimizer(self, parameters):
+        return torch.optim.Rprop(parameters, lr=0.01)
+
+
+class Asgd(Base):
+    def optimizer(self, parameters):
+        return torch.optim.ASGD(parameters, lr=0.05)
+
+
+class FactoredAdafactor(Base):
+    def optimizer(self, parameters):
+        return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+class ForeachFused(Base):
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+class LbfgsClosure(Base):
+    def configure(self, ctx):
+        model = mlp().double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        return {"model": model, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = mse_loss(state["model"](batch["x"].double()), batch["y"].double())
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class AdamWithClosure(Base):
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = self.loss(batch, state)
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class SignSgd(Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.add_(momentum.sign(), alpha=-group["lr"])
+
+
+class Lion(Base):
+    """Signs of moments: a gradient near zero that rounds otherwise moves a weight otherwise."""
+
+    tolerance = 1e-3
+
+    def optimizer(self, parameters):
+        return SignSgd(parameters, 0.001)
+
+
+class Sam(Optimizer):
+    """Sharpness-aware minimisation in two steps, as its authors published it."""
+
+    def __init__(self, params, base, rho=0.05, **kwargs):
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["old_p"] = p.data.clone()
+                    p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+class SamTwoSteps(Base):
+    def optimizer(self, parameters):
+        return Sam(parameters, torch.optim.SGD, lr=0.05, momentum=0.9)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        state["optimizer"].first_step(zero_grad=True)
+        self.loss(batch, state).backward()
+        state["optimizer"].second_step(zero_grad=True)
+        return StepResult({"loss": loss.detach()})
+
+
+class SamWithClosure(SamTwoSteps):
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        state["optimizer"].step(lambda: self.loss(batch, state).backward())
+        state["optimizer"].zero_grad()
+        return StepResult({"loss": loss.detach()})
+
+
+class LookaheadOptimizer(Optimizer):
+    """The widely copied implementation, with slow weights in its own state, keyed by parameter."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups = self.optimizer.param_groups
+        self.defaults = self.optimizer.defaults
+        self.state = defaultdict(dict)
+        self.fast_state = self.optimizer.state
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def update(self, group):
+        for fast in group["params"]:
+            state = self.state[fast]
+            if "slow_param" not in state:
+                state["slow_param"] = fast.data.clone()
+            slow = state["slow_param"]
+            slow += (fast.data - slow) * self.alpha
+            fast.data.copy_(slow)
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                self.update(group)
+            group["counter"] = (group["counter"] + 1) % self.k
+        return loss
+
+    def state_dict(self):
+        fast = self.optimizer.state_dict()
+        slow = {(id(k) if isinstance(k, torch.Tensor) else k): v for k, v in self.state.items()}
+        return {"fast_state": fast["state"], "slow_state": slow, "param_groups": fast["param_groups"]}
+
+    def load_state_dict(self, state_dict):
+        slow = {"state": state_dict["slow_state"], "param_groups": state_dict["param_groups"]}
+        fast = {"state": state_dict["fast_state"], "param_groups": state_dict["param_groups"]}
+        super().load_state_dict(slow)
+        self.optimizer.load_state_dict(fast)
+        self.fast_state = self.optimizer.state
+
+
+class LookaheadKeyedByAddress(Base):
+    resume_compares = "weights"  # its state dict is full of addresses
+
+    def optimizer(self, parameters):
+        return LookaheadOptimizer(torch.optim.Adam(parameters, lr=0.01))
+
+
+class ThinLookahead(Optimizer):
+    """Slow weights in the state of the wrapped optimizer."""
+
+    def __init__(self, base, alpha=0.5, k=2):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.alpha, self.k = base, alpha, k
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
+        for group in self.param_groups:
+            group.setdefault("lookahead_step", 0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.base.step(closure)
+        for group in self.base.param_groups:
+            group["lookahead_step"] += 1
+            if group["lookahead_step"] % self.k == 0:
+                for p in group["params"]:
+                    slow = self.base.state[p].setdefault("slow", p.clone())
+                    slow.add_(p - slow, alpha=self.alpha)
+                    p.copy_(slow)
+        return loss
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+class Lookahead(Base):
+    def optimizer(self, parameters):
+        return ThinLookahead(torch.optim.Adam(parameters, lr=0.01))
+
+
+class SlowWeightsBeside:
+    """A wrapper that is no optimizer, with slow copies in a list."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.base, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.slow = [p.detach().clone() for p in self.parameters]
+
+    def zero_grad(self):
+        self.base.zero_grad()
+
+    def step(self):
+        self.base.step()
+        self.calls += 1
+        if self.calls % self.k == 0:
+            with torch.no_grad():
+                for slow, p in zip(self.slow, self.parameters, strict=True):
+                    slow.add_(p - slow, alpha=self.alpha)
+                    p.copy_(slow)
+
+
+class LookaheadBeside(Base):
+    def optimizer(self, parameters):
+        return SlowWeightsBeside(torch.optim.Adam(parameters, lr=0.01))
+
+    def state_dict(self, state):
+        return {"slow": state["optimizer"].slow, "calls": state["optimizer"].calls}
+
+    def load_state_dict(self, state, payload, ctx):
+        for slow, saved in zip(state["optimizer"].slow, payload["slow"], strict=True):
+            slow.copy_(saved)
+        state["optimizer"].calls = payload["calls"]
+
+
+class Muon(Optimizer):
+    """Orthogonal updates of matrices by Newton and Schulz."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.mul_(0.9).add_(p.grad)
+                p.add_(self.orthogonal(moment), alpha=-group["lr"])
+
+    @staticmethod
+    def orthogonal(g):
+        x = g / (g.norm() + 1e-7)
+        for _ in range(3):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        return x
+
+
+class MuonAndAdam(Base):
+    def configure(self, ctx):
+        model = mlp()
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        return {"model": model, "opts": [Muon(matrices), torch.optim.Adam(others, lr=0.01)]}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        for optimizer in state["opts"]:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in state["opts"]:
+            optimizer.step()
+        return StepResult({"loss": loss.detach()})

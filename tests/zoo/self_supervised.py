@@ -1,0 +1,245 @@
+"""Representations without labels: contrast within the batch, queues, teachers, clusters, codebooks."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, normalize
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, mlp
+
+NEGATIVES = "negatives come from a rank's own rows"
+
+
+def two_views(x):
+    return x + 0.1 * x.flip(1), x - 0.1 * x.roll(1, 1)
+
+
+class SimClr(Base):
+    differs = NEGATIVES
+
+    def model(self):
+        return mlp(6, 4)
+
+    def loss(self, batch, state):
+        a, b = (normalize(state["model"](v), dim=1) for v in two_views(batch["x"]))
+        return cross_entropy(a @ b.t() / 0.2, torch.arange(len(a)))
+
+
+class Clip(Base):
+    """Two towers and a learned temperature, a parameter of no dimension."""
+
+    differs = NEGATIVES
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = mlp(6, 4), mlp(6, 4)
+            self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, a, b):
+            return self.logit_scale.exp() * normalize(self.image(a), dim=1) @ normalize(self.text(b), dim=1).t()
+
+    def model(self):
+        return self.Towers()
+
+    def loss(self, batch, state):
+        logits = state["model"](*two_views(batch["x"]))
+        target = torch.arange(len(logits))
+        return (cross_entropy(logits, target) + cross_entropy(logits.t(), target)) / 2
+
+
+class Byol(Base):
+    """An online encoder, a momentum target, parts of one network called by themselves."""
+
+    def configure(self, ctx):
+        online = nn.ModuleDict({"encoder": mlp(6, 4), "predictor": mlp(4, 4)})
+        target = copy.deepcopy(online["encoder"]).requires_grad_(False)
+        return {"online": online, "target": target, "optimizer": torch.optim.Adam(online.parameters(), lr=0.01)}
+
+    def loss(self, batch, state):
+        a, b = two_views(batch["x"])
+        guess = state["online"]["predictor"](state["online"]["encoder"](a))
+        with torch.no_grad():
+            goal = state["target"](b)
+        return mse_loss(normalize(guess, dim=1), normalize(goal, dim=1))
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for t, p in zip(state["target"].parameters(), state["online"]["encoder"].parameters(), strict=True):
+                t.lerp_(p, 0.1)
+        return result
+
+
+class SimSiam(Base):
+    def configure(self, ctx):
+        encoder, predictor = mlp(6, 4), mlp(4, 4)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *predictor.parameters()], lr=0.05)
+        return {"encoder": encoder, "predictor": predictor, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        a, b = (state["encoder"](v) for v in two_views(batch["x"]))
+        return -(normalize(state["predictor"](a), dim=1) * normalize(b.detach(), dim=1)).sum(1).mean()
+
+
+class Dino(Byol):
+    """A centre of the teacher's outputs, a buffer that each rank would move by its own rows."""
+
+    differs = "the centre is a mean of each rank's own rows"
+    per_rank = ("center",)
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "center": torch.zeros(4)}
+
+    def loss(self, batch, state):
+        a, b = two_views(batch["x"])
+        with torch.no_grad():
+            out = state["target"](b)
+            goal = ((out - state["center"]) / 0.1).softmax(1)
+            state["center"] = 0.9 * state["center"] + 0.1 * out.mean(0)
+        guess = state["online"]["predictor"](state["online"]["encoder"](a))
+        return -(goal * guess.log_softmax(1)).sum(1).mean()
+
+    def state_dict(self, state):
+        return {"center": state["center"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["center"] = payload["center"]
+
+
+class MomentumContrast(Base):
+    """MoCo: a queue of keys, filled with the rows of a rank."""
+
+    differs = "the queue holds a rank's own keys"
+    per_rank = ("queue",)
+
+    def configure(self, ctx):
+        query = mlp(6, 4)
+        key = copy.deepcopy(query).requires_grad_(False)
+        queue = normalize(torch.randn(16, 4), dim=1)
+        optimizer = torch.optim.SGD(query.parameters(), lr=0.05, momentum=0.9)
+        return {"query": query, "key": key, "queue": queue, "at": 0, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        a, b = two_views(batch["x"])
+        with torch.no_grad():
+            for k, q in zip(state["key"].parameters(), state["query"].parameters(), strict=True):
+                k.lerp_(q, 0.1)
+            keys = normalize(state["key"](b), dim=1)
+        queries = normalize(state["query"](a), dim=1)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ state["queue"].t()], 1)
+        loss = cross_entropy(logits / 0.2, torch.zeros(len(logits), dtype=torch.long))
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        at = state["at"]
+        state["queue"][at : at + len(keys)] = keys
+        state["at"] = (at + len(keys)) % 16
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"queue": state["queue"], "at": state["at"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["queue"], state["at"] = payload["queue"].clone(), payload["at"]
+
+
+class BarlowTwins(Base):
+    differs = "a correlation over a rank's rows is not that of all rows"
+
+    def model(self):
+        return mlp(6, 4)
+
+    def loss(self, batch, state):
+        a, b = (state["model"](v) for v in two_views(batch["x"]))
+        return ((a - a.mean(0)).t() @ (b - b.mean(0)) / len(a) - torch.eye(4)).square().sum()
+
+
+class MaskedAutoencoder(Base):
+    def configure(self, ctx):
+        encoder, decoder, blank = mlp(3, 4), mlp(4, 6), torch.zeros(4, requires_grad=True)
+        optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters(), blank], lr=0.01)
+        return {"encoder": encoder, "decoder": decoder, "blank": blank, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        seen, x = batch["x"][:, ::2], batch["x"]
+        return mse_loss(state["decoder"](state["encoder"](seen) + state["blank"]), x)
+
+
+class Autoencoder(Base):
+    """Parts of one module called by themselves."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = mlp(6, 3), mlp(3, 6)
+
+        def forward(self, x):
+            return self.decoder(self.encoder(x))
+
+    def model(self):
+        return self.Net()
+
+    def loss(self, batch, state):
+        code = state["model"].encoder(batch["x"])
+        return mse_loss(state["model"].decoder(code), batch["x"]) + 0.01 * code.abs().mean()
+
+
+class VariationalAutoencoder(Base):
+    differs = "noise is drawn for the rows of a rank"
+
+    def configure(self, ctx):
+        encoder, decoder = mlp(6, 4), mlp(2, 6)
+        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+        return {"encoder": encoder, "decoder": decoder, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        mean, log_var = state["encoder"](batch["x"]).chunk(2, 1)
+        code = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
+        kl = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
+        return mse_loss(state["decoder"](code), batch["x"]) + 0.1 * kl
+
+
+class VectorQuantized(Base):
+    """A codebook that gets gradients through the straight-through estimator."""
+
+    def configure(self, ctx):
+        encoder, decoder, codes = mlp(6, 2), mlp(2, 6), nn.Embedding(5, 2)
+        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), *codes.parameters()], lr=0.01)
+        return {"encoder": encoder, "decoder": decoder, "codes": codes, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        z = state["encoder"](batch["x"])
+        nearest = (z[:, None].float() - state["codes"].weight).square().sum(-1).argmin(1)
+        q = state["codes"](nearest)
+        commit = mse_loss(z, q.detach()) + mse_loss(q, z.detach())
+        return mse_loss(state["decoder"](z + (q - z).detach()), batch["x"]) + commit
+
+
+class KMeansCodebook(Base):
+    """A codebook that moves to the means of what fell to it, without autograd."""
+
+    differs = "means of a rank's rows are not those of all rows"
+    per_rank = ("codes",)
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "codes": torch.randn(4, 6)}
+
+    def train_step(self, batch, state, ctx):
+        with torch.no_grad():
+            nearest = torch.cdist(batch["x"], state["codes"]).argmin(1)
+            for k in range(4):
+                if (nearest == k).any():
+                    state["codes"][k].lerp_(batch["x"][nearest == k].mean(0), 0.5)
+        return super().train_step({"x": batch["x"] - state["codes"][nearest], "y": batch["y"]}, state, ctx)
+
+    def state_dict(self, state):
+        return {"codes": state["codes"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["codes"].copy_(payload["codes"])

@@ -1,0 +1,126 @@
+"""Writes what every class does in every mode into adapter/README.md: ``python -m zoo.table``, from the tests' folder.
+
+With names of classes, those rows are measured anew and the others kept; with ``--write``, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import known
+from .harness import MODES, PRECISIONS, STRATEGIES, Cell, run_cells, themes, zoo
+
+README = Path(__file__).parents[2] / "adapter" / "README.md"
+CELLS = Path(__file__).with_name("cells.json")
+BEGIN, END = "<!-- classes and strategies: begin -->", "<!-- classes and strategies: end -->"
+
+INTRODUCTION = """\
+Each class of `tests/zoo/` trains five steps on tiny data: in one process, on two ranks under DDP, and sharded over two
+ranks by FSDP 2, in fp32, bf16-mixed and 16-mixed. The weights, averages and loose tensors at the end are compared with
+those of a plain torch loop over whole batches: bit by bit for one process in fp32, to rounding elsewhere. Then each run
+is repeated from its checkpoint of step 3, and has to end with the same bits. `python -m zoo.table`, in `tests/`,
+measures all of it and writes this section; CI holds it to be true.
+
+- **equal**: the weights of the plain loop, equal on all ranks, and the resume exact.
+- **differs**: data-parallel training of this class is another training than that of one process, for the reason given.
+  The ranks agree, and the resume is exact.
+- **refused**: the run ends with the message, before or in its first steps.
+- **wrong**: known, not mended yet.
+- **not in torch**: the plain loop fails as well.
+
+A single word stands for all three precisions."""
+
+
+def status(cell: Cell) -> str:
+    """What the table says of a cell: a word, and for all but ``equal`` why."""
+    if cell.verdict == "no plain":
+        return "not in torch"
+    if cell.verdict == "refused":
+        return f"refused: {_general(cell.detail)}"
+    if cell.resume == "exact":
+        if cell.verdict == "equal":
+            return "equal"
+        reason = zoo()[cell.name].differs
+        if cell.verdict == "off" and cell.strategy != "one" and reason:
+            return f"differs: {reason}"
+    return f"wrong: {known.cause(cell.name, cell.mode) or 'unknown'}"
+
+
+def jobs_of(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """All jobs of some classes, grouped by mode."""
+    names = list(names)
+    return [(name, *mode) for mode in MODES for name in names]
+
+
+def section(cells: dict[str, dict[str, str]]) -> str:
+    """The section's text; `cells` has a status by class and mode."""
+    notes: dict[str, str] = {}
+    lines = []
+    for theme in themes():
+        rows = [name for name, cls in zoo().items() if cls.__module__ == f"zoo.{theme}"]
+        lines += [f"| **{theme.replace('_', ' ')}** | | | |"]
+        lines += [f"| {name} | {' | '.join(_merged(cells[name], s, notes) for s in STRATEGIES)} |" for name in rows]
+    count = sum(1 for row in cells.values() for text in row.values() if text == "equal")
+    total = sum(len(row) for row in cells.values())
+    counted = f"{len(cells)} classes in {len(MODES)} modes: {count} of {total} cells are equal."
+    head = "| class | one process | DDP | FSDP 2 |\n|---|---|---|---|"
+    legend = "\n".join(f"- {note}: {text}" for text, note in notes.items())
+    return f"{INTRODUCTION}\n\n{counted}\n\n{head}\n" + "\n".join(lines) + f"\n\n{legend}"
+
+
+def _merged(row: dict[str, str], strategy: str, notes: dict[str, str]) -> str:
+    texts = [_short(row[f"{strategy} {precision}"], notes) for precision in PRECISIONS]
+    if len(set(texts)) == 1:
+        return texts[0]
+    return " · ".join(f"{precision}: {text}" for precision, text in zip(PRECISIONS, texts, strict=True))
+
+
+def _short(text: str, notes: dict[str, str]) -> str:
+    word, colon, why = text.partition(": ")
+    if not colon:
+        return word
+    number = sum(1 for note in notes.values() if note.startswith(word)) + 1
+    return notes.setdefault(f"{why}", f"{word} {number}")
+
+
+def _general(message: str) -> str:
+    """A message without the names of one class in it, so that equal ones are told once."""
+    message = re.sub(r'(state\["\w+"\]|trainer\.\w+)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
+    return " ".join(message.partition("; `…`")[0].split())[:300]
+
+
+def write(cells: dict[str, dict[str, str]]) -> None:
+    """Keep the statuses, and put the section between its marks."""
+    CELLS.write_text(json.dumps({name: cells[name] for name in sorted(cells)}, indent=1, ensure_ascii=False) + "\n")
+    text = README.read_text() if README.exists() else "# genlight.adapter\n"
+    if BEGIN not in text:
+        text = f"{text.rstrip()}\n\n## Classes and strategies\n\n{BEGIN}\n{END}\n"
+    before, _, rest = text.partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{section(cells)}\n{END}{rest.partition(END)[2]}")
+
+
+def main(names: Sequence[str]) -> None:
+    kept = json.loads(CELLS.read_text()) if names and CELLS.exists() else {}
+    if list(names) == ["--write"]:
+        write(kept)
+        return
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        for cell in run_cells(Path(folder), jobs_of(names or zoo())):
+            kept.setdefault(cell.name, {})[cell.mode] = status(cell)
+            if kept[cell.name][cell.mode].endswith("wrong: unknown"):
+                print(f"{cell.name}, {cell.mode}: {cell.verdict} {cell.detail} | {cell.resume}")
+    write({name: kept[name] for name in zoo()})  # without classes that are gone
+
+
+def _memory() -> str | None:
+    """Where temporary checkpoints cost no disk, on systems that have such a place."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

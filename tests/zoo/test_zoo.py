@@ -1,0 +1,93 @@
+"""The table of classes and strategies in adapter/README.md is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+README = TESTS.parent / "adapter" / "README.md"
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from zoo import known
+from zoo.harness import run_cells, zoo
+from zoo.table import CELLS, jobs_of, section, status
+
+folder, part = Path(sys.argv[1]), sys.argv[2]
+names = list(zoo())
+jobs = [
+    job for job in jobs_of(names)
+    if (job[1] == part) and (job[2] == "fp32" or names.index(job[0]) % 6 == 0)
+    and known.ENDS_THE_PROCESS.get(job[0]) != part
+]
+stored = json.loads(CELLS.read_text())
+measured = [(cell, status(cell)) for cell in run_cells(folder, jobs)]
+found = {
+    "ran": len(measured),
+    "untrue": [
+        f"{cell.name}, {cell.mode}: the table says {stored[cell.name].get(cell.mode)!r}, but {text!r} "
+        f"({cell.verdict} {cell.detail} | {cell.resume})"
+        for cell, text in measured if text != stored[cell.name].get(cell.mode)
+    ],
+}
+print(json.dumps(found))
+"""
+
+FACTS = """
+import json
+from zoo import known
+from zoo.harness import zoo
+from zoo.table import BEGIN, CELLS, END, MODES, README, section
+
+cells = json.loads(CELLS.read_text())
+wrong = {(name, mode): text for name, row in cells.items() for mode, text in row.items() if text.startswith("wrong")}
+starts = {(name, start) for name, row in known.WRONG.items() for start in row}
+print(json.dumps({
+    "classes": len(zoo()),
+    "complete": all(set(cells.get(name, ())) == {" ".join(mode) for mode in MODES} for name in zoo()),
+    "unknown": [f"{name}, {mode}" for (name, mode), text in wrong.items() if text == "wrong: unknown"],
+    "mended": sorted(f"{n}, {s}" for n, s in starts if not any(n == m and mode.startswith(s) for m, mode in wrong)),
+    "written": README.read_text().partition(BEGIN)[2].partition(END)[0].strip() == section(cells).strip(),
+}))
+"""
+
+
+def in_worker(program: str, *arguments: str) -> dict:
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["one", "ddp", "fsdp"])
+def test_what_the_table_says_of_a_class_is_what_it_does(tmp_path, strategy):
+    found = in_worker(PROGRAM, str(tmp_path), strategy)
+
+    assert found["ran"] > 100
+    assert not found["untrue"], "run `python -m zoo.table` in tests/ after a look at:\n" + "\n".join(found["untrue"])
+
+
+@pytest.mark.slow
+def test_every_wrong_cell_has_a_cause_and_every_cause_a_wrong_cell():
+    facts = in_worker(FACTS)
+
+    assert facts["classes"] >= 100
+    assert facts["complete"]
+    assert not facts["unknown"]
+    assert not facts["mended"], "take these out of tests/zoo/known.py"
+    assert facts["written"], "adapter/README.md is not what `python -m zoo.table` writes"

@@ -1,0 +1,257 @@
+"""Weights and gradients changed by hand, beside an optimizer or without one; schedules, groups, hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, mlp, regression
+
+
+class OwnMomentumList(Base):
+    """No optimizer: moments in a list, weights changed by hand."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "moments": [torch.zeros_like(p) for p in model.parameters()]}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["model"].zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for moment, p in zip(state["moments"], state["model"].parameters(), strict=True):
+                moment.mul_(0.9).add_(p.grad)
+                p -= 0.05 * moment
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"moments": state["moments"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["moments"] = [m.clone() for m in payload["moments"]]
+
+
+class OptimizerAndByHand(Base):
+    """An optimizer for the body, the head updated by hand."""
+
+    def configure(self, ctx):
+        body, head = mlp(6, 4), nn.Linear(4, 1)
+        return {"body": body, "head": head, "optimizer": torch.optim.Adam(body.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
+        state["optimizer"].zero_grad()
+        state["head"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for p in state["head"].parameters():
+                p.sub_(0.1 * p.grad)
+        return StepResult({"loss": loss.detach()})
+
+
+class HeadOnlyClippedByAll(Base):
+    """Only the head is in the optimizer, the norm goes over all of the model."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.SGD(model[2].parameters(), lr=0.1)}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["model"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ClippedByHand(Base):
+    """A norm that is summed by hand, parameter by parameter."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        norm = sum(float(p.grad.square().sum()) for p in state["model"].parameters()) ** 0.5
+        for p in state["model"].parameters():
+            p.grad.mul_(min(1.0, 0.05 / (norm + 1e-6)))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach(), "norm": norm})
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+class AdaptiveGradientClipping(Base):
+    """Clipped by the ratio of gradient and weight, unit by unit."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        for p in state["model"].parameters():
+            if p.dim() == 2:
+                limit = 0.01 * p.detach().norm(dim=1, keepdim=True).clamp_min(1e-3)
+                norm = p.grad.norm(dim=1, keepdim=True).clamp_min(1e-6)
+                p.grad.mul_((limit / norm).clamp_max(1.0))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class GradientNoise(Base):
+    """Noise on the averaged gradients from a generator that is seeded alike on all ranks."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.noise = torch.Generator().manual_seed(5)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        for p in state["model"].parameters():
+            p.grad.add_(0.01 * torch.randn(p.shape, generator=self.noise))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"noise": self.noise.get_state()}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.noise.set_state(payload["noise"])
+
+
+class PolyakStep(Base):
+    """A learning rate from the norm of the gradient as a number."""
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        norm = float(torch.stack([p.grad.norm() for p in state["model"].parameters()]).norm())
+        state["optimizer"].param_groups[0]["lr"] = 0.05 / (norm + 1.0)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ReduceOnPlateau(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=0, threshold=10.0)
+        return {**state, "scheduler": scheduler}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["scheduler"].step(1.0)
+        return result
+
+
+class TwoSchedulers(Base):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        warm = torch.optim.lr_scheduler.LinearLR(state["optimizer"], 0.1, total_iters=3)
+        decay = torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], 0.9)
+        return {**state, "schedulers": [warm, decay]}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        for scheduler in state["schedulers"]:
+            scheduler.step()
+        return result
+
+
+class OptimizerPerParameter(Base):
+    """Each parameter is updated within the backward, by an optimizer of its own."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+        def update(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        return {"model": model, "optimizers": list(optimizers.values())}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        return StepResult({"loss": loss.detach()})
+
+
+class WeightNoise(Base):
+    """Weights are shaken under no_grad between updates."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.noise = torch.Generator().manual_seed(9)
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for p in state["model"].parameters():
+                p.mul_(0.999)
+        return result
+
+
+class WeightsThroughStateDict(Base):
+    """Half-way back to where it began, by values from and to a state dict."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "first": {k: v.clone() for k, v in state["model"].state_dict().items()}}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        now = state["model"].state_dict()
+        state["model"].load_state_dict({k: 0.9 * v + 0.1 * state["first"][k] for k, v in now.items()})
+        return result
+
+
+class ScalarParameter(Base):
+    """A temperature of no dimension, as CLIP's logit_scale."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = mlp(), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return self.body(x) * self.scale.exp()
+
+    def model(self):
+        return self.Net()
+
+
+class ParameterGroupsOfParts(Base):
+    rows = staticmethod(regression)
+
+    def configure(self, ctx):
+        model = mlp()
+        groups = [{"params": model[0].parameters(), "lr": 0.001}, {"params": model[2].parameters(), "lr": 0.02}]
+        return {"model": model, "optimizer": torch.optim.AdamW(groups)}
+
+
+class FlattenedByHand(Base):
+    """Gradients are flattened into one vector, clipped there, and written back."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        parameters = list(state["model"].parameters())
+        flat = torch.cat([p.grad.flatten() for p in parameters]).clamp(-0.01, 0.01)
+        for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(g.view_as(p))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})

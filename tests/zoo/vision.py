@@ -1,0 +1,305 @@
+"""Networks on images: convolutions, every kind of norm, attention over patches, segmentation, detection heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import STEPS, Base, images
+
+BATCH_STATISTICS = "each rank's BatchNorm sees its own rows, as under plain DDP"
+
+
+class Vision(Base, abstract=True):
+    rows = staticmethod(images)
+
+    def loss(self, batch, state):
+        return cross_entropy(state["model"](batch["x"]), batch["y"])
+
+
+class ConvNet(Vision):
+    def model(self):
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+class Block(nn.Module):
+    def __init__(self, width, norm):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = norm(width)
+
+    def forward(self, x):
+        return (x + self.norm(self.conv(x))).relu()
+
+
+def resnet(norm):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), Block(4, norm), Block(4, norm), nn.Flatten(), nn.Linear(64, 3))
+
+
+class ResNet(Vision, abstract=True):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+
+class ResNetBatchNorm(ResNet):
+    differs = BATCH_STATISTICS
+
+    def model(self):
+        return resnet(nn.BatchNorm2d)
+
+
+class ResNetGroupNorm(ResNet):
+    def model(self):
+        return resnet(lambda width: nn.GroupNorm(2, width))
+
+
+class ResNetInstanceNorm(ResNet):
+    def model(self):
+        return resnet(nn.InstanceNorm2d)
+
+
+class FrozenBatchNorm(ResNet):
+    """Fine-tuning with the statistics of the pretrained network."""
+
+    def model(self):
+        return resnet(nn.BatchNorm2d)
+
+    def train_step(self, batch, state, ctx):
+        for module in state["model"].modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return super().train_step(batch, state, ctx)
+
+
+class PatchTransformer(Vision):
+    class Vit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch = nn.Conv2d(1, 8, 2, stride=2)
+            self.cls = nn.Parameter(torch.zeros(1, 1, 8))
+            self.position = nn.Parameter(torch.randn(1, 10, 8) * 0.02)
+            self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.patch(x).flatten(2).transpose(1, 2)
+            x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.position
+            return self.head(self.body(x)[:, 0])
+
+    def model(self):
+        return self.Vit()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+class ChannelsLast(ConvNet):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"].to(memory_format=torch.channels_last)
+        return state
+
+    def prepare_batch(self, raw, state, ctx):
+        return {"x": raw["x"].to(memory_format=torch.channels_last), "y": raw["y"]}
+
+
+class UNet(Vision):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.middle = nn.Conv2d(1, 4, 2, 2), nn.Conv2d(4, 4, 3, padding=1)
+            self.up, self.out = nn.ConvTranspose2d(4, 4, 2, 2), nn.Conv2d(5, 1, 1)
+
+        def forward(self, x):
+            return self.out(torch.cat([x, self.up(self.middle(self.down(x).relu()).relu())], 1))
+
+    def model(self):
+        return self.Net()
+
+    def loss(self, batch, state):
+        return mse_loss(state["model"](batch["x"]), batch["x"].flip(-1))
+
+
+class TwoHeads(Vision):
+    """Classes and boxes, two losses of one trunk, each with its own weight."""
+
+    def configure(self, ctx):
+        trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
+        heads = nn.ModuleDict({"classes": nn.Linear(64, 3), "boxes": nn.Linear(64, 4)})
+        groups = [{"params": trunk.parameters(), "lr": 1e-3}, {"params": heads.parameters()}]
+        optimizer = torch.optim.AdamW(groups, 0.01)
+        return {"trunk": trunk, "heads": heads, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        features = state["trunk"](batch["x"])
+        boxes = state["heads"]["boxes"](features)
+        return cross_entropy(state["heads"]["classes"](features), batch["y"]) + 0.1 * boxes.abs().mean()
+
+
+class UncertaintyWeights(TwoHeads):
+    """Learned weights of the losses, loose tensors in the optimizer."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["log_vars"] = torch.zeros(2, requires_grad=True)
+        state["optimizer"].add_param_group({"params": [state["log_vars"]], "lr": 0.1})
+        return state
+
+    def loss(self, batch, state):
+        features, (a, b) = state["trunk"](batch["x"]), state["log_vars"]
+        classes = cross_entropy(state["heads"]["classes"](features), batch["y"])
+        return classes * (-a).exp() + a + state["heads"]["boxes"](features).square().mean() * (-b).exp() + b
+
+
+class Mixup(Vision):
+    """A random permutation of the rows of a rank, from a generator of its own."""
+
+    differs = "rows are mixed within a rank"
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.generator = torch.Generator().manual_seed(3 + ctx.rank)
+
+    def model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    def loss(self, batch, state):
+        order = torch.randperm(len(batch["x"]), generator=self.generator)
+        mix = torch.rand((), generator=self.generator)
+        out = state["model"](mix * batch["x"] + (1 - mix) * batch["x"][order])
+        return mix * cross_entropy(out, batch["y"]) + (1 - mix) * cross_entropy(out, batch["y"][order])
+
+    def state_dict(self, state):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.generator.set_state(payload["generator"])
+
+
+class GradualUnfreezing(Vision):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"][0].requires_grad_(False)
+        return {**state, "steps": 0}
+
+    def model(self):
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+    def train_step(self, batch, state, ctx):
+        state["model"][0].requires_grad_(state["steps"] >= 2)
+        state["steps"] += 1
+        return super().train_step(batch, state, ctx)
+
+    def state_dict(self, state):
+        return {"steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["steps"] = payload["steps"]
+
+
+class ActivationCheckpointing(Vision):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(36, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.first(x.flatten(1))
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
+            return self.head(x)
+
+    def model(self):
+        return self.Net()
+
+
+class CenterLoss(Vision):
+    """Centres of classes, moved by hand beside an optimizer for the network."""
+
+    def configure(self, ctx):
+        trunk, head = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)), nn.Linear(4, 3)
+        optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.05)
+        return {"trunk": trunk, "head": head, "centers": nn.Parameter(torch.randn(3, 4)), "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        features = state["trunk"](batch["x"])
+        apart = (features - state["centers"][batch["y"]]).square().sum(1).mean()
+        loss = cross_entropy(state["head"](features), batch["y"]) + 0.1 * apart
+        state["optimizer"].zero_grad()
+        state["centers"].grad = None
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            state["centers"] -= 0.5 * state["centers"].grad
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"centers": state["centers"].detach()}
+
+    def load_state_dict(self, state, payload, ctx):
+        with torch.no_grad():
+            state["centers"].copy_(payload["centers"])
+
+
+class SplatDensification(Base):
+    """Points that are split while training: new parameters, with their optimizer state, as in Gaussian splatting."""
+
+    def configure(self, ctx):
+        points = nn.Parameter(torch.randn(4, 6))
+        return {"points": points, "optimizer": torch.optim.Adam([points], lr=0.05), "steps": 0}
+
+    def loss(self, batch, state):
+        return (batch["x"] @ state["points"].t()).tanh().mean(1, keepdim=True).sub(batch["y"]).square().mean()
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["steps"] += 1
+        if state["steps"] == 2:
+            self.split(state)
+        return result
+
+    def split(self, state):
+        old, optimizer = state["points"], state["optimizer"]
+        moments = optimizer.state.pop(old)
+        new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] + 0.1]))
+        for name in ("exp_avg", "exp_avg_sq"):
+            moments[name] = torch.cat([moments[name], torch.zeros(2, 6)])
+        optimizer.param_groups[0]["params"] = [new]
+        optimizer.state[new], state["points"] = moments, new
+
+    def state_dict(self, state):
+        optimizer = state["optimizer"].state_dict()
+        return {"steps": state["steps"], "points": state["points"].detach(), "optimizer": optimizer}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["points"] = nn.Parameter(payload["points"].clone())
+        state["optimizer"].param_groups[0]["params"] = [state["points"]]
+        state["optimizer"].state.clear()
+        state["optimizer"].load_state_dict(payload["optimizer"])
+        state["steps"] = payload["steps"]
+
+
+class OneCycleWithWarmup(ConvNet):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(state["optimizer"], 0.05, total_steps=STEPS + 1)
+        return state
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["scheduler"].step()
+        return result
+
+
+class Scripted(Base):
+    """A module compiled by TorchScript, of which two plain runs in one process round otherwise already."""
+
+    tolerance_alone = 1e-6
+
+    def model(self):
+        return torch.jit.script(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1)))

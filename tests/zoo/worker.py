@@ -1,0 +1,311 @@
+"""One rank: each job is a class in one mode, against a plain loop, and again from its checkpoint of an odd step.
+
+``python -m zoo.worker RANK WORLD_SIZE FOLDER``, from the folder of the tests; the folder has the jobs. A job that fails
+takes its process group with it, so that the other rank hears of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import functools
+import json
+import logging
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .harness import Cell, zoo
+
+TOLERANCE = {"bf16-mixed": 0.05, "16-mixed": 0.05}
+"""Relative to the largest value of a tensor; in fp32 it is the class's own."""
+ANSWER_WITHIN_S = 20
+"""How long a rank waits in a collective before the job counts as one that hangs."""
+
+
+class Shares:
+    """A loader of one rank's share of every batch, that knows where it is."""
+
+    def __init__(self, rows: Any, rank: int, world_size: int, steps: int) -> None:
+        self.rows, self.rank, self.size, self.steps = rows, rank, world_size, steps
+        self.next_step = 0
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next_step < self.steps:
+            batch = self.rows(self.next_step)
+            n = len(next(iter(batch.values()))) // self.size
+            self.next_step += 1
+            yield {k: v[self.rank * n : (self.rank + 1) * n] for k, v in batch.items()}
+        self.next_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_step = state["next_step"]
+
+
+@functools.cache
+def plain(name: str, precision: str) -> dict[str, Any]:
+    """The class alone with torch: what its tensors are after whole batches."""
+    import torch
+
+    from genlight.adapter.contract.types import StepContext, TrainingJobSpec
+    from zoo.base import STEPS
+
+    cls = zoo()[name]
+    dtype = {"fp32": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
+    trainer, job = cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS)
+    ctx = StepContext(job=job, device="cpu", dtype=dtype)
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    for step in range(STEPS):
+        batch = trainer.prepare_batch(cls.rows(step), state, ctx)
+        # Without its cache, which would give a module's weights of before an update within the step.
+        with contextlib.nullcontext() if half is None else torch.autocast("cpu", half, cache_enabled=False):
+            trainer.train_step(batch, state, ctx)
+    return tensors(state, trainer)
+
+
+def tensors(state: Any, trainer: Any) -> dict[str, Any]:
+    """Parameters and buffers of modules and trained tensors, by hand: not by the discovery that is under test."""
+    import torch
+
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def collect(path: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            value = getattr(value, "_orig_mod", value)
+        if id(value) in seen or isinstance(value, torch.optim.Optimizer):
+            return
+        if isinstance(value, torch.nn.Module):
+            seen.add(id(value))
+            for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+                found[f"{path}.{name}"] = tensor
+        elif isinstance(value, torch.Tensor):
+            if value.requires_grad and value.is_leaf:
+                seen.add(id(value))
+                found[path] = value
+        elif isinstance(value, Mapping):
+            for key, member in value.items():
+                collect(f"{path}.{key}", member)
+        elif isinstance(value, list | tuple):
+            for index, member in enumerate(value):
+                collect(f"{path}.{index}", member)
+        elif type(value).__module__.startswith("zoo") or type(value).__name__ == "SimpleNamespace":
+            seen.add(id(value))
+            collect(path, vars(value))
+
+    collect("state", state)
+    collect("trainer", trainer)
+    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items()}
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, *, resume: bool) -> Any:
+    """The class under genlight and Lightning; from its checkpoint of an odd step if `resume`."""
+    import lightning.pytorch as pl
+    import torch
+
+    from genlight.adapter.contract.types import TrainingJobSpec
+    from genlight.adapter.module.module import ContractModule
+    from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
+    from zoo.base import INTERRUPTED_AT, STEPS
+
+    torch.manual_seed(7 + rank + 100 * resume)
+    cls = zoo()[name]
+    arguments: dict[str, Any] = {"strategy": _strategy(strategy, rank, size)} if size > 1 else {}
+    trainer = pl.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=size,
+        plugins=_precision(precision),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[
+            Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False)
+        ],
+        **arguments,
+    )
+    module = ContractModule(cls(), TrainingJobSpec(run_id=name, max_steps=STEPS, metric_every=0))
+    saved = str(list_checkpoints(folder)[0].path) if resume else None
+    trainer.fit(module, Shares(cls.rows, rank, size, STEPS), ckpt_path=saved)
+    return module
+
+
+def _precision(name: str) -> Any:
+    import torch
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+    if name == "16-mixed":
+        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    return MixedPrecision(name, "cpu") if name == "bf16-mixed" else Precision()
+
+
+def _strategy(kind: str, rank: int, size: int) -> Any:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    class Environment(LightningEnvironment):
+        creates_processes_externally = True
+
+        def local_rank(self) -> int:
+            return rank
+
+        def global_rank(self) -> int:
+            return rank
+
+        def world_size(self) -> int:
+            return size
+
+        def set_world_size(self, size: int) -> None:
+            pass
+
+        def set_global_rank(self, rank: int) -> None:
+            pass
+
+    if kind == "ddp":
+        return DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo")
+    strategy = ModelParallelStrategy(size, 1, process_group_backend="gloo")
+    strategy.cluster_environment = Environment()
+    return strategy
+
+
+def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path) -> Cell:
+    """Run one job; what it raises is its result."""
+    from genlight.adapter.contract.exceptions import GenlightError
+
+    make = functools.partial(Cell, name, strategy, precision)
+    try:
+        expected = plain(name, precision)
+    except Exception as error:
+        return make("no plain", f"{type(error).__name__}: {_line(error)}")
+    try:
+        module = hosted(name, strategy, precision, rank, size, folder, resume=False)
+        state, plugin = module.contract_state, module.plugin
+        ended = tensors(state, plugin)
+        left = everything(module)
+    except GenlightError as error:
+        return make("refused", _line(error))
+    except Exception as error:
+        text = f"{type(error).__name__}: {_line(error)}"
+        return make("hang" if "imed out" in text or "imeout" in text else "error", text)
+    verdict, detail = judge(zoo()[name], ended, expected, precision, size)
+    left = ended if zoo()[name].resume_compares == "weights" else left | ended
+    return make(verdict, detail, _resume_verdict(name, strategy, precision, rank, size, folder, left))
+
+
+def _resume_verdict(
+    name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, left: dict[str, Any]
+) -> str:
+    from genlight.adapter.conformance.snapshot import differences
+
+    try:
+        again = hosted(name, strategy, precision, rank, size, folder, resume=True)
+        state, plugin = again.contract_state, again.plugin
+        found = tensors(state, plugin) | everything(again)
+        differing = differences(left, {path: found[path] for path in left if path in found})
+    except Exception as error:
+        return f"{type(error).__name__}: {_line(error)}"
+    return "exact" if not differing else f"{differing[0]} ({len(differing)} of {len(left)})"
+
+
+def everything(module: Any) -> dict[str, Any]:
+    """All that a resume has to bring back, the scaler's progress too; of sharded tensors what this rank holds."""
+    from genlight.adapter.conformance.snapshot import snapshot
+
+    found = {path: _local(value) for path, value in snapshot(module.contract_state, module.plugin).items()}
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        found |= {f"scaler.{name}": value for name, value in scaler.state_dict().items()}
+    return found
+
+
+def judge(cls: Any, actual: dict[str, Any], expected: dict[str, Any], precision: str, size: int) -> tuple[str, str]:
+    """Whether tensors are those of the plain loop, and the same on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if actual.keys() != expected.keys():
+        return "off", f"other tensors: {sorted(actual.keys() ^ expected.keys())[:3]}"
+    if size > 1:
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, actual)
+        for path in actual:
+            if not any(word in path for word in cls.per_rank) and not all(
+                torch.equal(other[path].nan_to_num(), actual[path].nan_to_num()) for other in everyone
+            ):
+                return "drift", f"{path} differs between ranks"
+    tolerance = (cls.tolerance_alone if size == 1 else cls.tolerance) if precision == "fp32" else TOLERANCE[precision]
+    worst, where = 0.0, ""
+    for path, tensor in expected.items():
+        if any(word in path for word in cls.per_rank) or not tensor.numel():
+            continue
+        a, b = actual[path].double(), tensor.double()
+        scale = max(b.abs().max().item(), 1e-2)
+        distance = (a - b).abs().max().item() / scale if a.shape == b.shape else float("inf")
+        if not distance <= worst:
+            worst, where = distance, path
+    return ("equal", f"{worst:.0e}") if worst <= tolerance else ("off", f"{where} by {worst:.0e}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _say(found: Cell, took_s: float) -> None:
+    line = (
+        f"{took_s:5.2f}s {found.name:28} {found.mode:16} {found.verdict:8} {found.detail[:300]} | {found.resume[:150]}"
+    )
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    for index, (name, strategy, precision) in enumerate(json.loads((folder / "jobs.json").read_text())):
+        began = time.perf_counter()
+        if size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store{index}",
+                rank=rank,
+                world_size=size,
+                timeout=dt.timedelta(seconds=ANSWER_WITHIN_S),
+            )
+        scratch = folder / f"checkpoints{index}"
+        found = cell(name, strategy, precision, rank, size, scratch)
+        with (folder / f"rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+        if size > 1:
+            dist.destroy_process_group()
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+            _say(found, time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
