@@ -2,8 +2,8 @@
 
 They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
 ``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
-it is first asked for, or of `old_contract`, which has what only the old package had. The old package spread its names
-over its modules differently from release to release, so each module here answers to all of them.
+it is first asked for, or of `module.old_names`, which has what only the old package had. The old package spread its
+names over its modules differently from release to release, so each module here answers to all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MODULES", "install"]
+from .module import old_names
+
+__all__ = ["MODULES", "install", "run_training_runtime_from_env"]
 
 MODULES = (
     "api",
@@ -41,6 +43,7 @@ MODULES = (
 )
 """Modules of ``gen_worker.trainer``."""
 
+_OWN = ("run_training_runtime_from_env",)
 _PACKAGE = "gen_worker"
 _TRAINER = "gen_worker.trainer"
 
@@ -79,20 +82,40 @@ def _register(name: str, parent: ModuleType | None) -> ModuleType:
 
 
 def _names() -> list[str]:
-    from . import __all__ as names
-    from .old_contract import __all__ as old_names
-
-    return sorted({*names, *old_names})
+    return sorted({*_genlight().__all__, *old_names.__all__, *_OWN})
 
 
 def _resolver(module_name: str) -> Any:
     def resolve(name: str) -> Any:
-        from . import old_contract
-
-        if name in old_contract.__all__:  # first: one of them is a function of genlight's that ends differently there
-            return getattr(old_contract, name)
+        if name in _OWN:  # first: it is also a function of genlight's, which ends differently
+            return globals()[name]
+        if name in old_names.__all__:
+            return getattr(old_names, name)
         if name in _names():
-            return getattr(importlib.import_module(__package__), name)
+            return getattr(_genlight(), name)
         raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
 
     return resolve
+
+
+def _genlight() -> Any:
+    """`genlight.adapter`. By name, here and below: the classes that a run loads import this module, which runs none."""
+    return importlib.import_module(__package__)
+
+
+def run_training_runtime_from_env() -> int:
+    """Run the job that the environment describes; returns 0.
+
+    `genlight.adapter.run_training_runtime_from_env` returns the exit code instead.
+
+    Raises:
+        StartupContractError: The run could not start.
+        TrainingCanceled: It was told to stop.
+        BaseException: Whatever else ended it: the root cause, once everything was reported.
+    """
+    run = importlib.import_module(".run.run", __package__)
+    attempt = run.attempt_job(run.RunOptions())
+    if attempt.error is not None:
+        raise attempt.error
+    code: int = attempt.exit_code
+    return code

@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.contract.event_error import describe_failure
 from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
+from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT

@@ -88,7 +88,7 @@ def test_the_tables_of_events_and_exit_codes_are_what_the_code_has() -> None:
     """Every event with every field of its own, and every code that a run ends with."""
     import json
 
-    from genlight.adapter.contract import failures
+    from genlight.adapter.plumbing import failures
 
     text = (ROOT / "README.md").read_text()
     schema = json.loads((ROOT / "reporters" / "events" / "trainer_event.v1.schema.json").read_text())

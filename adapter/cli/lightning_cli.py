@@ -26,8 +26,8 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
 from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
-from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..plumbing.log_redaction import redact_uncaught, redacted_logs
 from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault

@@ -56,8 +56,8 @@ def _print_config(spec_path: str | os.PathLike[str] | None, overrides: list[str]
     import yaml
 
     from ..contract.exceptions import StartupContractError
-    from ..contract.failures import EXIT_COMPLETED, EXIT_STARTUP
     from ..job.config import resolve_run_config
+    from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP
     from ..plumbing.redaction import without_secrets
 
     try:

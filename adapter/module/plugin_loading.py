@@ -16,7 +16,7 @@ from typing import Any, cast
 from .. import compat
 from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import REQUIRED_HOOKS, TrainerPlugin
-from ..old_contract import CheckpointingTrainerPlugin, TrainerEndpointContract
+from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
     "async_hooks",

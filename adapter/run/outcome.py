@@ -27,7 +27,8 @@ from ..contract.exceptions import (
     TrainingHung,
     UploadError,
 )
-from ..contract.failures import (
+from ..job.config import RunConfig
+from ..plumbing.failures import (
     EXIT_COMPLETED,
     EXIT_FAILED,
     Failure,
@@ -35,7 +36,6 @@ from ..contract.failures import (
     stop_before,
     stop_behind_lost_worker,
 )
-from ..job.config import RunConfig
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
 from .ranks.failure_notes import RankFailures
 from .uploads import settle

@@ -31,7 +31,6 @@ from ..contract.exceptions import (
     StartupContractError,
     TrainingCanceled,
 )
-from ..contract.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP, describe_failure
 from ..contract.types import JobLifecycleClient
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress_display import shown_progress
@@ -39,6 +38,7 @@ from ..job.config import RunConfig, resolve_run_config
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP, describe_failure
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import text_of, traceback_of
 from .artifact_dirs import prepare_artifact_dirs

@@ -12,8 +12,8 @@ from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ...reporters.uploads.journal import read_journal
 from ..contract.exceptions import GenlightError, StartupContractError, UploadError
-from ..contract.failures import Failure
 from ..job.config import RunConfig
+from ..plumbing.failures import Failure
 from .startup_failure import FailureSinks
 
 __all__ = ["open_uploader", "queue_record", "report_startup_failure", "settle"]

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn import Module
 from typing_extensions import override
 
-from ...adapter.contract.event_error import describe_failure
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from .event_log import EventLog
 from .lines import RESUMED_METRIC, finite_float

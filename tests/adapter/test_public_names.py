@@ -59,7 +59,7 @@ LIGHT = (
     "genlight.adapter.compat",
     "genlight.adapter.contract.types",
     "genlight.adapter.contract.exceptions",
-    "genlight.adapter.contract.failures",
+    "genlight.adapter.plumbing.failures",
     "genlight.adapter.job.spec",
     "genlight.adapter.module.plugin_loading",
     "genlight.adapter.run.resume",

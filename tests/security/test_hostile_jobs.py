@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlight.adapter.contract.event_error import describe_failure
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.spec_keys import inner_keys, spec_keys
+from genlight.adapter.plumbing.failures import describe_failure
 from genlight.adapter.run.startup_failure import resolve_failure_sinks
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events

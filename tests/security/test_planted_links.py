@@ -11,8 +11,8 @@ import stat
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError, StartupContractError, UploadError
-from genlight.adapter.contract.failures import Failure
 from genlight.adapter.plumbing import safe_open
+from genlight.adapter.plumbing.failures import Failure
 from genlight.adapter.plumbing.safe_open import (
     distrust,
     make_directory,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlight.adapter.contract.event_error import describe_failure, safe_text
 from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.plumbing.failures import describe_failure, safe_text
 from genlight.adapter.plumbing.redaction import (
     HIDDEN,
     PLAIN_VARIABLES,

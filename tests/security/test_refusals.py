@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from genlight.adapter.contract.event_error import safe_text
 from genlight.adapter.contract.exceptions import AuthError
 from genlight.adapter.inputs.http import probe
+from genlight.adapter.plumbing.failures import safe_text
 from genlight.adapter.plumbing.http import build_client
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
 

@@ -19,8 +19,8 @@ from typing import Annotated, Protocol
 import msgspec
 
 from ...contract.exceptions import FailureCategory, RankFailed, StopReason, TrainingCanceled
-from ...contract.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.durable import write_bytes_durably
+from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
 
 __all__ = ["RankFailures", "watch_ranks"]

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.contract.failures import Failure
+from genlight.adapter.plumbing.failures import Failure
 from genlight.adapter.run.ranks.failure_notes import RankFailures
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify

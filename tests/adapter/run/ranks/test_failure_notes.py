@@ -11,7 +11,7 @@ import time
 import pytest
 
 from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
-from genlight.adapter.contract.failures import EXIT_FAILED, EXIT_STOPPED, Failure
+from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks.failure_notes import RankFailures, watch_ranks
 from genlight.adapter.run.ranks.rank_zero_watch import watch_first_rank
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from .contract.exceptions import InputError, UploadError
-from .contract.types import BatchSource, StepContext, StepResult
+from ..contract.exceptions import InputError, UploadError
+from ..contract.types import BatchSource, StepContext, StepResult
 
 __all__ = [
     "ArrowBatchFeeder",
@@ -29,7 +29,6 @@ __all__ = [
     "TrainerSubprocessContractV1",
     "is_truthy",
     "read_subprocess_contract",
-    "run_training_runtime_from_env",
     "write_subprocess_contract",
 ]
 
@@ -148,7 +147,7 @@ class TrainerSubprocessContractV1:
 
 def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSubprocessContractV1) -> None:
     """Write `contract` to `path`, whose folder is made."""
-    from .plumbing.durable import write_bytes_durably
+    from ..plumbing.durable import write_bytes_durably
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_bytes_durably(Path(path), json.dumps(contract.to_json(), separators=(",", ":"), sort_keys=True).encode())
@@ -170,24 +169,6 @@ def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessC
 
 def is_truthy(value: object) -> bool:
     """Whether `value` is one of the words 1, true, t, yes and y."""
-    from .job.environment import is_true
+    from ..job.environment import is_true
 
     return is_true(str(value or ""))
-
-
-def run_training_runtime_from_env() -> int:
-    """Run the job that the environment describes; returns 0.
-
-    `genlight.adapter.run_training_runtime_from_env` returns the exit code instead.
-
-    Raises:
-        StartupContractError: The run could not start.
-        TrainingCanceled: It was told to stop.
-        BaseException: Whatever else ended it: the root cause, once everything was reported.
-    """
-    from .run.run import RunOptions, attempt_job
-
-    attempt = attempt_job(RunOptions())
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.exit_code

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlight.adapter.contract.event_error import failure_category, safe_text, stop_reason
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
+from genlight.adapter.plumbing.failures import failure_category, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(

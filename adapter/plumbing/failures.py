@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ..plumbing.redaction import hide_environment, text_of
-from .exceptions import (
+from ..contract.exceptions import (
     AuthError,
     FailureCategory,
     GenlightError,
@@ -21,6 +22,7 @@ from .exceptions import (
     TrainingCanceled,
     UploadError,
 )
+from .redaction import hide_environment, text_of
 
 __all__ = [
     "EXIT_COMPLETED",
@@ -31,8 +33,17 @@ __all__ = [
     "describe_failure",
     "failure_category",
     "safe_text",
+    "stop_before",
+    "stop_behind_lost_worker",
     "stop_reason",
 ]
+
+log = logging.getLogger(__name__)
+
+_LOST_WORKER: Final = re.compile(
+    r"DataLoader worker \(pid.*\) "
+    r"(is killed by signal: (Terminated|Interrupt|User defined signal 1)|exited unexpectedly)"
+)
 
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
@@ -127,3 +138,31 @@ def stop_reason(error: BaseException) -> StopReason | None:
     if lightning is not None and isinstance(error, lightning.SIGTERMException):
         return "preempted"
     return "canceled" if isinstance(error, KeyboardInterrupt) else None
+
+
+def _is_lost_worker(error: BaseException) -> bool:
+    """Whether a torch data loader lost a worker to a signal; torch says so in words alone."""
+    return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in _chain(error))
+
+
+def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
+    """The stop for `reason` whose signal ended a data worker before the step was done, and says so; None otherwise."""
+    if reason is None or not _is_lost_worker(error):
+        return None
+    log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+    return TrainingCanceled(reason)
+
+
+def stop_before(error: BaseException) -> TrainingCanceled | None:
+    """The stop during whose handling a failure arose; None where there is none."""
+    return next((part for part in _chain(error) if isinstance(part, TrainingCanceled)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and what it was raised from or in the handling of."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        yield current
+        seen.append(current)
+        current = current.__cause__ or current.__context__
