@@ -40,7 +40,7 @@ class StopSignals:
         self.reason: StopReason | None = None
         self.on_stop: Callable[[], None] = _do_nothing
         """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
-        self.before_exit: Callable[[], None] = lambda: None
+        self.before_exit: Callable[[], None] = _do_nothing
         """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
         self._handled: list[int] = []
         self._arrived: list[int] = []

@@ -152,7 +152,12 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
     for word in (
         *("`metric_every`", "`TRAINER_UPLOAD_DEADLINE_SECONDS`", "startup.missing_capability_token", "train_step"),
         *("startup.invalid_artifact_paths", "has no column y. It has x", "none.parquet", "no/model"),
-        *("http://127.0.0.1:1/c.json", "http://127.0.0.1:1/t", "`lightning.device`", "`lightning.strategy`"),
+        *(
+            "127.0.0.1 is at 127.0.0.1, which is a private address",
+            "http://127.0.0.1:1/t",
+            "`lightning.device`",
+            "`lightning.strategy`",
+        ),
     ):
         assert word in found
     assert f"{len(lines(text, 'fault'))} faults" in text
