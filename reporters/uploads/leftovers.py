@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 
 from ...adapter.contract.exceptions import StartupContractError, UploadError
+from .artifact import files_outside, unpack
 from .config import UploadConfig
 from .hard_links import release_others
 from .journal import Description, fault_of, read_description
 from .outcome import REQUIRED_KINDS
-from .parcel import strays, unpack
 from .spool import Spool
 
 __all__ = ["claim", "look_through"]
@@ -53,12 +53,12 @@ def look_through(spool: Spool, config: UploadConfig, *, keep_terminal: bool) -> 
             spool.remove(entry)
     _drop_malformed(spool)
     _drop_vanished(spool)
-    _refuse_strays(spool, config)
+    _refuse_files_outside(spool, config)
     for kind in REQUIRED_KINDS:
         if spool.count(kind) and not config.wants(kind):
             log.warning("uploads of kind %s wait in %s, but no URL is set for them", kind, spool.directory)
-    parcels = [unpack(entry.body) for entry in (*spool.entries("sample"), *spool.entries("checkpoint"))]
-    links = [parcel.files[-1].location(spool.directory.parent) for parcel in parcels if parcel.held]
+    artifacts = [unpack(entry.body) for entry in (*spool.entries("sample"), *spool.entries("checkpoint"))]
+    links = [artifact.files[-1].location(spool.directory.parent) for artifact in artifacts if artifact.held]
     release_others(spool.directory, links)
 
 
@@ -70,11 +70,11 @@ def _drop_malformed(spool: Spool) -> None:
             spool.remove(entry)
 
 
-def _refuse_strays(spool: Spool, config: UploadConfig) -> None:
+def _refuse_files_outside(spool: Spool, config: UploadConfig) -> None:
     """A journal that came with a folder from elsewhere could name any file of this machine."""
     root = spool.directory.parent
     for entry in (*spool.entries("sample"), *spool.entries("checkpoint")):
-        found = strays(unpack(entry.body), root, config.roots)
+        found = files_outside(unpack(entry.body), root, config.roots)
         if found:
             reason = f"{found[0]} lies outside of the run's folders; name its folder as another root"
             spool.fail(entry, reason, auth=False)

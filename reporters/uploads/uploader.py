@@ -20,13 +20,13 @@ from typing import Any
 from ...adapter.contract.exceptions import StartupContractError, UploadError
 from ...adapter.plumbing.http import build_client
 from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, backoff_s
+from .artifact import Artifact, files_in, pack, stored_path, unpack
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
 from .hard_links import Held, hold
 from .journal import Entry
 from .leftovers import claim, look_through
 from .outcome import REQUIRED_KINDS, SettleResult, undelivered
-from .parcel import Parcel, files_in, pack, stored_path, unpack
 from .payloads import Kind, TerminalPayload, UploadedFile, terminal_payload
 from .spool import Spool, SpoolInUseError
 from .targets import open_target
@@ -158,7 +158,7 @@ class Uploader:
         wanted = [path for given in (*files, subject, main) for path in files_in(given)]
         held = self._hold(main, wanted) if hold else None
         place = held.link_of if held is not None else Path
-        parcel = pack(
+        artifact = pack(
             self._root,
             place(main),
             [place(path) for path in wanted],
@@ -168,7 +168,7 @@ class Uploader:
             final=final,
             held=held is not None,
         )
-        self._enqueue_artifact("checkpoint", step, parcel)
+        self._enqueue_artifact("checkpoint", step, artifact)
 
     def enqueue_sample(self, path: StrPath, files: Sequence[StrPath] = (), step: int = 0) -> None:
         """Queue a sample that is durable, with the files it names; each file gets a message, that of `path` comes last.
@@ -184,9 +184,9 @@ class Uploader:
         paths: set[Path] = set()
         for entry in self._spool.entries():
             if entry.kind in ("checkpoint", "sample"):
-                parcel = unpack(entry.body)
-                paths.add(self._root / parcel.local_path)
-                paths.update(file.location(self._root) for file in parcel.files)
+                artifact = unpack(entry.body)
+                paths.add(self._root / artifact.local_path)
+                paths.update(file.location(self._root) for file in artifact.files)
         return frozenset(paths)
 
     def delivered(self, path: StrPath, kind: Kind = "checkpoint") -> UploadedFile | None:
@@ -421,8 +421,8 @@ class Uploader:
             log.warning("%s can't be kept from being deleted before it is uploaded: %s", main, error.strerror)
             return None
 
-    def _enqueue_artifact(self, kind: Kind, step: int, parcel: Parcel) -> None:
-        body = parcel.body()
+    def _enqueue_artifact(self, kind: Kind, step: int, artifact: Artifact) -> None:
+        body = artifact.body()
         with self._condition:
             if any(entry.step == step and entry.body == body for entry in self._spool.entries(kind)):
                 return
@@ -431,7 +431,7 @@ class Uploader:
         refusal = self._spool.catch_up()
         if refusal is not None:
             raise UploadError(
-                f"The {kind} of step {step}, {self._root / parcel.main}, cannot be kept for upload, since the spool "
+                f"The {kind} of step {step}, {self._root / artifact.main}, cannot be kept for upload, since the spool "
                 f"{self._spool.directory} cannot be written: {refusal.strerror}. Make room there and resume the run, "
                 "which sends the newest checkpoint; what else did not arrive stays where it is."
             )
