@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...reporters.uploads.artifact import Artifact, files_outside, unpack
 from ...reporters.uploads.config import SPOOL_DIRECTORY, UploadConfig
 from ...reporters.uploads.journal import (
     DESCRIPTION,
@@ -22,7 +23,6 @@ from ...reporters.uploads.journal import (
     read_description,
     read_journal,
 )
-from ...reporters.uploads.parcel import Parcel, strays, unpack
 from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.targets import open_target
@@ -124,11 +124,11 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
     facts["state"] = f"refused ({entry.failure})" if entry.failure else "waiting"
     if entry.kind in ("checkpoint", "sample"):
-        parcel = unpack(entry.body)
-        facts["name"] = str(root / parcel.local_path)
-        facts["size_bytes"] = sum(file.size_bytes for file in parcel.files)
-        facts["files"], facts["files_sent"] = len(parcel.files), sum(part.startswith("put:") for part in entry.parts)
-        if any(not file.location(root).exists() for file in parcel.files):
+        artifact = unpack(entry.body)
+        facts["name"] = str(root / artifact.local_path)
+        facts["size_bytes"] = sum(file.size_bytes for file in artifact.files)
+        facts["files"], facts["files_sent"] = len(artifact.files), sum(part.startswith("put:") for part in entry.parts)
+        if any(not file.location(root).exists() for file in artifact.files):
             facts["state"] = "lost (files are gone)"
     elif entry.kind == "metrics":
         facts["name"] = ", ".join(sorted(entry.body["metrics"]))
@@ -242,11 +242,11 @@ def _remove(spool: Path, exported: Sequence[Entry], lost: int) -> int:
     return _LEFT if lost else _DELIVERED
 
 
-def _export_files(entry: Entry, parcel: Parcel, root: Path, target: Path, roots: Sequence[str]) -> int:
+def _export_files(entry: Entry, artifact: Artifact, root: Path, target: Path, roots: Sequence[str]) -> int:
     """Copy the files of one entry; how many could not be copied."""
     lost = 0
-    outside = strays(parcel, root, roots)
-    for file in parcel.files:
+    outside = files_outside(artifact, root, roots)
+    for file in artifact.files:
         if file.path in outside:
             lost += 1
             _complain(f"{file.path} lies outside of the run's folder, and is left out; see --root", _LEFT)
@@ -270,10 +270,10 @@ def _message(entry: Entry, run_id: str) -> dict[str, Any]:
         return metrics_payload(run_id, entry.step, entry.body["metrics"])
     if entry.kind == "terminal":
         return dict(entry.body["payload"])
-    parcel = unpack(entry.body)
+    artifact = unpack(entry.body)
     folder = f"{entry.kind}s/{entry.seq:06d}"
-    files = [f"{folder}/{file.layout}" for file in parcel.files]
-    return {"run_id": run_id, "kind": entry.kind, "step": entry.step, "final": parcel.final, "files": files}
+    files = [f"{folder}/{file.layout}" for file in artifact.files]
+    return {"run_id": run_id, "kind": entry.kind, "step": entry.step, "final": artifact.final, "files": files}
 
 
 def _say(line: str) -> None:

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 
 from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason
+from .attempt import Attempt, Phase, check_run_id
 from .jsonl_file import LineFile
 from .lines import (
     MAX_STEP,
@@ -40,25 +41,16 @@ from .lines import (
     path_text,
     timestamp_ms,
 )
-from .reader import count_started
+from .reader import last_seq
 
 __all__ = ["EventLog"]
 
 log = logging.getLogger(__name__)
 
-Phase = Literal["new", "started", "ended"]
-
 MOST_WAITING = 256
 """How many calls of `metrics` may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
 
 _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
-
-
-class _Tail(msgspec.Struct):
-    """What a new writer needs to know of the last line."""
-
-    seq: int
-    schema_version: Literal["trainer_event.v1"]
 
 
 class EventLog:
@@ -83,7 +75,7 @@ class EventLog:
         clock: Nanoseconds since the epoch.
 
     Raises:
-        EventLogError: Another process writes the file, it cannot be opened, or it is no event log.
+        EventLogError: Another process writes the file, it cannot be opened, or it is not an event log.
     """
 
     def __init__(
@@ -94,21 +86,18 @@ class EventLog:
         flush_every_s: float = 0.05,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        _check_run_id(run_id)
+        check_run_id(run_id)
         self.run_id = run_id
         self._clock = clock
         self._lock = threading.Lock()
-        self._phase: Phase = "new"
-        self._checkpointed: set[int] = set()
-        self._resumed = False
         self._waiting: deque[tuple[dict[str, Any], int, int]] = deque()
         """Values, step and time of what is not in the file yet; it becomes lines on the way there."""
         self._is_due = True
         """Whether the next call of `metrics` is to write, rather than to let its lines wait."""
         self._file = LineFile(path, flush_every_s=flush_every_s, before_flush=self._hurry)
         try:
-            self._last_seq_found = _last_seq(self._file)
-            self._attempt = 1 + count_started(self._file.path, run_id)
+            self._last_seq_found = last_seq(self._file.last_line, self._file.path)
+            self._attempt = Attempt(self._file.path, run_id)
         except BaseException:
             self._file.close()
             raise
@@ -128,7 +117,7 @@ class EventLog:
     @property
     def attempt(self) -> int:
         """Which attempt of the run this is, from 1: one more than the ``started`` lines of the run that were there."""
-        return self._attempt
+        return self._attempt.number
 
     @property
     def seq(self) -> int:
@@ -138,11 +127,11 @@ class EventLog:
     @property
     def phase(self) -> Phase:
         """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
-        return self._phase
+        return self._attempt.phase
 
     def takes_metrics_of(self, step: int) -> bool:
         """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
-        return step not in self._checkpointed
+        return step not in self._attempt.checkpointed
 
     @property
     def closed(self) -> bool:
@@ -162,8 +151,8 @@ class EventLog:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
         self._require_open("started")
         with self._lock:
-            self._require("started", "new")
-            attempt = self._attempt if self._attempt > 1 else msgspec.UNSET
+            self._attempt.require("started", "new")
+            attempt = self._attempt.number if self._attempt.number > 1 else msgspec.UNSET
             self._turn(Started(attempt, "started", self.run_id, SCHEMA_VERSION, self.seq + 1, self._now()), "started")
         self._file.sync()
 
@@ -173,7 +162,7 @@ class EventLog:
         In the file when this returns.
 
         Raises:
-            TypeError: The value is not one real number, the name no text, or the step no integer.
+            TypeError: The value is not one real number, the name is not a text, or the step is not an integer.
             ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
@@ -206,20 +195,18 @@ class EventLog:
                 break
         else:
             taken = dict(values)
-        if self._phase != "started":
-            raise self._refusal("metric", self._phase)
-        if step in self._checkpointed:
-            raise EventLogError(
-                f"metric {', '.join(taken)!r} of step {step} comes after a checkpoint of that step in "
-                f"{self.path}; report the metrics of a step before its checkpoint"
-            )
+        attempt = self._attempt
+        if attempt.phase != "started":
+            raise attempt.refusal("metric", attempt.phase)
+        if step in attempt.checkpointed:
+            raise attempt.too_late(taken, step)
         if RESUMED_METRIC in taken:
-            self._note_resume(taken[RESUMED_METRIC], step)
+            attempt.note_resume(taken[RESUMED_METRIC], step)
         # Without the lock, which would cost a step 2 µs: `_take_waiting` meets what changes after the looks above.
         self._waiting.append((taken, step, self._clock()))
         file = self._file
         if file.closed:
-            raise self._refusal("metric", "closed")
+            raise self._attempt.refusal("metric", "closed")
         if self._is_due or len(self._waiting) >= MOST_WAITING:
             with self._lock:
                 self._write_waiting()
@@ -231,16 +218,16 @@ class EventLog:
         """A checkpoint is durable; from now on the log takes no further metric of its step.
 
         Raises:
-            TypeError: `path` is no path, or `step` no integer.
+            TypeError: `path` is not a path, or `step` is not an integer.
             ValueError: `path` is empty, or `step` negative.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         artifact, step = path_text("path", path), checked_step(step)
         self._require_open("checkpoint")
         with self._lock:
-            self._require("checkpoint", "started")
+            self._attempt.require("checkpoint", "started")
             self._write_waiting()
-            self._checkpointed.add(step)
+            self._attempt.checkpointed.add(step)
             self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
         self._file.sync()
 
@@ -249,7 +236,7 @@ class EventLog:
         artifact, step = path_text("path", path), checked_step(step)
         self._require_open("sample")
         with self._lock:
-            self._require("sample", "started")
+            self._attempt.require("sample", "started")
             self._write_waiting()
             self._file.append(encode_line(self._artifact("sample", artifact, step)))
 
@@ -273,7 +260,7 @@ class EventLog:
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
         self._require_open("completed")
         with self._lock:
-            self._require("completed", "started")
+            self._attempt.require("completed", "started")
             self._write_waiting()
             event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
             self._turn(event, "ended")
@@ -292,7 +279,7 @@ class EventLog:
             resumable: Whether a restart can be expected to go on where this attempt ended.
 
         Raises:
-            TypeError: `step` is no integer.
+            TypeError: `step` is not an integer.
             ValueError: `step` is negative, `category` unknown, or `error` not the reason of the stop.
             EventLogError: The attempt is over, or the line could not be written.
         """
@@ -302,7 +289,7 @@ class EventLog:
         text = error_text(error, category)
         self._require_open("failed")
         with self._lock:
-            self._require("failed", "new", "started")
+            self._attempt.require("failed", "new", "started")
             self._write_waiting()
             event = Failed(
                 category,
@@ -349,21 +336,17 @@ class EventLog:
     def _require_open(self, event: str) -> None:
         # Before the lock is taken: another thread may have held it when this process was forked off.
         if self._file.closed:
-            raise self._refusal(event, "closed")
-
-    def _require(self, event: str, *phases: Phase) -> None:
-        if self._phase not in phases:
-            raise self._refusal(event, self._phase)
+            raise self._attempt.refusal(event, "closed")
 
     def _turn(self, event: Started | Completed | Failed, phase: Phase) -> None:
         """Write an event that changes the phase; an interrupt leaves both changed, or neither."""
-        before, lines = self._phase, self._file.lines
+        before, lines = self._attempt.phase, self._file.lines
         try:
-            self._phase = phase
+            self._attempt.phase = phase
             self._file.append(encode_line(event))
         except BaseException:
             if self._file.lines == lines:
-                self._phase = before
+                self._attempt.phase = before
             raise
 
     def _write_waiting(self) -> None:
@@ -379,7 +362,7 @@ class EventLog:
         """
         for _ in range(len(self._waiting)):
             report = values, step, _ = self._waiting.popleft()
-            if step in self._checkpointed or self._phase != "started":
+            if step in self._attempt.checkpointed or self._attempt.phase != "started":
                 log.warning("metrics %s of step %d came too late for %s", ", ".join(values), step, self.path)
             else:
                 yield report
@@ -401,50 +384,11 @@ class EventLog:
         if self._waiting:
             self._file.rouse()
 
-    def _note_resume(self, value: float | str, step: int) -> None:
-        if self._resumed or value != step:
-            raise EventLogError(
-                f"metric {RESUMED_METRIC!r} comes once in an attempt and its value is its step; "
-                f"got {value} at step {step} in {self.path}"
-            )
-        self._resumed = True
-
-    def _refusal(self, event: str, state: Phase | Literal["closed"]) -> EventLogError:
-        why = {
-            "closed": f"the log is closed in process {os.getpid()}",
-            "new": "the attempt has not started",
-            "started": "the attempt has already started",
-            "ended": "the attempt already has its terminal event",
-        }[state]
-        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
-
 
 def _flush_at_exit() -> None:
-    """The last lines of a log that nobody closed."""
+    """The last lines of a log that was not closed."""
     for event_log in list(_open_logs):
         event_log.flush()
 
 
 atexit.register(_flush_at_exit)
-
-
-def _check_run_id(run_id: str) -> None:
-    if not isinstance(run_id, str):
-        raise TypeError(f"Invalid `run_id`. Expected a text, but received {run_id!r}.")
-    try:
-        run_id.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"Invalid `run_id`. Expected a text that UTF-8 can hold, but received {run_id!r}.") from error
-
-
-def _last_seq(file: LineFile) -> int:
-    """`seq` of the last line, 0 for an empty file."""
-    if file.last_line is None:
-        return 0
-    try:
-        return msgspec.json.decode(file.last_line, type=_Tail).seq
-    except ValueError as error:
-        raise EventLogError(
-            f"{file.path} is no event log of {SCHEMA_VERSION}: its last line says otherwise ({error}); "
-            "move it aside, or write to another file"
-        ) from error

@@ -8,14 +8,14 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
-from .lines import TERMINAL_EVENTS
+from .lines import SCHEMA_VERSION, TERMINAL_EVENTS
 
-__all__ = ["count_started", "decode_object", "follow", "read_events", "whole_lines"]
+__all__ = ["count_started", "decode_object", "follow", "last_seq", "read_events", "whole_lines"]
 
 # A quote within a JSON string is escaped, so these bytes are never part of a text.
 _STARTED = re.compile(rb'"event"\s*:\s*"started"')
@@ -104,6 +104,30 @@ def _started_lines(content: mmap.mmap) -> Iterator[dict[str, Any]]:
             event = decode_object(content[start:end])
             if event.get("event") == "started":
                 yield event
+
+
+class _Tail(msgspec.Struct):
+    """What a new writer needs to know of the last line."""
+
+    seq: int
+    schema_version: Literal["trainer_event.v1"]
+
+
+def last_seq(line: bytes | None, path: str | os.PathLike[str]) -> int:
+    """`seq` of the last whole line of the log at `path`; 0 where it has none.
+
+    Raises:
+        EventLogError: It is not a line of an event log.
+    """
+    if line is None:
+        return 0
+    try:
+        return msgspec.json.decode(line, type=_Tail).seq
+    except ValueError as error:
+        raise EventLogError(
+            f"{path} is not an event log of {SCHEMA_VERSION}: its last line says otherwise ({error}); "
+            "move it aside, or write to another file"
+        ) from error
 
 
 class _Position(msgspec.Struct):

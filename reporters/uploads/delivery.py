@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from ...adapter.plumbing.retry import Contradicted, Refused
+from .artifact import Artifact, unpack
 from .config import UploadConfig
 from .hard_links import release
 from .journal import Entry
-from .parcel import Parcel, unpack
 from .payloads import (
     FileFacts,
     UploadedFile,
@@ -112,57 +112,57 @@ class Delivery:
         self._post(entry, self._config.metrics_url, body, hashlib.sha256(body).hexdigest(), "")
         return True
 
-    def _advance_artifact(self, entry: Entry, parcel: Parcel, progress: _Progress) -> bool:
-        if not progress.looked and (self._is_superseded(entry, parcel) or self._was_delivered(entry, parcel)):
-            self._let_go(parcel)
+    def _advance_artifact(self, entry: Entry, artifact: Artifact, progress: _Progress) -> bool:
+        if not progress.looked and (self._is_superseded(entry, artifact) or self._was_delivered(entry, artifact)):
+            self._let_go(artifact)
             return True
         progress.looked = True
-        self._deliver_part(entry, parcel, self._next_part(entry, parcel))
-        if self._next_part(entry, parcel):
+        self._deliver_part(entry, artifact, self._next_part(entry, artifact))
+        if self._next_part(entry, artifact):
             return False
-        self._remember(entry, parcel)
-        self._let_go(parcel)
+        self._remember(entry, artifact)
+        self._let_go(artifact)
         return True
 
-    def _parts(self, entry: Entry, parcel: Parcel) -> list[str]:
-        files = [f"put:{index}" for index in range(len(parcel.files))] if self._config.stores_files() else []
-        messages = self._messages(entry, parcel) if self._config.url_of(entry.kind) else []
+    def _parts(self, entry: Entry, artifact: Artifact) -> list[str]:
+        files = [f"put:{index}" for index in range(len(artifact.files))] if self._config.stores_files() else []
+        messages = self._messages(entry, artifact) if self._config.url_of(entry.kind) else []
         return [*files, *(f"to:{name}" for name in self._targets), *messages]
 
     @staticmethod
-    def _messages(entry: Entry, parcel: Parcel) -> list[str]:
+    def _messages(entry: Entry, artifact: Artifact) -> list[str]:
         """A checkpoint has one message; of a sample every file has one, so that a picture can be shown by itself."""
         if entry.kind == "sample":
-            return [f"post:{index}" for index in range(len(parcel.files))]
+            return [f"post:{index}" for index in range(len(artifact.files))]
         return ["post"]
 
-    def _next_part(self, entry: Entry, parcel: Parcel) -> str:
+    def _next_part(self, entry: Entry, artifact: Artifact) -> str:
         """The first part that has not arrived; empty when all have."""
-        return next((part for part in self._parts(entry, parcel) if not self._has_arrived(entry, parcel, part)), "")
+        return next((part for part in self._parts(entry, artifact) if not self._has_arrived(entry, artifact, part)), "")
 
-    def _has_arrived(self, entry: Entry, parcel: Parcel, part: str) -> bool:
+    def _has_arrived(self, entry: Entry, artifact: Artifact, part: str) -> bool:
         receipt = entry.parts.get(part)
         if receipt is None or not part.startswith("put:"):
             return receipt is not None
-        now = self._facts_of(entry, parcel, int(part[4:]))
+        now = self._facts_of(entry, artifact, int(part[4:]))
         return bool(receipt["sha256"] == now.sha256)  # else the file was replaced meanwhile
 
-    def _deliver_part(self, entry: Entry, parcel: Parcel, part: str) -> None:
+    def _deliver_part(self, entry: Entry, artifact: Artifact, part: str) -> None:
         if part.startswith("put:"):
-            self._put(entry, parcel, int(part[4:]))
+            self._put(entry, artifact, int(part[4:]))
         elif part.startswith("to:"):
-            self._targets[part[3:]].deliver(self._shipment(entry, parcel))
+            self._targets[part[3:]].deliver(self._shipment(entry, artifact))
             self._spool.note_part(entry, part, {})
         elif part == "post":
-            self._post_subject(entry, parcel)
+            self._post_subject(entry, artifact)
             self._spool.note_part(entry, part, {})
         elif part.startswith("post:"):
-            self._post_file(entry, parcel, int(part[5:]))
+            self._post_file(entry, artifact, int(part[5:]))
             self._spool.note_part(entry, part, {})
 
-    def _put(self, entry: Entry, parcel: Parcel, index: int) -> None:
-        file, facts = parcel.files[index], self._facts_of(entry, parcel, index)
-        name = remote_name(entry.step, file.name, final=parcel.final)
+    def _put(self, entry: Entry, artifact: Artifact, index: int) -> None:
+        file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
+        name = remote_name(entry.step, file.name, final=artifact.final)
         config = self._config
         url = file_url(config.file_store_url or "", config.owner, config.run_id, entry.kind, name)
         key = idempotency_key(config.run_id, "file", entry.step, name, facts.sha256 or "")
@@ -178,22 +178,22 @@ class Delivery:
             raise
         self._spool.note_part(entry, f"put:{index}", msgspec.to_builtins(uploaded))
 
-    def _post_subject(self, entry: Entry, parcel: Parcel) -> None:
-        facts, uploaded = self._subject(entry, parcel)
-        path = self._root / parcel.local_path
-        digest = facts.sha256 or self._facts_of(entry, parcel, len(parcel.files) - 1).sha256 or ""
-        name = f"final/{path.name}" if parcel.final else path.name
-        self._post_artifact(entry, parcel, path, facts, uploaded, digest, name)
+    def _post_subject(self, entry: Entry, artifact: Artifact) -> None:
+        facts, uploaded = self._subject(entry, artifact)
+        path = self._root / artifact.local_path
+        digest = facts.sha256 or self._facts_of(entry, artifact, len(artifact.files) - 1).sha256 or ""
+        name = f"final/{path.name}" if artifact.final else path.name
+        self._post_artifact(entry, artifact, path, facts, uploaded, digest, name)
 
-    def _post_file(self, entry: Entry, parcel: Parcel, index: int) -> None:
-        file, facts = parcel.files[index], self._facts_of(entry, parcel, index)
+    def _post_file(self, entry: Entry, artifact: Artifact, index: int) -> None:
+        file, facts = artifact.files[index], self._facts_of(entry, artifact, index)
         path = file.location(self._root)
-        self._post_artifact(entry, parcel, path, facts, self._uploaded(entry, index), facts.sha256 or "", file.name)
+        self._post_artifact(entry, artifact, path, facts, self._uploaded(entry, index), facts.sha256 or "", file.name)
 
     def _post_artifact(
         self,
         entry: Entry,
-        parcel: Parcel,
+        artifact: Artifact,
         path: Path,
         facts: FileFacts,
         uploaded: UploadedFile | None,
@@ -201,14 +201,14 @@ class Delivery:
         name: str,
     ) -> None:
         run_id = self._config.run_id
-        payload = artifact_payload(run_id, entry.kind, entry.step, str(path), facts, uploaded, final=parcel.final)
+        payload = artifact_payload(run_id, entry.kind, entry.step, str(path), facts, uploaded, final=artifact.final)
         self._post(entry, self._config.url_of(entry.kind), encode(payload), digest, name)
 
-    def _subject(self, entry: Entry, parcel: Parcel) -> tuple[FileFacts, UploadedFile | None]:
+    def _subject(self, entry: Entry, artifact: Artifact) -> tuple[FileFacts, UploadedFile | None]:
         """What the message describes: a file and what the store said of it, or a directory."""
-        if parcel.subject is None:
-            return FileFacts(parcel.subject_bytes, None), None
-        return self._facts_of(entry, parcel, parcel.subject), self._uploaded(entry, parcel.subject)
+        if artifact.subject is None:
+            return FileFacts(artifact.subject_bytes, None), None
+        return self._facts_of(entry, artifact, artifact.subject), self._uploaded(entry, artifact.subject)
 
     def _uploaded(self, entry: Entry, index: int) -> UploadedFile | None:
         receipt = entry.parts.get(f"put:{index}")
@@ -219,13 +219,13 @@ class Delivery:
             raise Refused(f"no URL is set for {entry.kind}")
         self._wire.post(url, body, idempotency_key(self._config.run_id, entry.kind, entry.step, name, digest))
 
-    def _shipment(self, entry: Entry, parcel: Parcel) -> Shipment:
-        title = "final" if parcel.final else f"step-{entry.step:08d}"
-        files = tuple((file.layout, file.location(self._root)) for file in parcel.files)
+    def _shipment(self, entry: Entry, artifact: Artifact) -> Shipment:
+        title = "final" if artifact.final else f"step-{entry.step:08d}"
+        files = tuple((file.layout, file.location(self._root)) for file in artifact.files)
         return Shipment(self._config.run_id, f"{entry.kind}s", title, files, self._interrupted)
 
-    def _facts_of(self, entry: Entry, parcel: Parcel, index: int) -> FileFacts:
-        path = parcel.files[index].location(self._root)
+    def _facts_of(self, entry: Entry, artifact: Artifact, index: int) -> FileFacts:
+        path = artifact.files[index].location(self._root)
         try:
             found = os.stat(path)
         except OSError as error:
@@ -236,36 +236,36 @@ class Delivery:
             known[cache_key] = facts_of(path)
         return known[cache_key]
 
-    def _is_superseded(self, entry: Entry, parcel: Parcel) -> bool:
+    def _is_superseded(self, entry: Entry, artifact: Artifact) -> bool:
         """Whether the files were replaced and a later entry delivers what is there now."""
-        if all(file.is_unchanged(self._root) for file in parcel.files):
+        if all(file.is_unchanged(self._root) for file in artifact.files):
             return False
         later = (other for other in self._spool.entries(entry.kind) if other.seq > entry.seq)
-        return any(other.body.get("local_path") == parcel.local_path for other in later)
+        return any(other.body.get("local_path") == artifact.local_path for other in later)
 
-    def _was_delivered(self, entry: Entry, parcel: Parcel) -> bool:
+    def _was_delivered(self, entry: Entry, artifact: Artifact) -> bool:
         """Whether exactly this was delivered before: a resumed run writes the same checkpoint again."""
-        receipt = self._spool.receipt(receipt_key(entry.kind, parcel.local_path))
+        receipt = self._spool.receipt(receipt_key(entry.kind, artifact.local_path))
         if receipt is None or entry.parts:
             return False
-        return bool(receipt["content"] == self._content_digest(entry, parcel))
+        return bool(receipt["content"] == self._content_digest(entry, artifact))
 
-    def _content_digest(self, entry: Entry, parcel: Parcel) -> str:
+    def _content_digest(self, entry: Entry, artifact: Artifact) -> str:
         sends_all = self._config.stores_files() or self._targets or entry.kind == "sample"
-        indices = range(len(parcel.files)) if sends_all else {parcel.subject or 0, len(parcel.files) - 1}
-        digests = [self._facts_of(entry, parcel, index).sha256 for index in sorted(indices)]
-        identity = [entry.step, parcel.final, digests, self._parts(entry, parcel)]
+        indices = range(len(artifact.files)) if sends_all else {artifact.subject or 0, len(artifact.files) - 1}
+        digests = [self._facts_of(entry, artifact, index).sha256 for index in sorted(indices)]
+        identity = [entry.step, artifact.final, digests, self._parts(entry, artifact)]
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
-    def _remember(self, entry: Entry, parcel: Parcel) -> None:
+    def _remember(self, entry: Entry, artifact: Artifact) -> None:
         """Under the name that the message tells, and under that of the record, which may be another one."""
-        content = self._content_digest(entry, parcel)
-        main = len(parcel.files) - 1
-        if parcel.main != parcel.local_path and parcel.files[main].layout == Path(parcel.main).name:
-            about_main = self._receipt_of(self._facts_of(entry, parcel, main), self._uploaded(entry, main), content)
-            self._spool.add_receipt(receipt_key(entry.kind, parcel.main), about_main)
-        about_subject = self._receipt_of(*self._subject(entry, parcel), content)
-        self._spool.add_receipt(receipt_key(entry.kind, parcel.local_path), about_subject)
+        content = self._content_digest(entry, artifact)
+        main = len(artifact.files) - 1
+        if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
+            about_main = self._receipt_of(self._facts_of(entry, artifact, main), self._uploaded(entry, main), content)
+            self._spool.add_receipt(receipt_key(entry.kind, artifact.main), about_main)
+        about_subject = self._receipt_of(*self._subject(entry, artifact), content)
+        self._spool.add_receipt(receipt_key(entry.kind, artifact.local_path), about_subject)
 
     @staticmethod
     def _receipt_of(facts: FileFacts, uploaded: UploadedFile | None, content: str) -> dict[str, Any]:
@@ -276,6 +276,6 @@ class Delivery:
             "size_bytes": facts.size_bytes,
         }
 
-    def _let_go(self, parcel: Parcel) -> None:
-        if parcel.held:
-            release(self._spool.directory, parcel.files[-1].location(self._root))
+    def _let_go(self, artifact: Artifact) -> None:
+        if artifact.held:
+            release(self._spool.directory, artifact.files[-1].location(self._root))

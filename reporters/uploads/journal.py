@@ -12,7 +12,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.safe_open import read_own
-from .parcel import Parcel, unpack
+from .artifact import Artifact, unpack
 from .payloads import Kind, UploadedFile
 
 __all__ = [
@@ -141,9 +141,9 @@ class Content:
 
 def fault_of(entry: Entry) -> str | None:
     """Why what an entry says cannot be used, whoever wrote it; None where it can."""
-    kind: Any = {"metrics": MetricsBody, "terminal": TerminalBody}.get(entry.kind, Parcel)
+    kind: Any = {"metrics": MetricsBody, "terminal": TerminalBody}.get(entry.kind, Artifact)
     try:
-        if kind is Parcel:
+        if kind is Artifact:
             unpack(entry.body)
         else:
             msgspec.convert(entry.body, kind)

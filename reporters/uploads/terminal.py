@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 from ...adapter.plumbing.retry import Refused, TryAgain, backoff_s
 from ...adapter.plumbing.urls import safe_url
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
-from .payloads import TerminalPayload, UploadedFile, idempotency_key
+from .payloads import TerminalPayload, UploadedFile, idempotency_key, terminal_payload
+from .spool import Spool
 
-__all__ = ["SETTLING_BACKOFF_CAP_S", "send_terminal", "terminal_key", "with_reference"]
+__all__ = ["SETTLING_BACKOFF_CAP_S", "enqueue_terminal", "note_acknowledged", "send_terminal", "with_reference"]
+
+log = logging.getLogger(__name__)
 
 SETTLING_BACKOFF_CAP_S = 5.0
 """Longest pause between tries while a run waits for its end."""
 SHORTEST_TRY_S = 0.05
 BEYOND_LIMIT_S = 0.2
-"""How much longer than the limit the thread is waited for, so that it can tell itself why it gave up."""
+"""How much longer than the limit the thread is waited for, so that it can say itself why it gave up."""
 
 
 def with_reference(payload: TerminalPayload, uploaded: UploadedFile | None) -> TerminalPayload:
@@ -35,32 +40,49 @@ def with_reference(payload: TerminalPayload, uploaded: UploadedFile | None) -> T
     )
 
 
-def terminal_key(run_id: str, payload: TerminalPayload) -> str:
-    """A run completes once, whichever attempt says so; each attempt may fail once."""
-    completed = payload.status == "completed"
-    digest = (payload.final_checkpoint_sha256 or "") if completed else f"attempt {payload.attempt}"
-    return idempotency_key(run_id, "terminal", payload.step, payload.status, digest)
+def enqueue_terminal(spool: Spool, run_id: str, payload: TerminalPayload) -> Entry | None:
+    """Put a terminal message into the spool in place of an older one; None where it was acknowledged before.
+
+    Where the disk does not take the message, it is sent from memory.
+    """
+    key = _terminal_key(run_id, payload)
+    if spool.receipt(key) is not None:
+        return None
+    for stale in spool.entries("terminal"):
+        spool.remove(stale)
+    body: dict[str, Any] = {"payload": terminal_payload(run_id, payload), "key": key}
+    entry = spool.add("terminal", payload.step, body)
+    spool.sync()
+    _log_disk_refusal(spool, "the terminal message is not on disk")
+    return entry
+
+
+def note_acknowledged(spool: Spool, entry: Entry) -> None:
+    """Remember that `entry` arrived, so that no process sends it again."""
+    spool.add_receipt(entry.body["key"], {"step": entry.step})
+    spool.remove(entry)
+    _log_disk_refusal(spool, "the acknowledged terminal message could not be noted")
 
 
 def send_terminal(
     entry: Entry, limit_s: float, delivery: Delivery, config: UploadConfig, closing: threading.Event
 ) -> TryAgain | Refused | None:
-    """Try until it is acknowledged (None), refused, or no time is left for another try.
+    """Try until the message is acknowledged (None), refused, or no time is left for another try.
 
-    The exchange takes place in a thread that is left behind at the limit: a server that sends a byte now and then, or a
-    name server that does not answer, is heard of by no timeout of a connection. A signal is heeded meanwhile.
+    The exchange takes place in a thread that is abandoned at the limit: no timeout of a connection catches a server
+    that sends a byte now and then, or a name server that does not answer. The calling thread still handles signals.
     """
-    told: queue.SimpleQueue[TryAgain | Refused | None] = queue.SimpleQueue()
+    outcome: queue.SimpleQueue[TryAgain | Refused | None] = queue.SimpleQueue()
 
     def exchange() -> None:
         try:
-            told.put(_send_until(entry, limit_s, delivery, config, closing))
-        except Exception as error:  # noqa: BLE001 - whoever waits hears of it
-            told.put(TryAgain(f"unexpected {type(error).__name__}"))
+            outcome.put(_send_until(entry, limit_s, delivery, config, closing))
+        except Exception as error:  # noqa: BLE001 - the waiting thread gets it
+            outcome.put(TryAgain(f"unexpected {type(error).__name__}"))
 
     threading.Thread(target=exchange, name="genlight-terminal", daemon=True).start()
     try:
-        return told.get(timeout=max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
+        return outcome.get(timeout=max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
     except queue.Empty:
         return TryAgain(f"{safe_url(config.terminal_url or '')} did not answer within {limit_s:g} s")
 
@@ -84,3 +106,16 @@ def _send_until(
             closing.wait(pause)
         else:
             return None
+
+
+def _terminal_key(run_id: str, payload: TerminalPayload) -> str:
+    """A run completes once, whichever attempt says so; each attempt may fail once."""
+    completed = payload.status == "completed"
+    digest = (payload.final_checkpoint_sha256 or "") if completed else f"attempt {payload.attempt}"
+    return idempotency_key(run_id, "terminal", payload.step, payload.status, digest)
+
+
+def _log_disk_refusal(spool: Spool, what: str) -> None:
+    refusal = spool.catch_up()
+    if refusal is not None:
+        log.error("%s, the spool cannot be written: %s", what, refusal.strerror)

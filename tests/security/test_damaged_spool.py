@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import UploadConfig
+from genlight.reporters.uploads.artifact import pack
 from genlight.reporters.uploads.journal import DESCRIPTION, JOURNAL
-from genlight.reporters.uploads.leftovers import claim, look_through
-from genlight.reporters.uploads.parcel import pack
-from genlight.reporters.uploads.spool import Spool
+from genlight.reporters.uploads.spool import Spool, claim, look_through
 
 URL = "http://127.0.0.1:9"
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from genlight.adapter.cli import uploads as command
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
+from genlight.reporters.uploads.artifact import files_outside, unpack
 from genlight.reporters.uploads.hard_links import hold, release, release_others
 from genlight.reporters.uploads.journal import Entry, Line, fault_of, read_content, read_description, read_journal
-from genlight.reporters.uploads.parcel import strays, unpack
 from genlight.reporters.uploads.targets import Shipment, open_target
 
 NOWHERE = "http://127.0.0.1:9"
@@ -216,9 +216,9 @@ def test_whatever_an_entry_says_is_used_or_named(tmp_path, kind, body, parts):
     fault = fault_of(entry)
     assert fault is None or isinstance(fault, str)
     if fault is None and kind in ("sample", "checkpoint"):
-        parcel = unpack(body)
-        strays(parcel, tmp_path, ())
-        assert all(".." not in file.layout.split("/") for file in parcel.files)
+        artifact = unpack(body)
+        files_outside(artifact, tmp_path, ())
+        assert all(".." not in file.layout.split("/") for file in artifact.files)
 
 
 @given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))

@@ -125,9 +125,9 @@ def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, who
         (b"eggs\nmilk\n", "is not a JSON object"),
         (b'["a"]\n', "is not a JSON object"),
         (b'{"a":"\xff"}\n', "is not a JSON object"),
-        (b'{"event":"heartbeat"}\n', "is no event log of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "is no event log of trainer_event.v1"),
-        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "is no event log of trainer_event.v1"),
+        (b'{"event":"heartbeat"}\n', "is not an event log of trainer_event.v1"),
+        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "is not an event log of trainer_event.v1"),
+        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "is not an event log of trainer_event.v1"),
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused_and_left_as_it_was(path, content, message):

@@ -341,7 +341,7 @@ def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
     uploader.enqueue_checkpoint(record, files, step=1)
     wait_until(lambda: chaos.requests("/api/"))
     uploader.close()
-    assert not uploader._thread.is_alive()
+    assert not uploader.is_delivering
     assert chaos.files() == {}
     assert uploader_for(chaos).settle().ok
     assert len(chaos.files()["step-00000001-model.safetensors"]) == 40 << 20

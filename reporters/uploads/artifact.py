@@ -13,11 +13,11 @@ import msgspec
 from ...adapter.contract.exceptions import UploadError
 from .payloads import Kind
 
-__all__ = ["Parcel", "ParcelFile", "files_in", "pack", "stored_path", "strays", "unpack"]
+__all__ = ["Artifact", "ArtifactFile", "files_in", "pack", "stored_path", "files_outside", "unpack"]
 
 
 @dataclass(frozen=True)
-class ParcelFile:
+class ArtifactFile:
     """One file of an artifact."""
 
     path: str
@@ -43,12 +43,12 @@ class ParcelFile:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Artifact:
     """What one upload consists of; the file that makes the others count (a checkpoint's record) comes last."""
 
     local_path: str
     """The path that is reported (relative to the run's folder where it is inside)."""
-    files: tuple[ParcelFile, ...]
+    files: tuple[ArtifactFile, ...]
     subject: int | None
     """Index of the file that the message describes; None where it is a directory."""
     subject_bytes: int
@@ -60,38 +60,38 @@ class Parcel:
     """Whether the files are links of ours, which go away with the entry."""
 
     def body(self) -> dict[str, Any]:
-        """The parcel as plain data."""
+        """The artifact as plain data."""
         built: dict[str, Any] = msgspec.to_builtins(self)
         return built
 
 
-def unpack(body: dict[str, Any]) -> Parcel:
-    """The parcel that `Parcel.body` described.
+def unpack(body: dict[str, Any]) -> Artifact:
+    """The artifact that `Artifact.body` described.
 
     Raises:
         UploadError: It is malformed, or its layout leads out of the folder that it is put into.
     """
     try:
-        parcel = msgspec.convert(body, Parcel)
+        artifact = msgspec.convert(body, Artifact)
     except msgspec.ValidationError as error:
         raise UploadError(f"what waits is malformed: {error}") from None
-    if not parcel.files or not (parcel.subject is None or 0 <= parcel.subject < len(parcel.files)):
+    if not artifact.files or not (artifact.subject is None or 0 <= artifact.subject < len(artifact.files)):
         raise UploadError("what waits is malformed: it does not say which file it is about")
-    for file in parcel.files:
+    for file in artifact.files:
         if not _is_inside(file.layout):
             raise UploadError(f"what waits is malformed: its layout {file.layout!r} leads out of its folder")
         if "\0" in file.path:
             raise UploadError(f"what waits is malformed: {file.path!r} is not a path")
-    return parcel
+    return artifact
 
 
-def strays(parcel: Parcel, root: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The files of a parcel that lie neither in the run's folder at `root` nor in one of `roots`, links followed.
+def files_outside(artifact: Artifact, root: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The files of an artifact that lie neither in the run's folder at `root` nor in one of `roots`, links followed.
 
     A journal may have come with a folder from elsewhere. What it names there must not leave this machine.
     """
     allowed = [os.path.realpath(folder) for folder in (root, *roots)]
-    places = {file.path: Path(os.path.realpath(file.location(root))) for file in parcel.files}
+    places = {file.path: Path(os.path.realpath(file.location(root))) for file in artifact.files}
     return [path for path, place in places.items() if not any(place.is_relative_to(folder) for folder in allowed)]
 
 
@@ -111,7 +111,7 @@ def pack(
     final: bool = False,
     main_reported: str | None = None,
     held: bool = False,
-) -> Parcel:
+) -> Artifact:
     """Look at the files of an artifact and put them in order.
 
     Args:
@@ -137,7 +137,7 @@ def pack(
     subject = None if subject_path.is_dir() else ordered.index(subject_path)
     local_path = stored_path(subject_path if reported is None else reported, root)
     named_main = stored_path(main_path if main_reported is None else main_reported, root)
-    return Parcel(local_path, packed, subject, size, named_main, final, held)
+    return Artifact(local_path, packed, subject, size, named_main, final, held)
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
@@ -166,14 +166,14 @@ def files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
         yield from (Path(top, name) for name in sorted(names))
 
 
-def _look_at(path: Path, root: Path, main: Path, kind: Kind) -> ParcelFile:
+def _look_at(path: Path, root: Path, main: Path, kind: Kind) -> ArtifactFile:
     try:
         found = os.stat(path)
     except OSError as error:
         raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
     beside = path.relative_to(main.parent) if path.is_relative_to(main.parent) else Path(path.name)
     name = _name_within(beside, main, kind)
-    return ParcelFile(stored_path(path, root), name, beside.as_posix(), found.st_size, found.st_mtime_ns)
+    return ArtifactFile(stored_path(path, root), name, beside.as_posix(), found.st_size, found.st_mtime_ns)
 
 
 def _name_within(beside: Path, main: Path, kind: Kind) -> str:
@@ -187,7 +187,7 @@ def _name_within(beside: Path, main: Path, kind: Kind) -> str:
     return Path(*beside.parts[1:]).as_posix() if is_own_folder and kind == "checkpoint" else beside.as_posix()
 
 
-def _refuse_same_names(files: Sequence[ParcelFile]) -> None:
+def _refuse_same_names(files: Sequence[ArtifactFile]) -> None:
     taken: dict[str, str] = {}
     for file in files:
         other = taken.setdefault(file.name.replace("/", "_"), file.path)

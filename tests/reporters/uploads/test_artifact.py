@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
+from genlight.reporters.uploads.artifact import pack, unpack
 from genlight.reporters.uploads.hard_links import HELD_DIRECTORY, hold, release, release_others
-from genlight.reporters.uploads.parcel import pack, unpack
 
 
 @pytest.fixture
@@ -22,37 +22,37 @@ def run(tmp_path):
     return write
 
 
-def names(parcel):
-    return [(file.name, file.layout) for file in parcel.files]
+def names(artifact):
+    return [(file.name, file.layout) for file in artifact.files]
 
 
 def test_names_are_those_within_the_checkpoints_folder_and_the_record_is_last(run):
     root = run("c/final.json", "c/final~1/model.bin", "c/final~1/trainer/lora.bin")
-    parcel = pack(root, root / "c/final.json", [root / "c/final~1"])
-    assert names(parcel) == [
+    artifact = pack(root, root / "c/final.json", [root / "c/final~1"])
+    assert names(artifact) == [
         ("model.bin", "final~1/model.bin"),
         ("trainer/lora.bin", "final~1/trainer/lora.bin"),
         ("final.json", "final.json"),
     ]
-    assert parcel.subject == 2
-    assert unpack(parcel.body()) == parcel
+    assert artifact.subject == 2
+    assert unpack(artifact.body()) == artifact
 
 
 def test_a_checkpoint_that_is_a_folder_has_its_files_and_no_single_subject(run):
     root = run("c/epoch=1.ckpt/a/b", "c/epoch=1.ckpt/meta")
-    parcel = pack(root, root / "c/epoch=1.ckpt", [])
-    assert [name for name, _ in names(parcel)] == ["meta", "a/b"]
-    assert (parcel.subject, parcel.local_path) == (None, "c/epoch=1.ckpt")
+    artifact = pack(root, root / "c/epoch=1.ckpt", [])
+    assert [name for name, _ in names(artifact)] == ["meta", "a/b"]
+    assert (artifact.subject, artifact.local_path) == (None, "c/epoch=1.ckpt")
 
 
 def test_a_file_from_elsewhere_keeps_its_own_name_and_its_absolute_path(run, tmp_path_factory):
     root = run("c/step.json")
     other = tmp_path_factory.mktemp("other") / "extra.bin"
     other.touch()
-    parcel = pack(root, root / "c/step.json", [], primary=other)
-    assert (parcel.files[0].path, parcel.files[0].name) == (str(other), "extra.bin")
-    assert parcel.local_path == str(other)
-    assert parcel.files[parcel.subject].path == str(other)
+    artifact = pack(root, root / "c/step.json", [], primary=other)
+    assert (artifact.files[0].path, artifact.files[0].name) == (str(other), "extra.bin")
+    assert artifact.local_path == str(other)
+    assert artifact.files[artifact.subject].path == str(other)
 
 
 def test_two_files_of_one_name_in_the_store_are_refused(run):
