@@ -41,8 +41,13 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from . import autograd_patch as interception
-from . import shard_writes, sharded_values
-from .fsdp_errors import about_sharded_update, about_sharding, without_collectives
+from .fsdp import values as sharded_values
+from .fsdp import writes as shard_writes
+from .fsdp.errors import about_sharded_update, about_sharding, without_collectives
+from .fsdp.gradients import ShardGradients
+from .fsdp.layout import with_inner_optimizers
+from .fsdp.rank_agreement import RankAgreement
+from .fsdp.units import units_of
 from .gradient_sync import (
     BufferSync,
     GradientSync,
@@ -53,11 +58,7 @@ from .gradient_sync import (
 from .lazy_sync import Accumulation
 from .lightning_hooks import StepHooks, step_hooks
 from .precision import AutocastOff, StepPrecision, about_types, cast_inputs, step_precision
-from .rank_agreement import RankAgreement
 from .rank_points import Point, Why, users_line
-from .shard_gradients import ShardGradients
-from .shard_layout import with_inner_optimizers
-from .shard_units import units_of
 from .unscaling import Unscaling
 
 __all__ = ["StepRouter", "step_router"]
