@@ -38,7 +38,8 @@ from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.fsdp.sharding import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
 from ..gradients.precision import contract_dtype
-from ..gradients.router import StepRouter, step_router
+from ..gradients.router import StepRouter
+from ..gradients.set_up import step_router
 from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
 from .deferred_optimizers import put_back_what_fits, restore_set_aside, set_aside
 from .evaluation import host_evaluation
