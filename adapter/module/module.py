@@ -36,9 +36,10 @@ from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
-from ..gradients.fsdp import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
+from ..gradients.fsdp.sharding import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
 from ..gradients.precision import contract_dtype
-from ..gradients.router import StepRouter, step_router
+from ..gradients.router import StepRouter
+from ..gradients.set_up import step_router
 from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
 from .deferred_optimizers import put_back_what_fits, restore_set_aside, set_aside
 from .evaluation import host_evaluation
@@ -74,7 +75,7 @@ class ContractModule(pl.LightningModule):
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
-            of named classes (``Block``), or those that a callable picks; see `genlight.adapter.gradients.fsdp`.
+            of named classes (``Block``), or those that a callable picks; see `gradients.fsdp.sharding.ShardPolicy`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:

@@ -19,7 +19,8 @@ from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.lightning_hooks import StepHooks, step_hooks
 from genlight.adapter.gradients.precision import step_precision
-from genlight.adapter.gradients.router import StepRouter, step_router
+from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.set_up import step_router
 
 PATCHED = (
     (torch.Tensor, "backward"),

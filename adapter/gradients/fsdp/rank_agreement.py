@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..contract.exceptions import ContractError
+from ...contract.exceptions import ContractError
 
 __all__ = ["RankAgreement"]
 

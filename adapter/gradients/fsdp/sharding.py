@@ -21,17 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
-from ...callbacks.checkpoint.sharded.boxes import sharded_like
-from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
-from ...callbacks.checkpoint.sharded.strategy import save_through_plugin
-from ..contract.exceptions import ContractError
-from ..discovery.discover import Discovered, Found
-from ..discovery.parameter_aliases import Alias
-from . import shard_writes
-from .gradient_sync import broadcast_from_zero
-from .shard_hooks import adopt_hooks
-from .shard_layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
-from .shard_units import govern
+from ....callbacks.checkpoint.sharded.boxes import sharded_like
+from ....callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
+from ....callbacks.checkpoint.sharded.strategy import save_through_plugin
+from ...contract.exceptions import ContractError
+from ...discovery.discover import Discovered, Found
+from ...discovery.parameter_aliases import Alias
+from ..gradient_sync import broadcast_from_zero
+from . import writes as shard_writes
+from .hooks import adopt_hooks
+from .layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
+from .units import govern
 
 __all__ = ["ShardPolicy", "shard", "shard_copies", "shard_for", "whole_metrics", "whole_payload"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
-from ...callbacks.checkpoint.sharded.lazy_tensor import WholeTensor
+from ....callbacks.checkpoint.sharded.boxes import Box, slice_of
+from ....callbacks.checkpoint.sharded.lazy_tensor import WholeTensor
 
 __all__ = ["changed", "changes", "count", "gave", "settle", "settle_all"]
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...callbacks.checkpoint.sharded.boxes import sharded_like
-from ..contract.exceptions import ContractError
-from . import shard_hooks, shard_writes
+from ....callbacks.checkpoint.sharded.boxes import sharded_like
+from ...contract.exceptions import ContractError
+from . import hooks as shard_hooks
+from . import writes as shard_writes
 
 __all__ = ["hold", "number", "release"]
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import sharded_values
-from genlight.adapter.gradients.fsdp import shard, whole_metrics
+from genlight.adapter.gradients.fsdp import values as sharded_values
+from genlight.adapter.gradients.fsdp.sharding import shard, whole_metrics
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..contract.exceptions import ContractError
-from . import shard_hooks
-from .shard_units import ShardUnit
+from ...contract.exceptions import ContractError
+from . import hooks as shard_hooks
+from .units import ShardUnit
 
 __all__ = ["ShardGradients"]
 

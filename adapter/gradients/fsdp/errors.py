@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..contract.exceptions import ContractError
+from ...contract.exceptions import ContractError
 
 __all__ = ["about_sharded_update", "about_sharding", "without_collectives"]
 

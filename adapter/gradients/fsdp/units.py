@@ -24,9 +24,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import set_requires_grad_if_needed
 from torch.distributed.tensor import DTensor
 
-from ...callbacks.checkpoint.sharded.boxes import Box, slice_of
-from ..contract.exceptions import ContractError
-from . import shard_hooks, shard_writes
+from ....callbacks.checkpoint.sharded.boxes import Box, slice_of
+from ...contract.exceptions import ContractError
+from . import hooks as shard_hooks
+from . import writes as shard_writes
 
 __all__ = ["ShardUnit", "govern", "units_of"]
 

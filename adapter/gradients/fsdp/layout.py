@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..discovery.discover import Discovered, Found, walk
-from ..discovery.parameter_aliases import Alias, aliases
+from ...discovery.discover import Discovered, Found, walk
+from ...discovery.parameter_aliases import Alias, aliases
 
 __all__ = ["Together", "copies", "ordered_hooks", "places", "sharded_together", "with_inner_optimizers"]
 

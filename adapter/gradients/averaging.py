@@ -1,0 +1,163 @@
+"""When, in a step on several ranks, gradients are averaged: before anything reads or uses them.
+
+`gradient_sync` says how they are averaged, and `lazy_sync` how a read is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .gradient_sync import BufferSync, GradientSync, average_scalar
+from .lazy_sync import Accumulation
+from .rank_points import Point, Why, users_line
+
+__all__ = ["Averaging"]
+
+
+class Averaging:
+    """Averages the gradients of the ranks around what the trainer does in a step.
+
+    Args:
+        gradients: Averages them.
+        buffers: Gives all ranks the buffers of rank 0 at the end of a step; None where there are none.
+        optimizers: Ids of the optimizers whose gradients are averaged.
+        parameters: Ids of the modules' parameters.
+        at_once: Whether to average after each backward call, rather than when somebody looks.
+        averaged: Called each time gradients were averaged.
+        completed_steps: How many steps the run has behind it, for messages.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientSync,
+        buffers: BufferSync | None,
+        *,
+        optimizers: Collection[int],
+        parameters: Collection[int],
+        at_once: bool,
+        averaged: Callable[[], None],
+        completed_steps: Callable[[], int],
+    ) -> None:
+        self._gradients = gradients
+        self.group = gradients.group
+        self._buffers = buffers or None
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._call_averaged = averaged
+        self._completed_steps = completed_steps
+        self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle)
+        self._updates = 0
+        self._last_update = ""
+        self._may_be_written = False
+        """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
+        self._averaged: set[int] = set()
+        """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
+        self._was_averaged = False
+        """Whether this step has averaged gradients."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._was_averaged = False
+        if self._accumulation is not None:
+            self._accumulation.begin()
+
+    def end(self) -> None:
+        """A step ends: average what it has left, and find out about ranks that averaged nothing while others did."""
+        if self._accumulation is not None:
+            self._accumulation.end()
+        if not self._was_averaged:
+            self._gradients.take_no_part(self._point(Why.NOTHING))
+        if self._buffers is not None:
+            self._buffers()
+
+    def abandon(self) -> None:
+        """The step failed: the other ranks may not come this far, where a collective would hang."""
+        if self._accumulation is not None:
+            self._accumulation.abandon()
+
+    def before_collective(self, name: str) -> None:
+        """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
+        if self._accumulation is not None:
+            self._accumulation.settle(Why.COLLECTIVE, name)
+
+    def before_backward(self) -> None:
+        """A backward call begins."""
+        if self._accumulation is not None:
+            self._accumulation.before_backward()
+
+    def leave_backward(self) -> None:
+        """A backward call is over, or has raised; the trainer may go on."""
+        if self._accumulation is not None:
+            self._accumulation.leave_backward()
+
+    def after_backward(self) -> None:
+        """A backward call has ended."""
+        if self._accumulation is not None:
+            self._accumulation.after_backward()
+        else:
+            self._settle(0, Why.BACKWARD)
+
+    def before_grad(self, inputs: Any) -> None:
+        """``torch.autograd.grad`` is about to differentiate by `inputs`; the trainer may write what it gives."""
+        if any(self._may_be_parameter(tensor) for tensor in inputs):
+            self._may_be_written = True
+            if self._accumulation is not None:
+                self._accumulation.expect_writes()
+
+    def after_grad(self, inputs: Any, result: Any) -> Any:
+        """What ``torch.autograd.grad`` gave for tensors that no optimizer updates: nothing tells when they are used."""
+        by_hand = self._gradients.by_hand
+        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in by_hand}
+        if not given:
+            return result
+        new = self._gradients.average_given(given, self._point(Why.AUTOGRAD_GRAD))
+        self._was_averaged = True
+        return tuple(new.get(id(p), g) for p, g in zip(inputs, result, strict=True))
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        first = next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
+        if self._accumulation is not None:
+            self._accumulation.before_update(first)
+        if self._may_be_written or id(optimizer) not in self._averaged:
+            self._settle(0, Why.UPDATE, first)
+        self._may_be_written = False
+        self._averaged.discard(id(optimizer))
+        if id(optimizer) in self._gradients.shared:
+            self._updates += 1
+            self._last_update = users_line()
+
+    def resume(self) -> None:
+        """The trainer's own code goes on after an update, or in a closure of one."""
+        if self._accumulation is not None:
+            self._accumulation.resume()
+
+    def of_loss(self, loss: Any, device: torch.device) -> Any:
+        """The mean of a closure's loss over the ranks: a line search decides by it, and must do so alike on all."""
+        return average_scalar(loss, device, self._gradients.group)
+
+    def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
+        """Make the gradients those of all ranks."""
+        self._gradients(self._point(why, ordinal, what))
+        self._averaged = set(self._optimizers)
+        self._was_averaged = True
+        if why is Why.UPDATE:
+            self._may_be_written = False
+        self._call_averaged()
+
+    def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
+        """Where this rank is now."""
+        where = "" if why in (Why.END_OF_STEP, Why.NOTHING) else users_line()
+        step = self._completed_steps() + 1
+        return Point(why, step, ordinal, self._updates, what, where, self._last_update)
+
+    def _may_be_parameter(self, tensor: Any) -> bool:
+        """Whether a gradient by `tensor` may be one of a parameter: torch.func differentiates by stand-ins of them."""
+        if id(tensor) in self._parameters:
+            return True
+        return isinstance(tensor, Tensor) and bool(torch._C._functorch.is_gradtrackingtensor(tensor))

@@ -1,0 +1,177 @@
+"""What a training step does beside the trainer's own code, where modules are sharded.
+
+Ranks agree on each call that talks to the others, weights that were gathered are given up before they change, and
+parameters that only some ranks used get their gradients from all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...contract.exceptions import ContractError
+from ...discovery.discover import Discovered
+from . import values as sharded_values
+from . import writes as shard_writes
+from .errors import about_sharding, without_collectives
+from .gradients import ShardGradients
+from .rank_agreement import RankAgreement
+from .units import units_of
+
+__all__ = ["ShardedStep", "fsdp_modules"]
+
+
+def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
+    """The modules that FSDP 2 shards, among those that the trainer built and their submodules."""
+    return [m for found in discovered.modules for m in found.value.modules() if isinstance(m, FSDPModule)]
+
+
+class ShardedStep:
+    """The part of a step that only sharded modules need; false where nothing is sharded.
+
+    Args:
+        discovered: What the trainer built.
+        optimizers: All optimizers, those inside of others included.
+        scale_factors: What gradients are scaled by in the running backward call, and the inverse; None where they are
+            not scaled.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        optimizers: Sequence[Optimizer],
+        scale_factors: Callable[[], tuple[Tensor, Tensor] | None],
+    ) -> None:
+        self._modules = fsdp_modules(discovered)
+        self._units = units_of(found.value for found in discovered.modules)
+        self._scale_factors = scale_factors
+        self.optimizers = [
+            optimizer
+            for optimizer in optimizers
+            if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+        ]
+        """The optimizers that update sharded parameters."""
+        self._agreement: RankAgreement | None = None
+        self._gradients: ShardGradients | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._modules or self._units or self.optimizers)
+
+    def agree(self, what: str) -> None:
+        """Go on together with the other ranks, which are about to do `what` too.
+
+        Raises:
+            ContractError: They are not; says which rank does what.
+        """
+        if self._agreement is not None:
+            self._agreement(what)
+
+    def open(self, *, several_ranks: bool, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Training begins, with the modules where they will be.
+
+        Args:
+            several_ranks: Whether there are others to agree with.
+            group: These ranks; None means all.
+            device: Where messages between them are.
+        """
+        if self._units and several_ranks:
+            self._agreement = RankAgreement(group, device)
+            self._gradients = ShardGradients(self._units, group, device)
+        for unit in self._units:
+            unit.begin_training(self._touched)
+            unit.scale = self._scale_factors
+            unit.agree = self.agree
+        if self._modules:
+            sharded_values.hold(self, self.agree)
+            sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
+
+    def close(self) -> None:
+        """Training is over; operations on sharded tensors are torch's own again."""
+        if self._modules:
+            sharded_values.release(self)
+
+    def begin(self, step: int) -> None:
+        """A step begins; its number is equal on all ranks."""
+        for unit in self._units:
+            unit.begin_step()
+        if self._agreement is not None:
+            self._agreement.begin_step(step)
+
+    def end(self, *, failed: bool) -> None:
+        """A step ends. After a failure the other ranks may not come this far, so nothing is agreed on with them."""
+        if self._units and not failed:
+            self.agree("end the step")
+            self.give_up_gathered()
+        if self._agreement is not None:
+            self._agreement.end_step()
+
+    def before_backward(self) -> None:
+        """A backward call begins."""
+        if self._gradients is not None:
+            self.agree("call backward")
+            self._gradients.begin()
+
+    def abandon_backward(self) -> None:
+        """The backward call failed."""
+        if self._gradients is not None:
+            self._gradients.abandon()
+
+    def after_backward(self) -> None:
+        """The backward call has ended: gradients are those of all ranks when this returns."""
+        if self._gradients is not None:
+            self._gradients.end()
+
+    def call_hooks(self) -> None:
+        """Call what the trainer registered for after the accumulation of a gradient."""
+        if self._gradients is not None:
+            self._gradients.call_hooks()
+
+    @contextlib.contextmanager
+    def differentiating(self, *, again: bool) -> Iterator[None]:
+        """Around a call of ``torch.autograd.grad``.
+
+        Args:
+            again: Whether its result is differentiated again (a gradient penalty). Weights stay whole until then: the
+                second backward reads them through no hook that could gather them.
+        """
+        kept = self._modules if again else []
+        for module in kept:
+            module.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            for module in kept:
+                module.set_reshard_after_backward(True)
+            for unit in self._units:
+                unit.show_shards()
+
+    def updating(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
+        if not self._units:
+            return contextlib.nullcontext()
+        self.agree(f"update by {type(optimizer).__name__}")
+        self.give_up_gathered()
+        if optimizer not in self.optimizers:
+            return contextlib.nullcontext()
+        return without_collectives(f"{type(optimizer).__name__}.step()", self.agree)
+
+    def give_up_gathered(self) -> None:
+        """Sharded weights are about to change: what is gathered of them is stale then."""
+        shard_writes.settle_all()
+        for unit in self._units:
+            unit.give_up()
+
+    def explained(self, error: BaseException) -> ContractError | None:
+        """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
+        return about_sharding(error) if self._modules else None
+
+    def _touched(self, shard: DTensor) -> None:
+        if self._gradients is not None:
+            self._gradients.touch(shard)

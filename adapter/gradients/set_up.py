@@ -1,0 +1,63 @@
+"""What a run needs of this folder: equal ranks, their inputs in the weights' type, and a router or none."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from ..discovery.discover import Discovered, check_devices
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .fsdp.step import fsdp_modules
+from .gradient_sync import BufferSync, GradientSync, broadcast_from_zero, check_same_on_all_ranks
+from .lightning_hooks import step_hooks
+from .precision import cast_inputs, step_precision
+from .router import StepRouter
+
+__all__ = ["step_router"]
+
+
+def step_router(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    discovered: Discovered,
+    rank_local: RankLocal = EVERYTHING_SHARED,
+) -> StepRouter | None:
+    """The router that this run needs, or None where plain torch does the same.
+
+    To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
+    gives every rank the weights of rank 0.
+
+    Raises:
+        ContractError: The ranks built different things, something is on another device than this rank's, or the
+            precision cannot host the trainer.
+    """
+    check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
+    precision = step_precision(trainer.precision_plugin, discovered)
+    hooks = step_hooks(trainer, module)
+    gradients, buffers = None, None
+    if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
+        group = _data_parallel_group(trainer)
+        check_same_on_all_ranks(discovered, group, rank_local)
+        broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        gradients = GradientSync(discovered, group, rank_local)
+        buffers = BufferSync(discovered, group, rank_local)
+    if precision.cast_inputs_to is not None:
+        cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
+    if precision.context is None and gradients is None and not hooks and not fsdp_modules(discovered):
+        return None
+    return StepRouter(
+        discovered,
+        trainer.strategy.root_device,
+        precision=precision,
+        hooks=hooks,
+        gradients=gradients,
+        buffers=buffers,
+        completed_steps=lambda: trainer.global_step,
+    )
+
+
+def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        return trainer.strategy.device_mesh["data_parallel"].get_group()
+    return None
