@@ -148,7 +148,10 @@ class GenlightCLI(LightningCLI):
         if settings["resume"] == "auto":
             self._refuse_to_train_on_an_older_end()
             if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
-                log.warning("no checkpoint in %s is whole: starting at step 0", directory)
+                raise _UnusableConfigurationError(
+                    f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with `--resume never`, "
+                    "which replaces them, or choose another `dirpath`."
+                )
         elif settings["resume"] is None and directory is not None and checkpoint_files(directory):
             raise _UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "

@@ -105,7 +105,7 @@ def resolve_run_config(
         overrides: ``key.sub=value`` each, as ``--set`` gives them. Their paths are relative to the working directory.
         environ: The environment; None takes the process's own.
         default_artifacts_dir: Where artifacts go if nothing else says so; ``{run_id}`` stands for the run's folder
-            name. None means ``runs/{run_id}`` for a spec given by path and ``/tmp/training`` for a pure environment.
+            name. None means ``runs/{run_id}`` beside a spec given by path, ``/tmp/training`` for a pure environment.
 
     Raises:
         StartupContractError: With every fault, under the code of the first documented one.

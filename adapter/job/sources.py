@@ -235,7 +235,9 @@ def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None
 
 def artifact_paths(reading: Settings, template: str, run_id: str) -> dict[str, Path]:
     """Where artifacts go, by the name of the `RunConfig` field."""
-    default = Path(os.path.abspath(template.replace("{run_id}", folder_name(run_id))))
+    # As every relative path of a job: else the same job, started from another folder, would begin anew there.
+    base = reading.spec_dir if template == FILE_ARTIFACTS_DIR else Path.cwd()
+    default = Path(os.path.abspath(base / template.replace("{run_id}", folder_name(run_id))))
     root = reading.path("artifacts_dir") or default
     paths = {"artifacts_dir": root}
     for name in ("checkpoints", "samples", "metrics"):

@@ -16,7 +16,7 @@ from ...callbacks.checkpoint.format.layout import is_record_of_callback, record_
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.format.verification import verify
 from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_checkpoints
-from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
 from ..job.identity import differing_fields
@@ -50,7 +50,7 @@ def decide_start(config: RunConfig, *, resume_checkpoint: Path | None = None, al
 
     Raises:
         StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints that this run must not
-            touch, or of another spec.
+            touch, or of another spec, or none that is whole.
         InputError: The named checkpoint is missing or broken, or one cannot be read.
     """
     named = resume_checkpoint or config.resume_checkpoint_path
@@ -76,7 +76,12 @@ def _start(config: RunConfig, allow_changed: bool) -> Start:
     if record is not None:
         _check_is_ours(record, config, allow_changed)
     elif warnings:
-        warnings.append(f"no checkpoint in {config.checkpoints_dir} is whole: starting at step 0")
+        broken = "; ".join(warning.removesuffix(FALLS_BACK) for warning in warnings)
+        raise StartupContractError(
+            IN_USE,
+            f"no checkpoint in {str(config.checkpoints_dir)!r} is whole: {broken}. Restore one, or move them aside "
+            "and start at step 0 with `genlight run --fresh`.",
+        )
     return Start(record, warnings=tuple(warnings))
 
 

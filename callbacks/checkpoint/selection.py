@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 MOST_WARNINGS = 10
 """How many broken checkpoints are told of one by one."""
 
+FALLS_BACK = "; falling back to the one before it"
+"""How the warning of a broken checkpoint ends."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -92,7 +95,7 @@ def newest_valid(
             verify_files(listed.record)
             check_contents(listed.record)
         except BrokenCheckpointError as error:
-            warnings.append(f"{error}; falling back to the one before it")
+            warnings.append(f"{error}{FALLS_BACK}")
             continue
         return listed.record, _few(warnings, directory)
     _tell_of_foreign(directory, {listed.path.name for listed in checkpoints})

@@ -414,8 +414,11 @@ def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genligh
     caplog.clear()
     for record in (tmp_path / "c").glob("*.json"):
         record.write_text("{")
-    assert genlight("fit", "--resume", "auto", **works)[0] == 0
-    assert "no checkpoint in c is whole: starting at step 0" in caplog.messages
+    code, words = genlight("fit", "--resume", "auto", **works)
+    assert code == 2
+    assert "no checkpoint in 'c' is whole" in words
+    assert "`--resume never`" in words
+    assert genlight("fit", "--resume", "never", **works)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,21 @@ def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
     assert (config.orchestrated, config.canceled, config.resume_from_latest) == (False, False, False)
     assert config.upload_deadline_s == 60.0
     assert config.token_origins == frozenset()
-    assert config.artifacts_dir == tmp_path / "runs" / "r1"
-    assert config.checkpoints_dir == tmp_path / "runs" / "r1" / "checkpoints"
-    assert config.samples_dir == tmp_path / "runs" / "r1" / "samples"
-    assert config.events_path == tmp_path / "runs" / "r1" / "metrics" / "events.jsonl"
+    runs = config.spec_dir / "runs"
+    assert config.artifacts_dir == runs / "r1"
+    assert config.checkpoints_dir == runs / "r1" / "checkpoints"
+    assert config.samples_dir == runs / "r1" / "samples"
+    assert config.events_path == runs / "r1" / "metrics" / "events.jsonl"
     assert config.warnings == ()
+
+
+def test_a_jobs_runs_folder_is_beside_its_file_wherever_it_is_started_from(job, tmp_path, monkeypatch):
+    """A start from another folder finds the checkpoints of the one before."""
+    path = job()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve(path).artifacts_dir == path.parent / "runs" / "r1"
+    assert resolve(path, "artifacts_dir=out").artifacts_dir == tmp_path / "elsewhere" / "out"
 
 
 def test_a_start_from_the_environment_alone_writes_to_the_containers_folder(job):

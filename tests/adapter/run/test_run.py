@@ -451,17 +451,23 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
     assert resumed["step"] == 2
 
 
-def test_a_run_none_of_whose_checkpoints_is_whole_says_that_it_starts_anew(
+def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(
     write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Training anew would prune what somebody may still want to restore."""
     job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
     checkpoints = job.parent / "out" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for name in ("step-00000004", "final"):
         (checkpoints / f"{name}.json").write_text("{")
-    assert run(job) == 0
-    assert sum("final is broken" in message for message in caplog.messages) == 1
-    assert f"no checkpoint in {checkpoints} is whole: starting at step 0" in caplog.messages
+    assert run(job) == 2
+    assert "started" not in names(job)
+    failed = events(job)[-1]
+    assert "startup.artifacts_in_use: no checkpoint in" in failed["error"]
+    assert "checkpoint final is broken" in caplog.text
+    assert "checkpoint step-00000004 is broken" in caplog.text
+    assert "`genlight run --fresh`" in caplog.text
+    assert run(job, fresh=True) == 0
     assert "trainer/resumed_from_step" not in names(job)
 
 
