@@ -18,7 +18,7 @@ READMES = sorted(
     for folder in ("", "adapter", "callbacks", "reporters")
     for path in (ROOT / folder).glob("README.md")
 )
-RUN_AT_LEAST = {"README.md": 9, "adapter/README.md": 5}
+RUN_AT_LEAST = {"README.md": 10, "adapter/README.md": 5}
 """Commands that a reader of a README runs."""
 
 
@@ -74,36 +74,54 @@ def run(folder: Path, command: list[str]) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
+REFERENCE = "adapter/README.md"
+
+
+def section(readme: str, title: str) -> str:
+    """The text below a heading of the second level."""
+    _, found, rest = (ROOT / readme).read_text().partition(f"\n## {title}\n")
+    assert found, f"{readme} has no section {title!r}"
+    return rest.partition("\n## ")[0]
+
+
 def test_every_documented_variable_is_read_and_every_read_variable_documented() -> None:
     """The table of variables is the list that the code has."""
     from genlight.adapter.job.environment import VARIABLES
 
-    text = (ROOT / "README.md").read_text()
+    text = section(REFERENCE, "Variables")
     documented = set(re.findall(r"`((?:TRAINER|TENSORHUB)_\w+)`", text))
     documented |= {f"TRAINER_UPLOAD{suffix}" for suffix in re.findall(r"`(_\w+_URL)`", text)}
     assert documented == {variable.name for variable in VARIABLES}
 
 
-def test_the_tables_of_events_and_exit_codes_are_what_the_code_has() -> None:
-    """Every event with every field of its own, and every code that a run ends with."""
-    import json
+def test_every_command_is_documented() -> None:
+    """The table of commands is what the program offers."""
+    from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
 
+    rows = re.findall(r"^\| (`.*?) \|", section(REFERENCE, "Commands"), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {*COMMANDS, *LIGHTNING_COMMANDS}
+
+
+def test_the_table_of_exit_codes_is_what_the_code_has() -> None:
+    """Every code that a run ends with."""
     from genlight.adapter.plumbing import failures
 
-    text = (ROOT / "README.md").read_text()
-    schema = json.loads((ROOT / "reporters" / "events" / "trainer_event.v1.schema.json").read_text())
-    of_every_line = {"schema_version", "event", "run_id", "seq", "timestamp_ms"}
-    rows = re.findall(
-        r"^\| (`[a-z`, ]+`) \| (.*) \|$", text.partition("### Events")[2].partition("###")[0], re.MULTILINE
-    )
-    documented = {
-        kind: {field for words in re.findall(r"`([a-z_ ]+)`", fields) for field in words.split()}
-        for kinds, fields in rows
-        for kind in re.findall(r"[a-z]+", kinds)
-    }
-    assert documented == {kind: set(shape["properties"]) - of_every_line for kind, shape in schema["$defs"].items()}
-
-    codes = text.partition("### Exit codes")[2].partition("###")[0]
+    codes = section(REFERENCE, "Exit codes")
     listed = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", codes, re.MULTILINE) for code in cell.split(",")}
     ends = {failures.EXIT_COMPLETED, failures.EXIT_FAILED, failures.EXIT_STARTUP, failures.EXIT_STOPPED}
     assert listed == ends | {130, 138, 143}
+
+
+@pytest.mark.parametrize("readme", [*READMES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_every_link_leads_somewhere(readme: str) -> None:
+    """To a file of the repository, and to a heading that it has."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / readme).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)):
+        if path.startswith("http"):
+            continue
+        target = ((ROOT / readme).parent / path) if path else ROOT / readme
+        assert target.exists(), f"{readme} links to {path}, which does not exist"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, f"{readme} links to #{anchor} of {target.name}, which has no such heading"
