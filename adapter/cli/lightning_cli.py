@@ -34,7 +34,7 @@ from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
-from ..run.ranks.rendezvous_watch import watching_meeting
+from ..run.ranks.rendezvous_watch import watching_rendezvous
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -213,7 +213,7 @@ class GenlightCLI(LightningCLI):
         signals.before_exit = children.kill_at_once
         with (
             signals.installed(),
-            watching_meeting(self.trainer, raise_if_stopped, self._end_now),
+            watching_rendezvous(self.trainer, raise_if_stopped, self._end_now),
             watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
         ):
             try:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
     from .control_plane import LifecycleSession
 
-__all__ = ["Completion", "Ending", "log_failure"]
+__all__ = ["Completion", "Outcome", "log_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Completion:
     stopped: str | None = None
 
 
-class Ending:
+class Outcome:
     """Leaves the one terminal event of an attempt, its last line.
 
     Required uploads settle, the terminal message is acknowledged, then the event says how it ended. The training

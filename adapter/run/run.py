@@ -44,12 +44,12 @@ from ..plumbing.redaction import text_of, traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
-from .outcome import Completion, Ending, log_failure
+from .outcome import Completion, Outcome, log_failure
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures, watch_ranks
 from .ranks.paused_ranks import watching_paused_ranks
-from .ranks.rank_zero_watch import first_rank_announced, first_rank_is_gone, first_rank_process, watch_first_rank
-from .ranks.rendezvous_watch import watching_meeting
+from .ranks.rank_zero_watch import rank_zero_announced, rank_zero_is_gone, rank_zero_process, watch_rank_zero
+from .ranks.rendezvous_watch import watching_rendezvous
 from .resume import Start, decide_start, move_old_artifacts_aside
 from .startup_failure import resolve_failure_sinks
 from .uploads import open_uploader, queue_record, report_startup_failure
@@ -121,7 +121,7 @@ def attempt_job(options: RunOptions) -> Attempt:
 def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
     for warning in config.warnings:
         log.warning(warning)
-    if not _is_first_rank():
+    if not _is_rank_zero():
         return _follow(config, options, signals)
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
@@ -169,7 +169,7 @@ def _rank() -> int:
     return 0
 
 
-def _is_first_rank() -> bool:
+def _is_rank_zero() -> bool:
     return _rank() == 0
 
 
@@ -177,7 +177,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
     ranks.forget_earlier(time.time() - process_age_s())
-    ending = Ending(config, event_log, signals, ranks, options.environ)
+    ending = Outcome(config, event_log, signals, ranks, options.environ)
     training = _Training(config, signals, ending, ending.fail_and_exit)
     training.checks.append(ranks.stop_reason)
     ending.failed_step, ending.stage = lambda: training.failed_step, lambda: training.stage
@@ -217,7 +217,7 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> Att
     """A rank other than the first: trains along, and leaves every report to rank 0."""
 
     def end_now(error: Exception) -> None:
-        code = _tell_first_rank(config, options, training.stage, error)
+        code = _tell_rank_zero(config, options, training.stage, error)
         os._exit(EXIT_COMPLETED if isinstance(error, TrainingCanceled) else code)
 
     training = _Training(config, signals, None, end_now)
@@ -226,29 +226,29 @@ def _follow(config: RunConfig, options: RunOptions, signals: StopSignals) -> Att
         log.error("%s, so this rank ends as well", error)
         os._exit(EXIT_FAILED)
 
-    stop_watch = watch_first_rank(config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
+    stop_watch = watch_rank_zero(config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
     try:
-        with watching_paused_ranks(first_rank_process, training.is_stopping, leave):
+        with watching_paused_ranks(rank_zero_process, training.is_stopping, leave):
             training.run(allow_changed=options.allow_changed)
     except TrainingCanceled as error:
         if not training.stop_is_agreed:
-            _tell_first_rank(config, options, training.stage, error)
+            _tell_rank_zero(config, options, training.stage, error)
         # A launcher ends the other processes when one leaves with an error, rank 0 while it still reports.
         return Attempt(EXIT_COMPLETED)
     except BaseException as error:  # noqa: BLE001 - rank 0 reports it
-        return Attempt(_tell_first_rank(config, options, training.stage, error), error)
+        return Attempt(_tell_rank_zero(config, options, training.stage, error), error)
     finally:
         stop_watch()
     return Attempt(EXIT_COMPLETED)
 
 
-def _tell_first_rank(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
+def _tell_rank_zero(config: RunConfig, options: RunOptions, stage: FailureCategory, error: BaseException) -> int:
     """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves."""
     failure = describe_failure(
         error, stage=stage, has_checkpoint=False, secrets=config.secrets, environ=options.environ
     )
     log_failure(error, failure, secrets=config.secrets, environ=options.environ)
-    if first_rank_is_gone():  # The next attempt must not take this for a failure of its own.
+    if rank_zero_is_gone():  # The next attempt must not take this for a failure of its own.
         return failure.exit_code
     ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
     ranks.note(_rank(), failure)
@@ -263,7 +263,7 @@ class _Training:
         self,
         config: RunConfig,
         signals: StopSignals,
-        ending: Ending | None,
+        ending: Outcome | None,
         end_now: Callable[[Exception], None],
     ) -> None:
         self.config = config
@@ -361,7 +361,7 @@ class _Training:
             folder = trainer_directory(record.path, plugin)
             self.module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
         resumes = record is not None and not record.is_old
-        with self._watching_ranks(trainer), watching_meeting(trainer, self.raise_if_stopped, self.end_now):
+        with self._watching_ranks(trainer), watching_rendezvous(trainer, self.raise_if_stopped, self.end_now):
             self._fit(trainer, self.module, data, ckpt_path=str(record.path) if record and resumes else None)
         return Completion(self.module.completed_steps, _reported_final(self.config), self.module.stopped)
 
@@ -396,7 +396,7 @@ class _Training:
         self.signals.before_exit = children.kill_at_once
         stop = watch_ranks(ranks, self.ending.fail_and_exit)
         try:
-            with first_rank_announced(), watching_paused_ranks(children.ids, self.is_stopping, self.end_now):
+            with rank_zero_announced(), watching_paused_ranks(children.ids, self.is_stopping, self.end_now):
                 yield
         finally:
             stop()
@@ -490,7 +490,7 @@ def _report_startup_failure(options: RunOptions, error: Exception) -> int:
         error, stage="startup", has_checkpoint=False, secrets=sinks.secrets, environ=options.environ
     )
     log_failure(error, failure, secrets=sinks.secrets, environ=options.environ)
-    if not _is_first_rank():
+    if not _is_rank_zero():
         return EXIT_STARTUP
     report_startup_failure(sinks, failure)
     in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"

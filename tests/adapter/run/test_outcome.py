@@ -16,7 +16,7 @@ from pathlib import Path
 from genlight.adapter.contract.exceptions import RankFailed
 from genlight.adapter.run.ranks.failure_notes import RankFailures
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.outcome import Ending
+from genlight.adapter.run.outcome import Outcome
 from genlight.callbacks import WatchHangs
 from genlight.callbacks.stop.signals import StopSignals
 from genlight.reporters import EventLog
@@ -25,7 +25,7 @@ spec, out = sys.argv[1:]
 config = resolve_run_config(spec_path=Path(spec), overrides=(f"artifacts_dir={out}",), environ=os.environ)
 event_log = EventLog(config.events_path, run_id=config.run_id)
 event_log.started()
-ending = Ending(config, event_log, StopSignals(), RankFailures(config.artifacts_dir, expects_ranks=False))
+ending = Outcome(config, event_log, StopSignals(), RankFailures(config.artifacts_dir, expects_ranks=False))
 reporting, hung = threading.Event(), threading.Event()
 
 def stage():
