@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ...callbacks.checkpoint.format.layout import step_name
+from ...callbacks.stop.sources import cancel_file_is_set
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
@@ -211,7 +212,14 @@ class Outcome:
 
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.progress.step
-        log_failure(error, failure, secrets=self.config.secrets, environ=self.environ)
+        cancel_file = self.config.cancel_file
+        log_failure(
+            error,
+            failure,
+            secrets=self.config.secrets,
+            environ=self.environ,
+            cancel_file=cancel_file if cancel_file is not None and cancel_file_is_set(cancel_file) else None,
+        )
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
@@ -257,10 +265,20 @@ def log_failure(
     *,
     secrets: Sequence[str | None],
     environ: Mapping[str, str] | None = None,
+    cancel_file: Path | None = None,
 ) -> None:
-    """Say what went wrong, with a traceback where the message alone does not tell."""
+    """Say what went wrong, with a traceback where the message alone does not tell.
+
+    Args:
+        error: What ended the run.
+        failure: How it is reported.
+        secrets: Texts that must not be shown.
+        environ: Environment whose values must not be shown; None takes the process's own.
+        cancel_file: The cancel file that still asks for a stop, and would stop the next start as well.
+    """
     if isinstance(error, TrainingCanceled):
-        log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
+        remove = f"remove the cancel file {str(cancel_file)!r}, then " if cancel_file is not None else ""
+        log.warning("stopped: %s; %sstart the run again with resume_from_latest to go on", error.reason, remove)
         return
     says_all = isinstance(error, _SAY_ALL)
     text = text_of(error) if says_all else traceback_of(error)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
@@ -30,10 +30,11 @@ from .outcome import Completion, Outcome
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
 from .ranks.this_rank import is_rank_zero
+from .results import show_results
 from .resume import move_old_artifacts_aside
 from .startup_failure import report_startup_failure
 from .stop_check import StopCheck
-from .training import Training, shown_path
+from .training import Training
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
@@ -83,6 +84,8 @@ def run_job(options: RunOptions) -> int:
 def attempt_job(options: RunOptions) -> Attempt:
     """Run a job, report how it ended, and tell the caller too."""
     with StopSignals().installed() as signals:
+        if is_rank_zero():
+            signals.what_next = "the run stops before it trains"
         try:
             config = resolve_run_config(
                 spec_path=options.spec_path, overrides=options.overrides, environ=options.environ
@@ -163,6 +166,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)
             completion = training.run(allow_changed=options.allow_changed)
+            signals.what_next = "the run ends without waiting for the rest of its uploads" if outcome.uploader else ""
             code = outcome.complete(completion)
         except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
             return Attempt(outcome.fail(error), outcome.cause or error)
@@ -179,14 +183,11 @@ def _start_afresh(config: RunConfig) -> None:
 def _show_results(config: RunConfig, completion: Completion) -> None:
     """Say where everything is."""
     has_samples = any(config.samples_dir.iterdir())
-    places = {
+    places: dict[str, Path | None] = {
         "final checkpoint": completion.final_checkpoint,
         "checkpoints": config.checkpoints_dir,
         "samples": config.samples_dir if has_samples else None,
         "events": config.events_path,
     }
-    ended = f"completed at step {completion.step}" + (f" ({completion.stopped})" if completion.stopped else "")
-    lines = [f"run {config.run_id} {ended}"]
-    lines += [f"  {name:<17} {shown_path(path)}" for name, path in places.items() if path is not None and path.exists()]
-    with contextlib.suppress(OSError):  # it has completed, also where nobody reads that
-        sys.stderr.write("\n".join(lines) + "\n")
+    stopped = f" ({completion.stopped})" if completion.stopped else ""
+    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}", places)

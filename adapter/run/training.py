@@ -29,6 +29,7 @@ from .ranks.failure_notes import watch_ranks
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
+from .results import shown_path
 from .resume import Start, decide_start
 from .stop_check import StopCheck
 from .uploads import queue_record
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ..contract.types import TrainerPlugin
     from ..module.module import ContractModule
 
-__all__ = ["Training", "shown_path"]
+__all__ = ["Training"]
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ class Training:
     ) -> None:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+        if self.outcome is not None:
+            self.stop.signals.what_next = "the run saves a checkpoint after the current step, and stops"
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, MisconfigurationException) as error:
@@ -237,8 +240,3 @@ def _load_trainer(config: RunConfig) -> TrainerPlugin:
 
 def _kind(error: BaseException) -> str:
     return type(error).__name__
-
-
-def shown_path(path: Path) -> str:
-    """A path as the user would type it from the working directory."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
