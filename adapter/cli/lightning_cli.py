@@ -19,11 +19,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
+from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.stop_requests import StopRequests
+from ...callbacks.write_samples import WriteSamples
+from ...reporters.events.event_logger import EventLogger
 from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
@@ -34,7 +37,8 @@ from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
-from ..run.ranks.rendezvous_watch import watching_meeting
+from ..run.ranks.rendezvous_watch import watching_rendezvous
+from ..run.results import show_results
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -60,6 +64,7 @@ class GenlightCLI(LightningCLI):
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._is_own_process = list(arguments) == sys.argv[1:]
+        self._resumed_step: int | None = None
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
@@ -149,8 +154,8 @@ class GenlightCLI(LightningCLI):
             self._refuse_to_train_on_an_older_end()
             if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
                 raise _UnusableConfigurationError(
-                    f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with `--resume never`, "
-                    "which replaces them, or choose another `dirpath`."
+                    f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
+                    "`--resume never`, which replaces them, or choose another `dirpath`."
                 )
         elif settings["resume"] is None and directory is not None and checkpoint_files(directory):
             raise _UnusableConfigurationError(
@@ -212,11 +217,18 @@ class GenlightCLI(LightningCLI):
             if signals.reason is not None:
                 raise TrainingCanceled(signals.reason)
 
+        if self.trainer.is_global_zero:
+            saves = self._checkpoints() is not None
+            signals.what_next = (
+                "the run saves a checkpoint after the current step, and stops"
+                if saves
+                else "the run stops after the current step"
+            )
         children = RankProcesses(self.trainer)
         signals.before_exit = children.kill_at_once
         with (
             signals.installed(),
-            watching_meeting(self.trainer, raise_if_stopped, self._end_now),
+            watching_rendezvous(self.trainer, raise_if_stopped, self._end_now),
             watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
         ):
             try:
@@ -226,6 +238,29 @@ class GenlightCLI(LightningCLI):
                 if stop is None:
                     raise
                 raise stop from error
+
+    def after_fit(self) -> None:
+        """Say how the training ended, and where its results are."""
+        if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
+            return
+        directory = self._checkpoints()
+        places: dict[str, Path | None] = {
+            "final checkpoint": None if directory is None else directory / f"{FINAL_NAME}.json",
+            "checkpoints": directory,
+        }
+        samples = (c.directory for c in callbacks_of(self.trainer) if isinstance(c, WriteSamples))
+        places["samples"] = next(map(Path, samples), None)
+        for logger in self.trainer.loggers:
+            if isinstance(logger, EventLogger):
+                places["events"] = logger.path
+            elif logger.log_dir is not None:
+                places[f"{logger.name or type(logger).__name__}"] = Path(logger.log_dir)
+        steps = getattr(self.model, "completed_steps", self.trainer.global_step)
+        stopped = getattr(self.model, "stopped", None)
+        ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
+        if steps == self._resumed_step:
+            ended = f"the fit had completed at step {steps} before; there was nothing to train"
+        show_results(ended, places)
 
     def _end_now(self, stop: TrainingCanceled) -> None:
         code = _report_stop(stop)
@@ -282,6 +317,7 @@ class GenlightCLI(LightningCLI):
         if record is None:
             return False
         self._say("%s step %d, from %s", doing, record.step, directory / record.path.name)
+        self._resumed_step = record.step
         self._start_from(record.path)
         return True
 

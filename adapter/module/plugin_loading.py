@@ -110,6 +110,12 @@ def _import(module_name: str, import_path: str) -> ModuleType:
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
+        module, _, name = import_path.strip().rpartition(".")
+        if ":" not in import_path and missing == module_name and module in sys.modules:  # it imported the parent
+            raise TrainerPathError(
+                f"trainer {import_path!r}: {module!r} has no submodule {name!r}; write a class of it as "
+                f"'{module}:{name}'"
+            ) from None
         raise TrainerPathError(
             f"trainer {import_path!r}: there is no module {missing!r}; looked in {_shown_path()}"
         ) from None

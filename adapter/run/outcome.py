@@ -6,20 +6,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ...callbacks.checkpoint.format.layout import step_name
-from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.sources import cancel_file_is_set
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
     CheckpointError,
     ContractError,
     EventLogError,
-    FailureCategory,
     InputError,
     RankFailed,
     StartupContractError,
@@ -37,14 +36,17 @@ from ..plumbing.failures import (
     stop_behind_lost_worker,
 )
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
+from .progress import Progress
+from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures
+from .stop_check import StopCheck
 from .uploads import settle
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
     from .control_plane import LifecycleSession
 
-__all__ = ["Completion", "Ending", "log_failure"]
+__all__ = ["Completion", "Outcome", "log_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class Completion:
     stopped: str | None = None
 
 
-class Ending:
+class Outcome:
     """Leaves the one terminal event of an attempt, its last line.
 
     Required uploads settle, the terminal message is acknowledged, then the event says how it ended. The training
@@ -91,7 +93,8 @@ class Ending:
     Args:
         config: The run.
         event_log: Its log, open.
-        signals: A failure that a stop signal caused is reported as the stop.
+        stop: The sources of a stop; a failure that a stop signal caused is reported as the stop.
+        progress: What the attempt is doing, and how far it came.
         rank_failures: What other ranks say went wrong first.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -100,24 +103,21 @@ class Ending:
         self,
         config: RunConfig,
         event_log: EventLog,
-        signals: StopSignals,
+        stop: StopCheck,
+        progress: Progress,
         rank_failures: RankFailures,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.event_log = event_log
-        self.signals = signals
+        self.stop = stop
+        self.progress = progress
         self.rank_failures = rank_failures
         self.environ = environ
         self.uploader: Uploader | None = None
         self.lifecycle: LifecycleSession | None = None
-        self.stage: Callable[[], FailureCategory] = lambda: "model-load"
-        """What is going on, for a failure that tells nothing by its type."""
-        self.failed_step: Callable[[], int] = lambda: 0
-        self.raise_if_stopped: Callable[[], None] = lambda: None
-        """Ends the wait for uploads by a `TrainingCanceled` when a stop is asked for."""
-        self.end_ranks: Callable[[], None] = lambda: None
-        """Ends the processes of other ranks that this one started."""
+        self.children: RankProcesses | None = None
+        """Processes of other ranks that this one started, which end with it."""
         self.cause: BaseException | None = None
         """What ended the attempt, as it was reported; None where it completed."""
         self._claim = threading.Lock()
@@ -134,7 +134,7 @@ class Ending:
         """
         self._claim_in_training_thread()
         self._settled = True
-        settle(self.uploader, deadline_s=self._left_s(), raise_if_stopped=self.raise_if_stopped)
+        settle(self.uploader, deadline_s=self._left_s(), raise_if_stopped=self.stop.raise_if_stopped)
         self._tell_completed(completion)
         if self.lifecycle is not None:
             self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
@@ -159,10 +159,10 @@ class Ending:
     def _stop_behind(self, error: BaseException) -> TrainingCanceled | None:
         """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
         stop = stop_before(error)
-        if stop is not None and stop is not error and self._has_checkpoint(self.failed_step()):
+        if stop is not None and stop is not error and self._has_checkpoint(self.progress.step):
             log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
-        return stop_behind_lost_worker(error, self.signals.reason) if stop is None else None
+        return stop_behind_lost_worker(error, self.stop.signals.reason) if stop is None else None
 
     def _has_checkpoint(self, step: int) -> bool:
         return (self.config.checkpoints_dir / f"{step_name(step)}.json").exists()
@@ -179,7 +179,8 @@ class Ending:
         try:
             own = self._describe(error)
             code = self._report(error, own if failure is None else replace(failure, resumable=own.resumable))
-            self.end_ranks()
+            if self.children is not None:
+                self.children.kill()
         except BaseException:
             log.exception("the end of the run could not be reported")
         finally:
@@ -203,15 +204,22 @@ class Ending:
     def _describe(self, error: BaseException) -> Failure:
         return describe_failure(
             error,
-            stage=self.stage(),
+            stage=self.progress.stage,
             has_checkpoint=any(self.config.checkpoints_dir.glob("*.json")),
             secrets=self.config.secrets,
             environ=self.environ,
         )
 
     def _report(self, error: BaseException, failure: Failure) -> int:
-        step = self.failed_step()
-        log_failure(error, failure, secrets=self.config.secrets, environ=self.environ)
+        step = self.progress.step
+        cancel_file = self.config.cancel_file
+        log_failure(
+            error,
+            failure,
+            secrets=self.config.secrets,
+            environ=self.environ,
+            cancel_file=cancel_file if cancel_file is not None and cancel_file_is_set(cancel_file) else None,
+        )
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
@@ -257,10 +265,20 @@ def log_failure(
     *,
     secrets: Sequence[str | None],
     environ: Mapping[str, str] | None = None,
+    cancel_file: Path | None = None,
 ) -> None:
-    """Say what went wrong, with a traceback where the message alone does not tell."""
+    """Say what went wrong, with a traceback where the message alone does not tell.
+
+    Args:
+        error: What ended the run.
+        failure: How it is reported.
+        secrets: Texts that must not be shown.
+        environ: Environment whose values must not be shown; None takes the process's own.
+        cancel_file: The cancel file that still asks for a stop, and would stop the next start as well.
+    """
     if isinstance(error, TrainingCanceled):
-        log.warning("stopped: %s; start the run again with resume_from_latest to go on", error.reason)
+        remove = f"remove the cancel file {str(cancel_file)!r}, then " if cancel_file is not None else ""
+        log.warning("stopped: %s; %sstart the run again with resume_from_latest to go on", error.reason, remove)
         return
     says_all = isinstance(error, _SAY_ALL)
     text = text_of(error) if says_all else traceback_of(error)

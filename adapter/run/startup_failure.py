@@ -1,20 +1,33 @@
-"""Where a start that failed can still be reported."""
+"""The report of a run that could not start, wherever its settings still name a place for one."""
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...reporters.events.event_log import EventLog
+from ...reporters.uploads import TerminalPayload, UploadConfig, Uploader
+from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
 from ..job.errors import FaultList
 from ..job.sources import artifact_paths, artifacts_template, read_settings
+from ..plumbing.failures import EXIT_STARTUP, Failure, describe_failure
 from .artifact_dirs import untrusted_dirs
+from .outcome import log_failure
+from .ranks.this_rank import is_rank_zero
 
-__all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "resolve_failure_sinks"]
+__all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "report_startup_failure", "resolve_failure_sinks"]
+
+log = logging.getLogger(__name__)
 
 UNKNOWN_RUN_ID = "unknown"
 """Stands for the run's id in a report about a job spec that names none."""
+
+STARTUP_DEADLINE_S = 10.0
+"""How long a run that cannot start tries to say so."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +67,59 @@ def resolve_failure_sinks(
         token=reading.pick("capability_token"),
         secrets=reading.secrets,
     )
+
+
+def report_startup_failure(
+    error: Exception,
+    *,
+    spec_path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> int:
+    """Say why a run could not start, and leave a ``failed`` event where there is a place for it.
+
+    Args:
+        error: What kept it from starting.
+        spec_path: The job file, as for `resolve_run_config`, like the two others.
+        overrides: Settings of the command line.
+        environ: The environment; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    sinks = resolve_failure_sinks(spec_path=spec_path, overrides=overrides, environ=environ)
+    failure = describe_failure(error, stage="startup", has_checkpoint=False, secrets=sinks.secrets, environ=environ)
+    log_failure(error, failure, secrets=sinks.secrets, environ=environ)
+    if not is_rank_zero():
+        return EXIT_STARTUP
+    _send_terminal_message(sinks, failure)
+    in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
+    if sinks.events_path is not None and not in_use:
+        try:
+            with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
+                event_log.failed(step=0, error=failure.text, category=failure.category)
+        except (OSError, EventLogError, ValueError) as problem:
+            log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
+    return EXIT_STARTUP
+
+
+def _send_terminal_message(sinks: FailureSinks, failure: Failure) -> None:
+    """Send the terminal message of a run that could not start, where its URL is known; a failure is only logged."""
+    if sinks.terminal_url is None:
+        return
+    with tempfile.TemporaryDirectory() as spool:
+        config = UploadConfig(
+            run_id=sinks.run_id,
+            spool_dir=Path(spool),
+            token=sinks.token,
+            terminal_url=sinks.terminal_url,
+            deadline_s=STARTUP_DEADLINE_S,
+        )
+        error: GenlightError | OSError | None
+        try:
+            with Uploader(config) as uploader:
+                error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
+        except (GenlightError, OSError) as problem:
+            error = problem
+    if error is not None:
+        log.error("the failure could not be reported: %s", error)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import logging
 import shlex
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ...reporters.uploads import SPOOL_DIRECTORY, UploadConfig, Uploader
 from ...reporters.uploads.journal import read_journal
-from ..contract.exceptions import GenlightError, StartupContractError, UploadError
+from ..contract.exceptions import StartupContractError, UploadError
 from ..job.config import RunConfig
-from ..plumbing.failures import Failure
-from .startup_failure import FailureSinks
 
-__all__ = ["open_uploader", "queue_record", "report_startup_failure", "settle"]
+__all__ = ["open_uploader", "queue_record", "settle"]
 
 log = logging.getLogger(__name__)
-
-STARTUP_DEADLINE_S = 10.0
-"""How long a run that cannot start tries to say so."""
 
 
 def open_uploader(config: RunConfig) -> Uploader | None:
@@ -102,25 +96,3 @@ def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
     named = record.primary_path  # an older runtime's record may name what is gone
     primary = named if named is not None and named.exists() else None
     uploader.enqueue_checkpoint(record.path, files, record.step, record.final, primary)
-
-
-def report_startup_failure(sinks: FailureSinks, failure: Failure) -> None:
-    """Send the terminal message of a run that could not start, where its URL is known; a failure is only logged."""
-    if sinks.terminal_url is None:
-        return
-    with tempfile.TemporaryDirectory() as spool:
-        config = UploadConfig(
-            run_id=sinks.run_id,
-            spool_dir=Path(spool),
-            token=sinks.token,
-            terminal_url=sinks.terminal_url,
-            deadline_s=STARTUP_DEADLINE_S,
-        )
-        error: GenlightError | OSError | None
-        try:
-            with Uploader(config) as uploader:
-                error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
-        except (GenlightError, OSError) as problem:
-            error = problem
-    if error is not None:
-        log.error("the failure could not be reported: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -42,6 +43,9 @@ class StopSignals:
         """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
         self.before_exit: Callable[[], None] = _do_nothing
         """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
+        self.what_next = ""
+        """What the first signal leads to at the moment, said on standard error when it comes; empty says nothing."""
+        self._unsaid = threading.Lock()
         self._handled: list[int] = []
         self._arrived: list[int] = []
         self._wakeup_fd: int | None = None
@@ -49,7 +53,11 @@ class StopSignals:
 
     def __getstate__(self) -> dict[str, Any]:
         # Signals come to a process, and a copy handles none until it is installed.
-        return {**vars(StopSignals()), "reason": self.reason}
+        return {**vars(StopSignals()), "reason": self.reason, "_unsaid": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._unsaid = threading.Lock()
 
     @property
     def are_handled(self) -> bool:
@@ -82,6 +90,7 @@ class StopSignals:
     def forget(self) -> None:
         """Begin anew: the next signal is the first."""
         self.reason = None
+        self._unsaid = threading.Lock()
         self._handled, self._arrived = [], []
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -97,6 +106,9 @@ class StopSignals:
             finally:
                 os._exit(128 + number)
         self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
+        # The handler and the thread that reads arrivals both come here; neither may wait for the other.
+        if self.what_next and self._unsaid.acquire(blocking=False):
+            _say(number, self.what_next)
         self.on_stop()
 
     def _watch_arrivals(self) -> None:
@@ -136,6 +148,16 @@ class StopSignals:
             # What it has not read yet belongs to what has ended, and is no signal to the next fit. A process that was
             # forked off in C may keep the other end of its pipe open: then it stays.
             watch.join(LEFT_AFTER_S)
+
+
+def _say(number: int, what_next: str) -> None:
+    """One line on standard error, written past Python's streams: a signal may have come while one of them is locked."""
+    name = signal.Signals(number).name
+    is_key = number == signal.SIGINT and os.isatty(2)
+    again = "press Ctrl-C again to end it now" if is_key else "a second signal ends it now"
+    line = f"{name}: {what_next}; {again}\n"
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, (f"\n{line}" if is_key else line).encode())
 
 
 def _do_nothing() -> None:

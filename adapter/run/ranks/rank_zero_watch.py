@@ -11,18 +11,18 @@ from pathlib import Path
 
 from ..artifacts_lock import lock_holder
 
-__all__ = ["first_rank_announced", "first_rank_is_gone", "first_rank_process", "watch_first_rank"]
+__all__ = ["rank_zero_announced", "rank_zero_is_gone", "rank_zero_process", "watch_rank_zero"]
 
 log = logging.getLogger(__name__)
 
-_PROCESS_ID = "GENLIGHT_FIRST_RANK_PID"
+_PROCESS_ID = "GENLIGHT_RANK_ZERO_PID"
 LOOK_EVERY_S = 0.5
 PATIENCE_S = 5.0
 """How long after rank zero has ended another rank may need to end by itself."""
 
 
 @contextlib.contextmanager
-def first_rank_announced() -> Iterator[None]:
+def rank_zero_announced() -> Iterator[None]:
     """Let the ranks that are started from this process meanwhile know that it is the first."""
     os.environ[_PROCESS_ID] = str(os.getpid())
     try:
@@ -31,13 +31,13 @@ def first_rank_announced() -> Iterator[None]:
         del os.environ[_PROCESS_ID]
 
 
-def first_rank_process() -> dict[int, int]:
+def rank_zero_process() -> dict[int, int]:
     """The process id of rank zero, by its rank; empty where another launcher started this one."""
     announced = os.environ.get(_PROCESS_ID)
     return {} if announced is None else {0: int(announced)}
 
 
-def first_rank_is_gone() -> bool:
+def rank_zero_is_gone() -> bool:
     """Whether the process that started this one as a rank has ended; False where another launcher did."""
     announced = os.environ.get(_PROCESS_ID)
     if announced is None:
@@ -51,7 +51,7 @@ def first_rank_is_gone() -> bool:
     return False
 
 
-def watch_first_rank(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[], None]:
+def watch_rank_zero(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[], None]:
     """Call `end`, in a thread, some seconds after rank zero has ended, however it did; returns what stops the watch.
 
     Rank zero is known by its process where it started this one. Elsewhere it is seen by the lock that it holds on the
@@ -65,7 +65,7 @@ def watch_first_rank(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[
         was_there = is_announced
         while True:
             # The lock may be held again at once, by the next attempt.
-            is_there = not first_rank_is_gone() if is_announced else _is_locked(artifacts_dir)
+            is_there = not rank_zero_is_gone() if is_announced else _is_locked(artifacts_dir)
             if was_there and not is_there:
                 break
             was_there = is_there
@@ -75,7 +75,7 @@ def watch_first_rank(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[
             log.error("rank 0 has ended, so this rank ends as well")
             end()
 
-    threading.Thread(target=watch, name="genlight-first-rank", daemon=True).start()
+    threading.Thread(target=watch, name="genlight-rank-zero", daemon=True).start()
     return stopped.set
 
 

@@ -13,7 +13,7 @@ from ...contract.exceptions import TrainingCanceled
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["watching_meeting"]
+__all__ = ["watching_rendezvous"]
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,10 @@ PATIENCE_S = 2.0
 
 
 @contextlib.contextmanager
-def watching_meeting(
+def watching_rendezvous(
     trainer: pl.Trainer, raise_if_stopped: Callable[[], None], end: Callable[[TrainingCanceled], None]
 ) -> Iterator[None]:
-    """Call `end`, in a thread, when a stop is asked for in this block before the ranks have met.
+    """Call `end`, in a thread, when a stop is asked for in this block before all ranks have joined the rendezvous.
 
     A node that never comes would have this rank wait for half an hour, and heed nothing but a second signal.
 
@@ -39,21 +39,21 @@ def watching_meeting(
 
     stopped = threading.Event()
 
-    def have_met() -> bool:
+    def have_all_joined() -> bool:
         return distributed.is_available() and distributed.is_initialized()
 
     def watch() -> None:
-        while not have_met() and not stopped.wait(LOOK_EVERY_S):
+        while not have_all_joined() and not stopped.wait(LOOK_EVERY_S):
             try:
                 raise_if_stopped()
             except TrainingCanceled as error:
-                if not stopped.wait(PATIENCE_S) and not have_met():
+                if not stopped.wait(PATIENCE_S) and not have_all_joined():
                     log.warning("other ranks have not come, so this one ends without them")
                     end(error)
                 return
 
     if trainer.world_size > 1:
-        threading.Thread(target=watch, name="genlight-meeting", daemon=True).start()
+        threading.Thread(target=watch, name="genlight-rendezvous", daemon=True).start()
     try:
         yield
     finally:

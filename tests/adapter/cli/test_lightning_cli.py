@@ -389,6 +389,20 @@ def test_two_fits_at_once_do_not_share_a_folder_of_checkpoints(genlight, tmp_pat
     lock_directory(tmp_path / "c", "the next").release()  # given back
 
 
+def test_a_fit_ends_with_how_it_ended_and_where_its_results_are(genlight):
+    """As `genlight run` does; a fit that was complete says that it trained nothing."""
+    works = {"plugin": "refused_trainer:Counts", "logger": {"class_path": "genlight.reporters.EventLogger"}}
+
+    code, said = genlight("fit", **works)
+    assert code == 0, said
+    assert "fit completed at step 1\n  final checkpoint  c/final.json\n  checkpoints       c\n" in said
+    assert "  events            events.jsonl\n" in said
+
+    code, said = genlight("fit", "--resume", "auto", **works)
+    assert code == 0, said
+    assert "the fit had completed at step 1 before; there was nothing to train\n  final checkpoint" in said
+
+
 def test_resuming_needs_the_callback_that_leaves_checkpoints(genlight):
     code, words = genlight("fit", "--resume", "auto", plugin="refused_trainer:Works", callbacks=[])
 

@@ -71,6 +71,13 @@ def test_a_class_within_a_class_is_found_by_its_dotted_name(module):
     assert type(load_trainer_plugin("user_trainer:Outer.Inner")).__name__ == "Inner"
 
 
+def test_a_class_that_is_written_with_a_dot_is_told_of_the_colon(module):
+    module(cls("Mine"))
+
+    with pytest.raises(ContractError, match=r"has no submodule 'Mine'; write a class of it as 'user_trainer:Mine'"):
+        load_trainer_plugin("user_trainer.Mine")
+
+
 def test_a_module_of_a_package_is_found(module):
     module("", "user_package/__init__")
     module(cls("Mine"), "user_package/part")

@@ -16,7 +16,9 @@ from pathlib import Path
 from genlight.adapter.contract.exceptions import RankFailed
 from genlight.adapter.run.ranks.failure_notes import RankFailures
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.outcome import Ending
+from genlight.adapter.run.outcome import Outcome
+from genlight.adapter.run.progress import Progress
+from genlight.adapter.run.stop_check import StopCheck
 from genlight.callbacks import WatchHangs
 from genlight.callbacks.stop.signals import StopSignals
 from genlight.reporters import EventLog
@@ -25,21 +27,25 @@ spec, out = sys.argv[1:]
 config = resolve_run_config(spec_path=Path(spec), overrides=(f"artifacts_dir={out}",), environ=os.environ)
 event_log = EventLog(config.events_path, run_id=config.run_id)
 event_log.started()
-ending = Ending(config, event_log, StopSignals(), RankFailures(config.artifacts_dir, expects_ranks=False))
 reporting, hung = threading.Event(), threading.Event()
 
-def stage():
-    reporting.set()
-    hung.wait()
-    time.sleep(0.5)  # in which the other thread would end the process
-    return "train-step"
+class SlowProgress(Progress):
+    @property
+    def stage(self):
+        reporting.set()
+        hung.wait()
+        time.sleep(0.5)  # in which the other thread would end the process
+        return "train-step"
+
+stop = StopCheck(config, StopSignals())
+ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
+outcome = Outcome(config, event_log, stop, SlowProgress(event_log), ranks)
 
 def on_hang(error):
     hung.set()
-    ending.fail_and_exit(error)
+    outcome.fail_and_exit(error)
 
-ending.stage = stage
-threading.Thread(target=ending.fail_and_exit, args=(RankFailed("rank 1 ended with exit code 1"),)).start()
+threading.Thread(target=outcome.fail_and_exit, args=(RankFailed("rank 1 ended with exit code 1"),)).start()
 reporting.wait()
 watch = WatchHangs(end_run=True)
 watch.on_hang = on_hang

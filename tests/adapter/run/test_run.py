@@ -71,6 +71,24 @@ class Summing:
         assert Path(checkpoint_dir, "total.txt").read_text() == str(payload["total"])
 
 
+class Signalled(Summing):
+    """Gets the signals that its hyperparameters name, where they say."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self._raise("setup")
+
+    def train_step(self, batch, state, ctx):
+        self._raise("train_step")
+        return super().train_step(batch, state, ctx)
+
+    def _raise(self, where):
+        import signal
+
+        if self.p["signalled_in"] == where:
+            signal.raise_signal(signal.Signals[self.p["signal"]])
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -538,6 +556,46 @@ def wait_for_event(job: Path, name: str) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"no event {name!r} came")
+
+
+@pytest.mark.parametrize(
+    ("hyperparams", "said"),
+    [
+        (
+            {"signalled_in": "train_step", "signal": "SIGINT"},
+            "SIGINT: the run saves a checkpoint after the current step, and stops; a second signal ends it now\n",
+        ),
+        (
+            {"signalled_in": "train_step", "signal": "SIGTERM"},
+            "SIGTERM: the run saves a checkpoint after the current step, and stops; a second signal ends it now\n",
+        ),
+    ],
+)
+def test_a_stop_signal_is_answered_at_once_in_one_line(
+    write_job: Callable[..., Path], capfd: pytest.CaptureFixture[str], hyperparams: dict[str, str], said: str
+) -> None:
+    """A user who sees nothing presses again, and loses the steps since the last checkpoint."""
+    assert run(write_job(trainer=":Signalled", hyperparams=hyperparams)) == 75
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_a_stop_signal_before_training_is_answered_too(
+    write_job: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No checkpoint is promised by a start that has nothing to save yet."""
+    job = write_job(trainer="signalled_at_import:Trainer")
+    (job.parent / "signalled_at_import.py").write_text("import signal; signal.raise_signal(signal.SIGTERM)\n" + TRAINER)
+    run(job)
+    assert "SIGTERM: the run stops before it trains; a second signal ends it now\n" in capfd.readouterr().err
+
+
+def test_a_cancel_file_that_is_still_there_is_named(
+    write_job: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else every further start stops at once, and nothing says why."""
+    (tmp_path / "cancel").touch()
+    assert run(write_job(cancel_file_path="cancel")) == 75
+    assert f"stopped: canceled; remove the cancel file {str(tmp_path / 'cancel')!r}, then start the run" in caplog.text
 
 
 @pytest.mark.slow

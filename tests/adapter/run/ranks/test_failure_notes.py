@@ -13,7 +13,7 @@ import pytest
 from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks.failure_notes import RankFailures, watch_ranks
-from genlight.adapter.run.ranks.rank_zero_watch import watch_first_rank
+from genlight.adapter.run.ranks.rank_zero_watch import watch_rank_zero
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
@@ -87,7 +87,7 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
     monkeypatch.setattr(
         "genlight.adapter.run.ranks.rank_zero_watch._is_locked", lambda _: seen.append(next(there)) or seen[-1]
     )
-    watch_first_rank(tmp_path, lambda: ended.append(len(seen)))
+    watch_rank_zero(tmp_path, lambda: ended.append(len(seen)))
     while not ended:
         time.sleep(0.01)
     assert ended == [looks]
@@ -95,16 +95,16 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
 
 def test_a_rank_that_ends_by_itself_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("genlight.adapter.run.ranks.rank_zero_watch.LOOK_EVERY_S", 0.01)
-    stop = watch_first_rank(tmp_path, lambda: pytest.fail("ended"))
+    stop = watch_rank_zero(tmp_path, lambda: pytest.fail("ended"))
     stop()
     time.sleep(0.05)
 
 
-def test_a_first_rank_of_another_user_is_there():
+def test_a_rank_zero_of_another_user_is_there():
     """A rank may have given up its rights; else the first process of the machine is another user's."""
-    looks = "import os; from genlight.adapter.run.ranks.rank_zero_watch import first_rank_is_gone as gone; "
+    looks = "import os; from genlight.adapter.run.ranks.rank_zero_watch import rank_zero_is_gone as gone; "
     looks += "os.getuid() == 0 and os.setuid(65534); print(gone())"
-    announced = {"GENLIGHT_FIRST_RANK_PID": str(os.getpid() if os.getuid() == 0 else 1)}
+    announced = {"GENLIGHT_RANK_ZERO_PID": str(os.getpid() if os.getuid() == 0 else 1)}
     done = subprocess.run(
         [sys.executable, "-c", looks], env={**os.environ, **announced}, capture_output=True, text=True
     )

@@ -1,0 +1,85 @@
+"""An attempt on a rank other than rank zero: it trains along, and leaves every report to rank zero."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from ...callbacks.stop.signals import StopSignals
+from ..contract.exceptions import RankFailed, TrainingCanceled
+from ..job.config import RunConfig
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, describe_failure
+from .outcome import log_failure
+from .progress import Progress
+from .ranks.failure_notes import RankFailures
+from .ranks.paused_ranks import watching_paused_ranks
+from .ranks.rank_zero_watch import rank_zero_is_gone, rank_zero_process, watch_rank_zero
+from .ranks.this_rank import this_rank
+from .stop_check import StopCheck
+from .training import Training
+
+__all__ = ["Follower"]
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """One attempt of a rank that follows rank zero.
+
+    Args:
+        config: The run.
+        signals: Those of this process.
+        environ: Environment whose values must not be shown; None takes the process's own.
+    """
+
+    def __init__(self, config: RunConfig, signals: StopSignals, environ: Mapping[str, str] | None = None) -> None:
+        self._config = config
+        self._environ = environ
+        self._stop = StopCheck(config, signals)
+        self._progress = Progress()
+
+    def run(self, *, allow_changed: bool) -> tuple[int, BaseException | None]:
+        """Train along; returns the exit code and what ended the rank, None where it completed or was stopped."""
+        training = Training(self._config, self._stop, self._progress, None, self._end_now)
+        stop_watch = watch_rank_zero(self._config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
+        try:
+            with watching_paused_ranks(rank_zero_process, self._stop.is_stopping, _leave):
+                training.run(allow_changed=allow_changed)
+        except TrainingCanceled as error:
+            if not self._stop.is_agreed:
+                self._tell_rank_zero(error)
+            # A launcher ends the other processes when one leaves with an error, rank 0 while it still reports.
+            return EXIT_COMPLETED, None
+        except BaseException as error:  # noqa: BLE001 - rank 0 reports it
+            return self._tell_rank_zero(error), error
+        finally:
+            stop_watch()
+        return EXIT_COMPLETED, None
+
+    def _end_now(self, error: Exception) -> None:
+        code = self._tell_rank_zero(error)
+        os._exit(EXIT_COMPLETED if isinstance(error, TrainingCanceled) else code)
+
+    def _tell_rank_zero(self, error: BaseException) -> int:
+        """Leave a note of what ended this rank, and stay until it was read: a launcher ends the rest when one leaves.
+
+        Returns:
+            The exit code.
+        """
+        config = self._config
+        failure = describe_failure(
+            error, stage=self._progress.stage, has_checkpoint=False, secrets=config.secrets, environ=self._environ
+        )
+        log_failure(error, failure, secrets=config.secrets, environ=self._environ)
+        if rank_zero_is_gone():  # The next attempt must not take this for a failure of its own.
+            return failure.exit_code
+        ranks = RankFailures(config.artifacts_dir, expects_ranks=True)
+        ranks.note(this_rank(), failure)
+        ranks.wait_until_reported()
+        return failure.exit_code
+
+
+def _leave(error: RankFailed) -> None:
+    log.error("%s, so this rank ends as well", error)
+    os._exit(EXIT_FAILED)

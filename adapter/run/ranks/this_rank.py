@@ -1,0 +1,22 @@
+"""The rank of this process, before there is a process group to ask."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["is_rank_zero", "this_rank"]
+
+
+def this_rank() -> int:
+    """The rank of this process, as far as the launcher's environment tells; 0 where there is no launcher."""
+    # NODE_RANK counts only where nothing tells the rank among all: its node's first process is not rank 0.
+    for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
+        number = os.environ.get(name, "")
+        if number.isdigit() and (int(number) or name not in ("NODE_RANK", "GROUP_RANK")):
+            return int(number)
+    return 0
+
+
+def is_rank_zero() -> bool:
+    """Whether this process reports for the run."""
+    return this_rank() == 0

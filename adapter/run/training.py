@@ -1,0 +1,242 @@
+"""The training of an attempt: its start, its inputs, and the Lightning fit, on every rank.
+
+Modules that load torch are imported only once there is something to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...callbacks.checkpoint.format.layout import FINAL_NAME
+from ...callbacks.checkpoint.format.record import RecordMeta, read_record
+from ...callbacks.checkpoint.storage.commit import sweep
+from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
+from ..inputs import MaterializedInputs, materialize_inputs
+from ..inputs.progress_display import shown_progress
+from ..job.config import RunConfig
+from ..job.identity import sealed_fields
+from ..job.parser_errors import is_about_what_was_given
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
+from ..plumbing.redaction import text_of
+from .outcome import Completion, Outcome
+from .progress import Progress
+from .ranks.child_processes import RankProcesses
+from .ranks.failure_notes import watch_ranks
+from .ranks.paused_ranks import watching_paused_ranks
+from .ranks.rank_zero_watch import rank_zero_announced
+from .ranks.rendezvous_watch import watching_rendezvous
+from .results import shown_path
+from .resume import Start, decide_start
+from .stop_check import StopCheck
+from .uploads import queue_record
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ..contract.types import TrainerPlugin
+    from ..module.module import ContractModule
+
+__all__ = ["Training"]
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """One attempt to train.
+
+    Args:
+        config: The run.
+        stop: The sources of a stop.
+        progress: Where the attempt notes how far it came.
+        outcome: What reports the end; None on ranks other than rank zero.
+        end_now: Reports a failure from a thread that watches the training, and ends the process.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        stop: StopCheck,
+        progress: Progress,
+        outcome: Outcome | None,
+        end_now: Callable[[Exception], None],
+    ) -> None:
+        self.config = config
+        self.stop = stop
+        self.progress = progress
+        self.outcome = outcome
+        self.end_now = end_now
+
+    def run(self, *, allow_changed: bool) -> Completion:
+        """Train from what the run's folder holds to the end of the job.
+
+        Raises:
+            TrainingCanceled: The run was stopped.
+        """
+        config = self.config
+        self.stop.raise_if_signalled()
+        from_ref = config.inputs.resume_checkpoint_ref is not None
+        self.progress.preparing = "input"
+        start = Start() if from_ref else decide_start(config, allow_changed=allow_changed)
+        for warning in start.warnings:
+            log.warning(warning)
+        if start.is_finished:
+            return self._already_finished(start)
+        self.stop.raise_if_stopped()
+        with shown_progress() as progress:
+            inputs = materialize_inputs(config, progress=progress, raise_if_stopped=self.stop.raise_if_stopped)
+        if from_ref:
+            start = decide_start(config, resume_checkpoint=inputs.resume_checkpoint, allow_changed=allow_changed)
+        if start.record is not None and self.outcome is not None:
+            place = shown_path(start.record.path)
+            log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
+        self.progress.preparing = "model-load"
+        with on_sys_path([config.spec_dir, Path.cwd()]):
+            return self._train(_load_trainer(config), inputs, start)
+
+    def _already_finished(self, start: Start) -> Completion:
+        assert start.record is not None
+        if self.outcome is not None:
+            sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
+            self.outcome.event_log.started()
+            if self.outcome.uploader is not None:
+                queue_record(self.outcome.uploader, start.record)
+        log.info("run %s has completed before; nothing to train", self.config.run_id)
+        return Completion(start.finished_step, _reported_final(self.config))
+
+    def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
+        from ..job.lightning_config import instantiate
+        from ..module.module import ContractModule
+        from ..module.trainer_files import trainer_directory
+
+        trainer, data = instantiate(self.config, parquet_paths=[str(path) for path in inputs.parquet_paths])
+        if data is None and optional_hook(plugin, "rollout") is None:
+            raise StartupContractError(
+                "startup.invalid_job_spec",
+                "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
+                "`inputs.dataset_parquet_refs` or `mock_batches`.",
+            )
+        module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
+        self._attach(trainer)
+        record = start.record
+        if record is not None and record.is_old:
+            folder = trainer_directory(record.path, plugin)
+            module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
+        resumes = record is not None and not record.is_old
+        with self._watching_ranks(trainer), watching_rendezvous(trainer, self.stop.raise_if_stopped, self.end_now):
+            self._fit(trainer, module, data, ckpt_path=str(record.path) if record and resumes else None)
+        return Completion(module.completed_steps, _reported_final(self.config), module.stopped)
+
+    def _fit(
+        self, trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None
+    ) -> None:
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+        if self.outcome is not None:
+            self.stop.signals.what_next = "the run saves a checkpoint after the current step, and stops"
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        except (ValueError, MisconfigurationException) as error:
+            if self.progress.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
+                raise
+            text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
+            raise StartupContractError("startup.invalid_job_spec", text) from error
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
+                raise TrainingCanceled("canceled") from error.__context__
+            raise
+
+    @contextlib.contextmanager
+    def _watching_ranks(self, trainer: pl.Trainer) -> Iterator[None]:
+        """End the run when another rank fails, also while this one hangs in a collective."""
+        if self.outcome is None or trainer.world_size == 1:
+            yield
+            return
+        ranks = self.outcome.rank_failures
+        ranks.expects_ranks = True
+        children = RankProcesses(trainer)
+        ranks.children = children
+        self.outcome.children = children
+        self.stop.signals.before_exit = children.kill_at_once
+        stop = watch_ranks(ranks, self.outcome.fail_and_exit)
+        try:
+            with rank_zero_announced(), watching_paused_ranks(children.ids, self.stop.is_stopping, self.end_now):
+                yield
+        finally:
+            stop()
+            self.stop.signals.before_exit = lambda: None
+
+    def _attach(self, trainer: pl.Trainer) -> None:
+        """Give the callbacks and loggers that were made from the configuration what lives in this process."""
+        from ...callbacks.checkpoint import Checkpoint
+        from ...callbacks.hook.events import callbacks_of, run_state_of
+        from ...callbacks.record_events import RecordEvents
+        from ...callbacks.stop.stop_requests import StopRequests
+        from ...callbacks.upload_artifacts import UploadArtifacts
+        from ...callbacks.watch_hangs import WatchHangs
+        from ...reporters.events.event_logger import EventLogger
+
+        callbacks = callbacks_of(trainer)
+        attempt = self.outcome.event_log.attempt if self.outcome is not None else 1
+        state = self.stop.state = run_state_of(trainer)
+        state.run_id, state.attempt = self.config.run_id, attempt
+        for callback in callbacks:
+            if isinstance(callback, StopRequests):
+                callback.signals = self.stop.signals
+                for check in self.stop.others:
+                    callback.add_check(check)
+            if isinstance(callback, Checkpoint):
+                callback.run = self._record_meta(attempt)
+            if isinstance(callback, WatchHangs):
+                callback.on_hang = self.end_now
+        if self.outcome is None:
+            return
+        attached = EventLogger.attached(self.outcome.event_log)
+        trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
+        callbacks.insert(0, RecordEvents(self.outcome.event_log))
+        if self.outcome.uploader is not None:
+            callbacks.append(UploadArtifacts(self.outcome.uploader))
+
+    def _record_meta(self, attempt: int) -> RecordMeta:
+        """What every checkpoint of this run says of it."""
+        config = self.config
+        return RecordMeta(
+            run_id=config.run_id,
+            attempt=attempt,
+            max_steps=config.job.max_steps,
+            spec_digest=config.spec_digest,
+            spec=sealed_fields(config.spec_fields),
+        )
+
+
+def _reported_final(config: RunConfig) -> Path | None:
+    """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
+    final = config.checkpoints_dir / f"{FINAL_NAME}.json"
+    try:
+        named = read_record(final).primary_path
+    except FileNotFoundError:
+        return None
+    except BrokenCheckpointError:  # of an earlier run, where this one saves none
+        return final
+    return named if named is not None and named.exists() else final
+
+
+def _load_trainer(config: RunConfig) -> TrainerPlugin:
+    """The trainer of the job; what its constructor raises passes as it is.
+
+    Raises:
+        StartupContractError: ``startup.invalid_trainer``: it cannot be imported or does not conform.
+    """
+    try:
+        target = find_trainer(config.trainer)
+    except (Exception, SystemExit) as error:
+        context = "" if isinstance(error, ContractError) else f"importing {config.trainer!r} raised {_kind(error)}: "
+        raise StartupContractError("startup.invalid_trainer", f"{context}{text_of(error)}") from error
+    return make_trainer(target)
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__
