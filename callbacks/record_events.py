@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..reporters.events.event_log import EventLog
 from ..reporters.events.lines import RESUMED_METRIC
-from .checkpoint.format.record import read_record
+from .checkpoint.format.record import CheckpointRecord
 from .hook.hook import Hook
 
 __all__ = ["RecordEvents"]
@@ -49,9 +49,11 @@ class RecordEvents(Hook):
         self.event_log.flush()
 
     @override
-    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
+    ) -> None:
         # A trainer's hook may have named a file of its own as the one that matters.
-        self.event_log.checkpoint(path=read_record(path).primary_path or path, step=step)
+        self.event_log.checkpoint(path=record.primary_path or record.path, step=record.step)
 
     @override
     def on_samples_written(

@@ -137,10 +137,8 @@ class UploadArtifacts(Hook):
         record = _record_at(Path(path))
         if record is None:
             self._uploader.enqueue_checkpoint(path, step=step, final=final, hold=True)
-            return
-        files = [record.path.parent / file.path for file in record.files]
-        primary, final = record.primary_path, record.final
-        self._uploader.enqueue_checkpoint(path, files, record.step, final, primary, hold=True)
+        else:
+            _enqueue(self._uploader, record)
 
     def queue_samples(self, paths: Sequence[str | os.PathLike[str]], *, step: int) -> None:
         """Queue samples that are durable: each JSON or text with the files that follow it.
@@ -194,8 +192,10 @@ class UploadArtifacts(Hook):
             self._queue_resumed(Path(trainer.ckpt_path))
 
     @override
-    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
-        self._queue_new_checkpoint(str(path), step)
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
+    ) -> None:
+        self._queue_new_checkpoint(str(record.path), record.step, record)
 
     @override
     def on_samples_written(
@@ -276,7 +276,7 @@ class UploadArtifacts(Hook):
         self._seen_files.pop(str(path), None)
         record = _record_at(found)
         if record is not None and record.run_id == self._uploader.config.run_id:
-            self._queue_new_checkpoint(str(found), record.step)
+            self._queue_new_checkpoint(str(record.path), record.step, record)
 
     def _look_at_facts(self, trainer: pl.Trainer) -> None:
         state, step = run_state_of(trainer), trainer.global_step
@@ -303,7 +303,7 @@ class UploadArtifacts(Hook):
             state.extra[REFERENCE_FACT] = arrived.ref
             self._awaited = None
 
-    def _queue_new_checkpoint(self, path: str, step: int) -> None:
+    def _queue_new_checkpoint(self, path: str, step: int, record: CheckpointRecord | None = None) -> None:
         self._seen_checkpoint = path
         if "://" in path:  # an address: somebody else has uploaded it
             return
@@ -311,7 +311,10 @@ class UploadArtifacts(Hook):
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", path)
             return
         self._awaited = path
-        self.queue_checkpoint(path, step=step)
+        if record is None:
+            self.queue_checkpoint(path, step=step)
+        elif self._uploader is not None:
+            _enqueue(self._uploader, record)
 
     def _look_for_files(self, trainer: pl.Trainer) -> None:
         """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""
@@ -384,6 +387,12 @@ def _await_checkpoints(trainer: pl.Trainer) -> None:
                 log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
             except Exception:
                 log.exception("the checkpoint in flight could not be written")
+
+
+def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
+    """Queue a checkpoint of genlight's own format with all its files."""
+    files = [record.path.parent / file.path for file in record.files]
+    uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path, hold=True)
 
 
 def _record_at(path: Path) -> CheckpointRecord | None:

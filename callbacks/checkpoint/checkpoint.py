@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -147,10 +148,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self.note_save_time: Callable[[float], None] = _do_nothing
-        """Told, on rank zero, how many seconds each save took until durable, its wait for the last one included."""
-        self._save_began_s = 0.0
-        self._durable: deque[CheckpointRecord] = deque()
+        self._durable: deque[tuple[CheckpointRecord, float]] = deque()
+        """What is to be reported, each with the seconds that its save took."""
         self._being_reported: CheckpointRecord | None = None
         self._awaited: list[Callable[[], Collection[Path]]] = []
         self._io: DurableCheckpointIO | None = None
@@ -350,7 +349,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             CheckpointError: The disk has no space for it.
             UnwrittenCheckpointError: It, or the one before it, could not be written.
         """
-        self._save_began_s = time.monotonic()
+        began_s = time.monotonic()
         step = trainer.global_step
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
@@ -359,7 +358,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_overdue, self._is_warm = False, True
         self._last_saved_step = step
         if trainer.is_global_zero:
-            self._expect(trainer, pl_module, path, step=step, final=final, wait=wait)
+            request = self._request(trainer, pl_module, path, began_s, final=final, wait=wait)
+            self._io.expect(path, request)
         else:
             _join_in_trainer_files(pl_module, step, final)
         try:
@@ -483,10 +483,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._is_overdue = trainer.strategy.broadcast(is_busy)
         return self._is_overdue
 
-    def _expect(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, *, step: int, final: bool, wait: bool
-    ) -> None:
-        assert self._io is not None
+    def _request(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, began_s: float, *, final: bool, wait: bool
+    ) -> SaveRequest:
+        """What the plugin has to know of a save that began at `began_s`; the trainer's own files are written here."""
+        step = trainer.global_step
         staging, trainer_checkpoint = self._trainer_files(pl_module, path, step, final)
         state = run_state_of(trainer)
         meta = replace(
@@ -500,8 +501,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             metrics=self._monitored(trainer),
             writer=WRITER,
         )
-        asynchronous = self.asynchronous and not wait
-        self._io.expect(path, SaveRequest(meta, staging, asynchronous, self._on_durable))
+        on_durable = functools.partial(self._on_durable, began_s=began_s)
+        return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
     @staticmethod
     def _trainer_files(
@@ -519,12 +520,13 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise
         return staging, result
 
-    def _on_durable(self, record: CheckpointRecord) -> None:
+    def _on_durable(self, record: CheckpointRecord, *, began_s: float) -> None:
         """In the thread that wrote: only now may older ones go."""
-        self.note_save_time(time.monotonic() - self._save_began_s)
-        self._durable.append(record)
+        self._durable.append((record, time.monotonic() - began_s))
         # One that was not reported yet stays: whoever hears of it (an upload) must still find it.
-        spared = {unreported.path for unreported in (*self._durable, self._being_reported) if unreported is not None}
+        spared = {unreported.path for unreported, _ in list(self._durable)}
+        if self._being_reported is not None:
+            spared.add(self._being_reported.path)
         listed = list_checkpoints(self.directory)
         awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
         awaited |= {os.path.realpath(entry) for entry in os.scandir(self.directory) if entry.is_symlink()}
@@ -535,11 +537,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _report(self, trainer: pl.Trainer) -> None:
         while self._durable:
-            self._being_reported = record = self._durable[0]  # Set before it is popped: one of both spares it.
+            record, seconds = self._durable[0]
+            self._being_reported = record  # Set before it is popped: one of both spares it.
             self._durable.popleft()
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)
             try:
-                fire(trainer, "on_checkpoint_durable", record.path, record.step)
+                fire(trainer, "on_checkpoint_timed", seconds)
+                fire(trainer, "on_checkpoint_durable", record)
             finally:
                 self._being_reported = None
 
@@ -575,10 +579,6 @@ def _local(path: str | os.PathLike[str]) -> Path:
             "UploadArtifacts, for copies elsewhere."
         )
     return Path(os.fspath(path).removeprefix("file://"))
-
-
-def _do_nothing(seconds: float) -> None:
-    """Where nobody wants to know how long saves take."""
 
 
 def _try_to_delete(path: Path) -> None:

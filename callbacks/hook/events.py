@@ -19,6 +19,7 @@ HOOK_EVENTS = (
     "on_epoch_end",
     "on_training_end",
     "on_training_failed",
+    "on_checkpoint_timed",
     "on_checkpoint_durable",
     "on_samples_written",
 )

@@ -25,6 +25,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import TrainingCanceled
+from ..checkpoint.format.record import CheckpointRecord
 from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 
@@ -142,8 +143,13 @@ class Hook(pl.Callback):
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Training ended by an exception or a stop."""
 
-    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
-        """The checkpoint whose record is `path` can no longer be lost; may come some steps after `step`."""
+    def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
+        """A checkpoint took `seconds` to become durable, its wait for the one before it included."""
+
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
+    ) -> None:
+        """The checkpoint of `record` can no longer be lost; may come some steps after ``record.step``."""
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int

@@ -138,9 +138,6 @@ class StopRequests(Hook):
         reason = next((reason for reason in reasons if reason is not None), None)
         return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
 
-    def _note_save_time(self, seconds: float) -> None:
-        self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -157,10 +154,7 @@ class StopRequests(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.signals.on_stop = self._wake
-        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        self.deadline.saves = bool(savers)
-        for saver in savers:
-            saver.note_save_time = self._note_save_time
+        self.deadline.saves = any(isinstance(callback, Checkpoint) for callback in callbacks_of(trainer))
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         code = self._code()
@@ -186,6 +180,10 @@ class StopRequests(Hook):
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
+
+    @override
+    def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
+        self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -9,7 +9,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -301,6 +301,20 @@ class EventLogger(Logger):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
 
 
+class DurableCheckpoint(Protocol):
+    """What the logger reads of a checkpoint's record."""
+
+    @property
+    def path(self) -> Path:
+        """The record."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        ...
+
+
 class _FitWatch(Callback):
     """Tells the logger what Lightning does not tell loggers.
 
@@ -324,8 +338,10 @@ class _FitWatch(Callback):
 
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 
-    def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int) -> None:
-        self._logger.note_checkpoint(path, step)
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
+    ) -> None:
+        self._logger.note_checkpoint(record.path, record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int

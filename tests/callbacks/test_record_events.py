@@ -8,6 +8,8 @@ import pytest
 
 from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, LogMetrics, RecordEvents, WriteSamples
+from genlight.callbacks.checkpoint import CheckpointRecord
+from genlight.callbacks.hook.events import fire
 from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, read_events
 
@@ -49,6 +51,21 @@ def test_a_checkpoint_is_told_by_the_path_that_the_trainers_own_hook_named(log, 
 
     paths = {path for kind, path, _ in told(log) if kind == "checkpoint"}
     assert str(tmp_path / "c" / "step-00000004" / "trainer" / "lora.bin") in paths
+
+
+def test_a_checkpoint_is_told_from_the_record_that_the_event_carries(log, fit, counting_trainer, tmp_path):
+    """Nothing is read from the disk again, so a listener costs no parse and no digest."""
+
+    class Telling(Hook):
+        critical = True
+
+        def on_train_end(self, trainer, pl_module):
+            record = CheckpointRecord(path=tmp_path / "not-on-disk.json", step=4, run_id="r", state={})
+            fire(trainer, "on_checkpoint_durable", record)
+
+    fit(counting_trainer(), [RecordEvents(log), Telling()])
+
+    assert told(log)[1:] == [("checkpoint", str(tmp_path / "not-on-disk.json"), 4)]
 
 
 def test_a_resumed_run_says_from_which_step_right_after_started(log, fit, counting_trainer):

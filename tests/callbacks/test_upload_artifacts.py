@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
-from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, save
+from genlight.callbacks.checkpoint import Checkpoint, CheckpointRecord, DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.hook.events import fire, run_state_of
 from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
@@ -262,16 +262,16 @@ class Reports(Hook):
             state.loss_stats = {"train/loss": float(step)}
         if step == 3:
             record = self.write_checkpoint(step)
-            state.latest_checkpoint_uri = str(record)
+            state.latest_checkpoint_uri = str(record.path)
             if self.tell:
-                fire(trainer, "on_checkpoint_durable", record, step)
+                fire(trainer, "on_checkpoint_durable", record)
         if step == 4:
             fire(trainer, "on_samples_written", self.write_samples(step), step)
 
     def write_checkpoint(self, step):
         record = self.folder / f"step-{step:08d}.json"
         dump = {"state_dict": {"w": torch.ones(3)}, "global_step": step}
-        return save(record, dump, meta=RecordMeta(run_id="run-1")).path
+        return save(record, dump, meta=RecordMeta(run_id="run-1"))
 
     def write_samples(self, step):
         paths = []
@@ -347,7 +347,8 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 2:
-                fire(trainer, "on_checkpoint_durable", tmp_path / "gone.json", 2)
+                gone = CheckpointRecord(path=tmp_path / "gone.json", step=2, run_id="run-1", state={})
+                fire(trainer, "on_checkpoint_durable", gone)
 
     fit(every=100, callbacks=[Forgetful()])
     assert f"{tmp_path}/gone.json was deleted before it could be queued" in caplog.text

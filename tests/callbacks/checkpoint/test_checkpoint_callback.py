@@ -246,8 +246,8 @@ class Listener(Hook):
     def __init__(self):
         self.heard = []
 
-    def on_checkpoint_durable(self, trainer, pl_module, path, step):
-        self.heard.append((step, path.exists(), threading.current_thread() is threading.main_thread()))
+    def on_checkpoint_durable(self, trainer, pl_module, record):
+        self.heard.append((record.step, record.path.exists(), threading.current_thread() is threading.main_thread()))
 
 
 def test_callbacks_hear_of_a_durable_checkpoint_in_the_training_thread(tmp_path, make_trainer, make_net, make_loader):

@@ -46,8 +46,8 @@ class Told(Hook):
     def __init__(self):
         self.heard = []
 
-    def on_checkpoint_durable(self, trainer, pl_module, path, step):
-        self.heard.append((step, trainer.global_step))
+    def on_checkpoint_durable(self, trainer, pl_module, record):
+        self.heard.append((record.step, trainer.global_step))
 
 
 def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
+from genlight.callbacks.hook.events import fire
 from genlight.callbacks.stop.sources import Deadline, process_age_s, slurm_end_time_s
 
 
@@ -106,6 +107,18 @@ def test_the_time_that_saves_take_is_measured(fit, counting_trainer, tmp_path):
 
     assert stop.deadline.saves
     assert stop.deadline.save_s > 0
+
+
+def test_the_longest_save_counts_whoever_saved(fit, counting_trainer):
+    class Saver(Hook):
+        def on_train_end(self, trainer, pl_module):
+            for seconds in (3.0, 7.0, 5.0):
+                fire(trainer, "on_checkpoint_timed", seconds)
+
+    stop = StopRequests()
+    fit(counting_trainer(), [stop, Saver()])
+
+    assert stop.deadline.save_s == 7.0
 
 
 def test_a_run_without_checkpoints_leaves_no_time_for_them(fit, counting_trainer):
