@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from .files import PathLike
 from .filters import as_expression
 from .ledger import Ledger
 from .open_source import open_source
-from .options import FeedOptions
+from .options import FeedOptions, collate_function
 from .position import Layout, Position
 from .row_plan import Shard
 from .schema import checked_columns
@@ -112,7 +111,7 @@ class ArrowFeed:
         )
         self._given, self._columns, self._filesystem = source, checked_columns(columns), filesystem
         self._filters = as_expression(filters)
-        self._collate = _collate(collate)
+        self._collate = collate_function(collate)
         self._ledger = None if ledger is None else Ledger(ledger)
         self._source: Source | None = None
         self._layout: Layout | None = None
@@ -383,27 +382,3 @@ def _refuse_data_loader_workers() -> None:
         raise RuntimeError(
             "A feed inside a DataLoader worker would hand every row to every worker. Give the feed `workers` instead."
         )
-
-
-def _collate(chosen: Collate | str | None) -> Collate | None:
-    if chosen == "torch":
-        from .collate import to_torch
-
-        return to_torch
-    found = _named(chosen) if isinstance(chosen, str) else chosen
-    if found is not None and not callable(found):
-        raise TypeError(
-            f"Invalid `collate`. Expected a callable, 'torch', 'module:function' or None, but received {chosen!r}."
-        )
-    return found
-
-
-def _named(path: str) -> Any:
-    """The function behind ``module:function``, or None where `path` names none."""
-    module, _, name = path.partition(":")
-    if not name:
-        return path
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from error

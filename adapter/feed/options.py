@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from .row_plan import SHARD_MODES, Shard
 
-__all__ = ["FeedOptions"]
+__all__ = ["FeedOptions", "collate_function"]
 
 _LEAST = {
     "batch_size": 1,
@@ -60,3 +62,33 @@ def _require_at_least(name: str, value: Any, least: int) -> None:
         raise TypeError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value!r}.")
     if value < least:
         raise ValueError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value}.")
+
+
+def collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
+    """What makes of a record batch what is handed out, as the caller or a job names it.
+
+    Raises:
+        TypeError: It is neither a callable nor the name of one.
+        ValueError: The name cannot be imported.
+    """
+    if chosen == "torch":
+        from .collate import to_torch
+
+        return to_torch
+    found = _named(chosen) if isinstance(chosen, str) else chosen
+    if found is not None and not callable(found):
+        raise TypeError(
+            f"Invalid `collate`. Expected a callable, 'torch', 'module:function' or None, but received {chosen!r}."
+        )
+    return found
+
+
+def _named(path: str) -> Any:
+    """The function behind ``module:function``, or None where `path` names none."""
+    module, _, name = path.partition(":")
+    if not name:
+        return path
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from error
