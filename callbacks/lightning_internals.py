@@ -8,16 +8,19 @@ silence; the tests of the loop run a fit under the lowest and the highest suppor
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
 from lightning.pytorch.loops.progress import _Progress as Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
@@ -33,10 +36,17 @@ __all__ = [
     "TrainingEpochLoop",
     "attach_loaders",
     "attached_trainer",
+    "DDPSettings",
+    "ddp_settings",
+    "logger_connector",
     "received_sigterm",
     "require_names",
     "set_callback_metrics",
     "set_logged_metrics",
+    "set_validation_source",
+    "share_data_source",
+    "tensor_parallel_size",
+    "training_source",
     "signal_connector",
 ]
 
@@ -83,14 +93,20 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
             *("_is_validation_done", "_save_loggers_on_train_batch_end", "_batches_that_stepped", "_results"),
         ),
     ),
+    (EvaluationLoop, ("_data_source",)),
     (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
     (SignalConnector, ("register_signal_handlers", "teardown", "received_sigterm")),
     (
         LoggerConnector,
-        ("on_batch_end", "update_train_step_metrics", "_callback_metrics", "_progress_bar_metrics", "_logged_metrics"),
+        (
+            *("on_batch_end", "update_train_step_metrics", "_callback_metrics", "_progress_bar_metrics"),
+            *("_logged_metrics", "_first_loop_iter"),
+        ),
     ),
     (pl.Trainer, ("_signal_connector", "_logger_connector", "_data_connector", "received_sigterm")),
-    (pl.LightningModule, ("_trainer", "_current_fx_name")),
+    (pl.LightningModule, ("_trainer", "_current_fx_name", "_log_hyperparams")),
+    (DDPStrategy, ("_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")),
+    (ModelParallelStrategy, ("_tensor_parallel_size",)),
 )
 
 for _owner, _names in _USED:
@@ -127,3 +143,48 @@ def set_logged_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
 def attach_loaders(trainer: pl.Trainer, module: pl.LightningModule, **loaders: Any) -> None:
     """Have ``trainer.validate`` and ``trainer.test`` use these loaders, named as their arguments are."""
     trainer._data_connector.attach_dataloaders(module, **loaders)
+
+
+def set_validation_source(trainer: pl.Trainer, loader: Any) -> None:
+    """Have the validations within a training use this loader."""
+    trainer.fit_loop.epoch_loop.val_loop._data_source.instance = loader
+
+
+def training_source(trainer: pl.Trainer) -> Any:
+    """What ``fit`` was given to train on: a loader, a data module, or the module that makes its own batches."""
+    return trainer.fit_loop._data_source.instance
+
+
+def share_data_source(loop: FitLoop, other: FitLoop) -> None:
+    """Have `loop` train on what `other` was given."""
+    loop._data_source = other._data_source
+
+
+def logger_connector(trainer: pl.Trainer) -> LoggerConnector:
+    """What takes over what a step logs."""
+    return trainer._logger_connector
+
+
+@dataclass(frozen=True)
+class DDPSettings:
+    """Settings of a `DDPStrategy` that have no public name."""
+
+    start_method: str | None
+    communication_hook: Any
+    communication_state: Any
+    model_averaging_period: int | None
+
+
+def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
+    """How `strategy` starts its processes, and what it was told to do with gradients."""
+    return DDPSettings(
+        start_method=strategy._start_method,
+        communication_hook=strategy._ddp_comm_hook,
+        communication_state=strategy._ddp_comm_state,
+        model_averaging_period=strategy._model_averaging_period,
+    )
+
+
+def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
+    """Over how many ranks `strategy` splits layers."""
+    return strategy._tensor_parallel_size

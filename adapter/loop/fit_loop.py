@@ -46,13 +46,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
-from ...callbacks.lightning_internals import DataFetcher, FitLoop, PrefetchDataFetcher
+from ...callbacks.lightning_internals import (
+    DataFetcher,
+    FitLoop,
+    PrefetchDataFetcher,
+    attached_trainer,
+    share_data_source,
+)
 from ..contract.exceptions import InputError
 from .epoch_loop import ContractEpochLoop
 from .hosted_module import HostedModule
 from .step import LoggedInSteps, counts_of
 
-__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "start_after", "training_source"]
+__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "own_epoch_loop", "start_after"]
 
 
 def install_loop(trainer: pl.Trainer, module: HostedModule, *, start_step: int = 0) -> ContractFitLoop:
@@ -72,7 +78,7 @@ def install_loop(trainer: pl.Trainer, module: HostedModule, *, start_step: int =
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
-    loop._data_source = old._data_source
+    share_data_source(loop, old)
     trainer.fit_loop = loop
     start_after(trainer, start_step)
     return loop
@@ -84,9 +90,11 @@ def start_after(trainer: pl.Trainer, step: int) -> None:
         trainer.fit_loop.epoch_loop.global_step = trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
-def training_source(trainer: pl.Trainer) -> Any:
-    """What ``fit`` was given to train on: a loader, a data module, or the module that makes its own batches."""
-    return trainer.fit_loop._data_source.instance
+def own_epoch_loop(module: pl.LightningModule) -> ContractEpochLoop | None:
+    """The loop that steps `module`; None before `install_loop`."""
+    trainer = attached_trainer(module)
+    loop = None if trainer is None else trainer.fit_loop
+    return loop.epoch_loop if isinstance(loop, ContractFitLoop) else None
 
 
 class ContractFitLoop(FitLoop):

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.listeners import after_failure, listeners, skipping_hook
-from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection
+from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection, logger_connector
 from .hosted_module import HostedModule
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Step:
         self.progress = loop.batch_progress
         self.current, self.total = counts_of(loop.batch_progress)
         self.batches = trainer.num_training_batches
-        self.connector = trainer._logger_connector
+        self.connector = logger_connector(trainer)
         self.logged = loop._results
         self.next_batch = _next_batch(trainer, data_fetcher)
         self.profiler = profiler_of(trainer)

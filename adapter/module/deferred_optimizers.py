@@ -12,9 +12,19 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
-from ..discovery.discover import Found
+from ..discovery.discover import Discovered, Found
 
-__all__ = ["put_back_what_fits", "restore_set_aside", "set_aside"]
+__all__ = ["optimizer_configs", "put_back_what_fits", "restore_set_aside", "set_aside"]
+
+
+def optimizer_configs(discovered: Discovered) -> list[dict[str, Any]]:
+    """What Lightning is told of the optimizers, each with the first scheduler that drives it."""
+    configs: list[dict[str, Any]] = [{"optimizer": found.value} for found in discovered.optimizers]
+    for found in discovered.schedulers:
+        for config in configs:
+            if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
+                config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
+    return configs
 
 
 def set_aside(optimizers: Sequence[Found[Optimizer]], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

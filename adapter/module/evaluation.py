@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,10 +20,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...callbacks.evaluate import scores_of
 from ...callbacks.hook.events import run_state_of
+from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
-
-if TYPE_CHECKING:
-    from .module import ContractModule
+from ..loop.hosted_module import HostedModule
 
 __all__ = ["host_evaluation"]
 
@@ -42,7 +41,7 @@ class _OneBatch:
         return iter([torch.zeros(1)])
 
 
-def host_evaluation(module: ContractModule) -> None:
+def host_evaluation(module: HostedModule) -> None:
     """Have `module` evaluate its trainer where its Lightning trainer validates or tests, and nowhere else.
 
     A training is validated where ``val_check_interval`` or ``check_val_every_n_epoch`` is another than Lightning's own
@@ -80,9 +79,10 @@ def host_evaluation(module: ContractModule) -> None:
     for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, module)), strict=True):
         setattr(module, name, hook)
     if trainer.state.fn == TrainerFn.FITTING:
-        trainer.fit_loop.epoch_loop.val_loop._data_source.instance = _OneBatch()
+        set_validation_source(trainer, _OneBatch())
     else:
-        trainer._data_connector.attach_dataloaders(module, val_dataloaders=_OneBatch(), test_dataloaders=_OneBatch())
+        loaders = {"val_dataloaders": _OneBatch(), "test_dataloaders": _OneBatch()}
+        attach_loaders(trainer, trainer.lightning_module, **loaders)
 
 
 def _asks_for_validation(trainer: pl.Trainer) -> bool:
@@ -98,14 +98,14 @@ def _hooks(kind: str) -> tuple[str, str, str]:
 def _nothing(*_: Any) -> None: ...
 
 
-def _report(module: ContractModule, *_: Any) -> None:
+def _report(module: HostedModule, *_: Any) -> None:
     """Restore the trainer, where a checkpoint was named, and log the scores of rank 0."""
     trainer = module.trainer
     if trainer.sanity_checking:
         return  # of a validation there is only the trainer's own code, and that may be costly before the first step
     with torch.inference_mode(False), torch.enable_grad():
         module.restore_trainer()
-        scores = scores_of(module)
+        scores = scores_of(trainer.lightning_module)
     scores = trainer.strategy.broadcast(scores)
     within_training = trainer.state.fn == TrainerFn.FITTING
     if within_training:
@@ -113,4 +113,6 @@ def _report(module: ContractModule, *_: Any) -> None:
     if within_training or module.restored_step != trainer.global_step:
         scores = {"step": float(module.restored_step), **scores}  # Lightning's word for the step that loggers get.
     # They are equal on all ranks now; a mean could round.
-    module.log_dict(scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1)
+    trainer.lightning_module.log_dict(
+        scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1
+    )

@@ -24,10 +24,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.log_metrics import LogMetrics
+from ...callbacks.replica_guard import ReplicaGuard
 
 __all__ = [
     "defer_setups",
     "faults_of_callbacks",
+    "missing_callbacks",
     "run_deferred_setups",
     "train_what_optimizers_hold",
     "without_masks",
@@ -62,6 +65,17 @@ def faults_of_callbacks(trainer: pl.Trainer) -> list[str]:
         elif isinstance(callback, _COPY_WEIGHTS) and isinstance(trainer.strategy, ModelParallelStrategy):
             faults.append(f"{name} works on whole weights, and ModelParallelStrategy shards them; use ddp")
     return faults
+
+
+def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Callback]:
+    """What every training of a trainer class needs and `trainer` was not given."""
+    present = callbacks_of(trainer)
+    missing: list[pl.Callback] = []
+    if not any(isinstance(callback, LogMetrics) for callback in present):
+        missing.append(LogMetrics(every_n_steps=metric_every))
+    if trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
+        missing.append(ReplicaGuard())
+    return missing
 
 
 def defer_setups(trainer: pl.Trainer) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import numbers
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -14,10 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,34 +24,38 @@ from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
-from ...callbacks.log_metrics import LogMetrics
-from ...callbacks.replica_guard import ReplicaGuard
-from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
-from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
+from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
-from ..gradients.fsdp.sharding import ShardPolicy, shard_copies, shard_for, whole_metrics, whole_payload
-from ..gradients.precision import contract_dtype
+from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
-from ..loop.fit_loop import ContractFitLoop, install_loop, start_after, training_source
-from .deferred_optimizers import put_back_what_fits, restore_set_aside, set_aside
+from ..loop.fit_loop import install_loop, own_epoch_loop, start_after
+from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
 from .late_setup import (
     defer_setups,
-    faults_of_callbacks,
+    missing_callbacks,
     run_deferred_setups,
     train_what_optimizers_hold,
-    without_masks,
 )
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
-from .rank_state import collect_from_ranks, take_own_part
+from .rank_state import collect_from_ranks
 from .rollout import RolloutBatches
-from .step_metrics import metric_name, named_scalars, scalar, validated_result
-from .supported import check_strategy, leave_unwrapped
-from .trainer_files import checked_result, trainer_directory
+from .step_context import filled_in
+from .step_metrics import named_scalars, validated_result, values_on_device
+from .supported import check_strategy, leave_unwrapped, refuse_what_the_class_owns
+from .trainer_files import save_trainer_files, trainer_directory
+from .trainer_state import (
+    ToRestore,
+    payload_of,
+    put_into_checkpoint,
+    restore,
+    take_from_checkpoint,
+    unmanaged_by_lightning,
+)
 
 __all__ = ["ContractModule"]
 
@@ -79,7 +79,7 @@ class ContractModule(pl.LightningModule):
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
-        ContractError: The import path names no trainer that conforms, or the object is none.
+        ContractError: The import path does not name a conforming trainer, or the object is not one.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ContractModule(pl.LightningModule):
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = self._restored_step = 0
-        self._to_restore: dict[str, Any] | None = None
+        self._to_restore: ToRestore | None = None
         self._rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
@@ -171,7 +171,7 @@ class ContractModule(pl.LightningModule):
             module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module._restored_step = checkpoint.get("global_step", 0)
         payload = checkpoint.get(CONTRACT_KEY, {}).get("state")
-        module._to_restore = {"state": payload, "trainer_directory": trainer_directory(checkpoint_path, module.plugin)}
+        module._to_restore = ToRestore(payload, trainer_directory(checkpoint_path, module.plugin))
         module.restore_trainer()
         return module
 
@@ -186,19 +186,19 @@ class ContractModule(pl.LightningModule):
             checkpoint_dir: For ``load_checkpoint``, where the trainer has it; None does not call it.
         """
         self._start_step = step
-        self._to_restore = {"state": payload, "trainer_directory": checkpoint_dir}
+        self._to_restore = ToRestore(payload, checkpoint_dir)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None}  # it leads torch while this process trains
+        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
 
     # what the loop asks for
 
     @property
     def completed_steps(self) -> int:
         """Steps trained so far, those before a resume included."""
-        loop = self._trainer.fit_loop if self._trainer is not None else None
-        return loop.epoch_loop.completed_steps if isinstance(loop, ContractFitLoop) else 0
+        loop = own_epoch_loop(self)
+        return 0 if loop is None else loop.completed_steps
 
     @property
     def restored_step(self) -> int:
@@ -208,10 +208,8 @@ class ContractModule(pl.LightningModule):
     @property
     def failed_step(self) -> int:
         """The step to name in a failure: the one that was being executed, else the completed steps."""
-        loop = self._trainer.fit_loop if self._trainer is not None else None
-        if not isinstance(loop, ContractFitLoop):
-            return 0
-        return loop.epoch_loop.step_in_progress or loop.epoch_loop.completed_steps
+        loop = own_epoch_loop(self)
+        return 0 if loop is None else loop.step_in_progress or loop.completed_steps
 
     @property
     def stopped(self) -> str | None:
@@ -261,13 +259,7 @@ class ContractModule(pl.LightningModule):
 
         Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
         """
-        last_step = {} if self.step_result is None else self.step_result.metrics
-        known = {
-            metric_name(name): value
-            for name, value in last_step.items()
-            if isinstance(name, str) and isinstance(value, torch.Tensor | numbers.Real)
-        }
-        return {name: _as_tensor(name, value) for name, value in {**self.published, **known}.items()}
+        return values_on_device(self.step_result, self.published)
 
     def feed_callback_metrics(self) -> None:
         """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
@@ -302,7 +294,7 @@ class ContractModule(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         check_strategy(self.trainer.strategy)
-        self._refuse_what_the_trainer_owns()
+        refuse_what_the_class_owns(self.trainer)
         # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
         self._log_hyperparams = self._log_hyperparams or bool((self.job or self.ctx.job).hyperparams)
         defer_setups(self.trainer)
@@ -311,30 +303,7 @@ class ContractModule(pl.LightningModule):
         vars(self).pop("configure_model", None)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             self.configure_model = self._shard  # type: ignore[method-assign]
-        present = callbacks_of(self.trainer)
-        added: list[pl.Callback] = []
-        if not any(isinstance(callback, LogMetrics) for callback in present):
-            added.append(LogMetrics(every_n_steps=self.ctx.job.metric_every))
-        if self.trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
-            added.append(ReplicaGuard())
-        return added
-
-    def _refuse_what_the_trainer_owns(self) -> None:
-        trainer = self.trainer
-        faults = []
-        if trainer.accumulate_grad_batches != 1:
-            faults.append(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
-                "accumulation; do it in train_step, or leave it at 1"
-            )
-        if trainer.gradient_clip_val:
-            faults.append(
-                f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
-                "torch.nn.utils.clip_grad_norm_ in train_step"
-            )
-        faults += faults_of_callbacks(trainer)
-        if faults:
-            raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))
+        return missing_callbacks(self.trainer, metric_every=self.ctx.job.metric_every)
 
     @override
     def setup(self, stage: str) -> None:
@@ -342,7 +311,8 @@ class ContractModule(pl.LightningModule):
             return
         if stage == "fit":
             self._set_up_loop()
-        self.ctx = self._context()
+        given, keeps_dtype = self._given_dataset, self._keeps_context_dtype
+        self.ctx = filled_in(self.ctx, self.job, given, self, self.trainer, keeps_dtype=keeps_dtype)
         if not self.configured:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
@@ -357,7 +327,14 @@ class ContractModule(pl.LightningModule):
         self.contract_state = self.plugin.configure(self.ctx)
         discovered = discover(self.contract_state, self.plugin, reserved=dir(self), host=self)
         check_devices(discovered, device, world_size=world_size)
-        self._register(discovered)
+        self.discovered = discovered
+        self._found_optimizers = [found.value for found in discovered.optimizers]
+        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
+        for module in discovered.modules:
+            self.add_module(module.name, module.value)
+        if discovered.parameters:
+            # The name of the attribute stands in checkpoints.
+            self.loose = LooseTensors({found.name: found.value for found in discovered.parameters})
         self.configured = True
 
     def _set_up_loop(self) -> None:
@@ -390,9 +367,9 @@ class ContractModule(pl.LightningModule):
     @override
     def on_fit_start(self) -> None:
         assert self.discovered is not None
-        if self._to_restore is not None and "optimizers" in self._to_restore:
-            waiting, states = self._to_restore["optimizers"], self._to_restore["optimizer_states"]
-            put_back_what_fits(self.discovered.optimizers, waiting, states)
+        waiting = self._to_restore
+        if waiting is not None and waiting.optimizers is not None:
+            put_back_what_fits(self.discovered.optimizers, waiting.optimizers, waiting.optimizer_states)
         train_what_optimizers_hold(self._frozen, self._found_optimizers)
         self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
         if self._router is not None:
@@ -415,66 +392,24 @@ class ContractModule(pl.LightningModule):
         if self._router is not None:
             self._router.close()
 
-    def _context(self) -> StepContext:
-        trainer = self.trainer
-        job = self.job or dataclasses.replace(self.ctx.job, max_steps=0)
-        if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
-            job = dataclasses.replace(job, max_steps=trainer.max_steps)
-        return dataclasses.replace(
-            self.ctx,
-            job=job,
-            dataset=self._dataset(),
-            device=str(trainer.strategy.root_device),
-            dtype=self.ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=_CancelCheck(self),
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            run_state=run_state_of(trainer),
-        )
-
-    def _dataset(self) -> Any:
-        """What feeds the run; None where the trainer collects its own batches, or nothing is trained."""
-        if self._given_dataset is not None or self.trainer.state.fn != TrainerFn.FITTING:
-            return self._given_dataset
-        source = training_source(self.trainer)
-        return None if source is self else getattr(source, "feed", source)
-
-    def _register(self, discovered: Discovered) -> None:
-        self.discovered = discovered
-        self._found_optimizers = [found.value for found in discovered.optimizers]
-        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
-        for module in discovered.modules:
-            self.add_module(module.name, module.value)
-        if discovered.parameters:
-            self.loose = LooseTensors({found.name: found.value for found in discovered.parameters})
-
     @override
     def configure_optimizers(self) -> Any:
         """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
         assert self.discovered is not None
-        configs: list[dict[str, Any]] = [{"optimizer": found.value} for found in self.discovered.optimizers]
-        for found in self.discovered.schedulers:
-            for config in configs:
-                if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
-                    config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
-        return configs
+        return optimizer_configs(self.discovered)
 
     # checkpoints
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_nothing_new()
-        parts = checkpoint.setdefault(CONTRACT_KEY, {})
+        assert self.discovered is not None
         with keep_sharded_for(self.trainer.strategy):
             payload = self.state_payload()
-        is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(self.trainer))
-        parts["state"] = without_masks(payload) if is_pruned else payload
-        parts["unmanaged"] = {name: kept.state_dict() for name, kept in self._unmanaged()}
+        unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
+        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, self.metrics_on_device())
         if self._rank_channel is not None:
             collect_from_ranks(checkpoint, self.trainer, self._rank_channel)
-        # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
-        metrics = {name: value for name, value in self.metrics_on_device().items() if value.numel() == 1}
-        parts["metrics"] = {name: float(value) for name, value in metrics.items() if not value.is_complex()}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -486,81 +421,35 @@ class ContractModule(pl.LightningModule):
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
-            own_weights = take_own_part(checkpoint, self.trainer.global_rank, self.trainer.world_size)
+            self._to_restore = take_from_checkpoint(checkpoint, self.trainer, self.plugin)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
-            self._to_restore = {
-                "state": checkpoint[CONTRACT_KEY].get("state"),
-                "unmanaged": checkpoint[CONTRACT_KEY].get("unmanaged", {}),
-                "trainer_directory": trainer_directory(self.trainer.ckpt_path, self.plugin),
-                "own_weights": own_weights,
-            }
             if self.discovered is not None and not self._is_sharded:
                 states = checkpoint.get("optimizer_states", [])
-                self._to_restore["optimizers"] = set_aside(self.discovered.optimizers, states)
-                self._to_restore["optimizer_states"] = states
+                self._to_restore = self._to_restore.without_unfitting(states, self.discovered)
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.
 
         Raises:
-            ContractError: It is no dict.
+            ContractError: It is not a dict.
         """
-        payload = self.plugin.state_dict(self.contract_state)
-        if not isinstance(payload, dict):
-            raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
-        return whole_payload(payload) if self._is_sharded else payload
+        return payload_of(self.plugin, self.contract_state, is_sharded=self._is_sharded)
 
     def restore_trainer(self) -> None:
         """Hand the trainer what its checkpoint held; once, before the first step of a resumed run."""
-        restored, self._to_restore = self._to_restore, None
-        if restored is None:
-            return
-        self._tell_of_scripted_modules()
-        if restored.get("own_weights"):
-            self.load_state_dict(restored["own_weights"], strict=False)
-        unmanaged = restored.get("unmanaged", {})
-        for name, kept in self._unmanaged() if unmanaged else ():
-            if name in unmanaged:
-                kept.load_state_dict(unmanaged[name])
-        payload = restored["state"]
-        if payload is not None:
-            self.plugin.load_state_dict(self.contract_state, payload, self.ctx)
-        directory = restored.get("trainer_directory")
-        load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
-        if directory is not None and load_checkpoint is not None:
-            load_checkpoint(
-                state=self.contract_state, checkpoint_dir=str(directory), payload=payload or {}, ctx=self.ctx
-            )
-        if self._is_sharded:
-            shard_copies(discover(self.contract_state, self.plugin, reserved=dir(self), host=self))
-        if "optimizers" in restored:
+        waiting, self._to_restore = self._to_restore, None
+        if waiting is not None:
             assert self.discovered is not None
-            restore_set_aside(self.discovered.optimizers, restored["optimizers"])
-
-    def _tell_of_scripted_modules(self) -> None:
-        assert self.discovered is not None
-        scripted = [
-            found.path
-            for found in self.discovered.modules
-            if any(isinstance(module, torch.jit.ScriptModule) for module in found.value.modules())
-        ]
-        if scripted:
-            log.warning(
-                "%s is compiled by TorchScript, which optimises after its first calls in a process: the resumed run "
-                "rounds otherwise for some steps, and may not be bit-equal to one that was never interrupted. "
-                "torch.compile, or the bare module, is exact.",
-                ", ".join(scripted),
+            restore(
+                waiting,
+                self,
+                self.plugin,
+                self.contract_state,
+                self.ctx,
+                self.discovered,
+                self._kept_by_wrappers,
+                is_sharded=self._is_sharded,
             )
-
-    def _unmanaged(self) -> Iterator[tuple[str, Any]]:
-        """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""
-        assert self.discovered is not None
-        managed = {id(config.scheduler) for config in self.trainer.lr_scheduler_configs}
-        kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
-        for found in kept:
-            if id(found.value) not in managed:
-                yield found.path, found.value
-        yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
@@ -578,33 +467,4 @@ class ContractModule(pl.LightningModule):
         Raises:
             ContractError: It returned something else than a mapping or None, or a ``primary_path`` that is not there.
         """
-        hook: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
-        result = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
-        return checked_result(result, output_dir)
-
-
-def _as_tensor(name: str, value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # a number that is none of torch's types, or too large for one
-        return torch.tensor(scalar(name, value), dtype=torch.float64)
-
-
-class _CancelCheck:
-    """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
-
-    def __init__(self, module: ContractModule) -> None:
-        self._asked: weakref.ref[ContractModule] | None = weakref.ref(module)
-
-    def __call__(self) -> bool:
-        alive = None if self._asked is None else self._asked()
-        return alive is not None and alive.is_canceled()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": None if self._asked is None else self._asked()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy asks the module that was copied along with it.
-        self._asked = None if state["module"] is None else weakref.ref(state["module"])
+        return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)

@@ -36,7 +36,8 @@ class RolloutBatches:
         returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
         batches, run_state.rollout_stats = _parted(returned)
         fire(module.trainer, "on_rollout_end")
-        for run_state.minibatch_index, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
+            run_state.minibatch_index = index
             yield batch
 
 

@@ -7,12 +7,13 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult
 
-__all__ = ["metric_name", "named_scalars", "scalar", "validated_result"]
+__all__ = ["metric_name", "named_scalars", "scalar", "validated_result", "values_on_device"]
 
 _ALIASES = {
     "loss": "train/loss",
@@ -35,7 +36,7 @@ def metric_name(name: object) -> str:
     Case and outer blanks count only where the name is no alias.
 
     Raises:
-        ContractError: `name` is no text, or an empty one.
+        ContractError: `name` is not a text, or is empty.
     """
     if not isinstance(name, str) or not name:
         raise ContractError(f"train_step returned a metric named {name!r}; a name is a text that is not empty")
@@ -50,7 +51,7 @@ def validated_result(result: Any) -> StepResult | Any:
     """What ``train_step`` returned, if it has ``metrics``.
 
     Raises:
-        ContractError: It has none, or they are no mapping.
+        ContractError: It has none, or they are not a mapping.
     """
     metrics = getattr(result, "metrics", None)
     if metrics is None and not hasattr(result, "metrics"):
@@ -73,7 +74,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
 
     Raises:
-        ContractError: A name is no text or empty, or a value no number and no tensor of one element.
+        ContractError: A name is not a text or is empty, or a value is neither a number nor a tensor of one element.
     """
     scalars: dict[str, float] = {}
     for name, value in result.metrics.items():
@@ -96,6 +97,29 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         if rate is not None:
             scalars[_LR] = rate if type(rate) is float else scalar(_LR, rate)
     return scalars
+
+
+def values_on_device(result: Any, published: Mapping[str, float]) -> dict[str, Tensor]:
+    """The metrics of a step's `result`, and what was `published` before of others; waits for no device.
+
+    Metrics that are neither tensors nor plain numbers come at a cadence alone, where `named_scalars` reads them.
+    """
+    last_step = {} if result is None else result.metrics
+    known = {
+        metric_name(name): value
+        for name, value in last_step.items()
+        if isinstance(name, str) and isinstance(value, Tensor | numbers.Real)
+    }
+    return {name: _as_tensor(name, value) for name, value in {**published, **known}.items()}
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # a number that is none of torch's types, or too large for one
+        return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
 def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
@@ -135,7 +159,7 @@ def scalar(name: str, value: Any) -> float:
     """The value of a metric as a Python number; waits for the device that it is on.
 
     Raises:
-        ContractError: It is no number and no tensor of one element; names it.
+        ContractError: It is neither a number nor a tensor of one element; names it.
     """
     try:
         # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.

@@ -1,9 +1,10 @@
-"""Which of Lightning's strategies can host a trainer that calls its modules itself, and how."""
+"""Which of Lightning's strategies and settings can host a trainer class, which calls its modules itself, and how."""
 
 from __future__ import annotations
 
 import types
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -15,13 +16,12 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from ...callbacks.lightning_internals import require_names
+from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
 from ..contract.exceptions import StartupContractError
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
+from .late_setup import faults_of_callbacks
 
-__all__ = ["check_strategy", "leave_unwrapped"]
-
-require_names("lightning", DDPStrategy, "_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")
+__all__ = ["check_strategy", "leave_unwrapped", "refuse_what_the_class_owns"]
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
@@ -45,22 +45,22 @@ def check_strategy(strategy: Strategy) -> None:
         if isinstance(strategy, refused):
             raise _refusal(name, reason)
     if isinstance(strategy, DDPStrategy):
-        # Lightning gives no public access to these four settings.
-        if strategy._start_method != "popen":
-            raise _refusal(name, f"start_method={strategy._start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
-        if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
+        settings = ddp_settings(strategy)
+        if settings.start_method != "popen":
+            raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
+        if settings.communication_hook is not None or settings.communication_state is not None:
             raise _refusal(name, "its communication hook belongs to DDP's own reducer, which is not used here")
-        if strategy._model_averaging_period is not None:
+        if settings.model_averaging_period is not None:
             raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
     elif isinstance(strategy, ModelParallelStrategy):
-        if strategy._tensor_parallel_size != 1:
+        if tensor_parallel_size(strategy) != 1:
             raise _refusal(
                 name,
                 "tensor parallelism needs a plan for the layers of a module. "
                 "Give `data_parallel_size=N, tensor_parallel_size=1`",
             )
     elif not isinstance(strategy, SingleDeviceStrategy):
-        raise _refusal(name, "genlight does not know how it synchronises. Use auto, ddp or ModelParallelStrategy")
+        raise _refusal(name, "genlight does not know how it synchronizes. Use auto, ddp or ModelParallelStrategy")
 
 
 def leave_unwrapped(strategy: Strategy) -> None:
@@ -79,3 +79,25 @@ def _configure_nothing(strategy: DDPStrategy) -> None:
 
 def _refusal(name: str, reason: str) -> StartupContractError:
     return StartupContractError("startup.invalid_job_spec", f"{name} cannot host a trainer class: {reason}.")
+
+
+def refuse_what_the_class_owns(trainer: pl.Trainer) -> None:
+    """Refuse settings and callbacks of `trainer` that do what a trainer class does itself.
+
+    Raises:
+        StartupContractError: Names all of them, each with the way out.
+    """
+    faults = []
+    if trainer.accumulate_grad_batches != 1:
+        faults.append(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
+            "accumulation; do it in train_step, or leave it at 1"
+        )
+    if trainer.gradient_clip_val:
+        faults.append(
+            f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
+            "torch.nn.utils.clip_grad_norm_ in train_step"
+        )
+    faults += faults_of_callbacks(trainer)
+    if faults:
+        raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))

@@ -1,0 +1,163 @@
+"""What a checkpoint holds of a trainer class beside weights and optimizers: put in for a save, given back on resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor
+
+from ...callbacks.checkpoint.saving import CONTRACT_KEY
+from ...callbacks.hook.events import callbacks_of
+from ..contract.exceptions import ContractError
+from ..contract.types import StepContext, TrainerPlugin
+from ..discovery.discover import Discovered, Found, discover
+from ..discovery.wrapped_optimizers import KeptByWrapper
+from ..gradients.fsdp.sharding import shard_copies, whole_payload
+from .deferred_optimizers import restore_set_aside, set_aside
+from .late_setup import without_masks
+from .plugin_loading import optional_hook
+from .rank_state import take_own_part
+from .trainer_files import trainer_directory
+
+__all__ = [
+    "ToRestore",
+    "payload_of",
+    "put_into_checkpoint",
+    "restore",
+    "take_from_checkpoint",
+    "unmanaged_by_lightning",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToRestore:
+    """What the trainer is handed before the first step of a resumed run."""
+
+    payload: dict[str, Any] | None
+    """For the trainer's ``load_state_dict``; None does not call it."""
+    trainer_directory: Path | None
+    """For the trainer's ``load_checkpoint``; None does not call it."""
+    unmanaged: Mapping[str, Any] = field(default_factory=dict)
+    """By path, the states of what Lightning does not save."""
+    own_weights: Mapping[str, Any] = field(default_factory=dict)
+    """Weights that this rank has otherwise than rank zero."""
+    optimizers: dict[int, dict[str, Any]] | None = None
+    """By index, the states that did not fit their optimizers yet; None where none was looked at."""
+    optimizer_states: list[dict[str, Any]] = field(default_factory=list)
+    """The states that Lightning restores."""
+
+    def without_unfitting(self, states: list[dict[str, Any]], discovered: Discovered) -> ToRestore:
+        """The same, with those of the optimizers' `states` that do not fit, which are replaced there."""
+        return replace(self, optimizers=set_aside(discovered.optimizers, states), optimizer_states=states)
+
+
+def payload_of(plugin: TrainerPlugin, state: Any, *, is_sharded: bool) -> dict[str, object]:
+    """What the trainer's ``state_dict`` returns, without tensors that look like one rank's part.
+
+    Raises:
+        ContractError: It is not a dict.
+    """
+    payload = plugin.state_dict(state)
+    if not isinstance(payload, dict):
+        raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
+    return whole_payload(payload) if is_sharded else payload
+
+
+def unmanaged_by_lightning(
+    discovered: Discovered, kept_by_wrappers: Sequence[KeptByWrapper], trainer: pl.Trainer
+) -> Iterator[tuple[str, Any]]:
+    """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""
+    managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
+    kept: list[Found[Any]] = [*discovered.scalers, *discovered.schedulers]
+    for found in kept:
+        if id(found.value) not in managed:
+            yield found.path, found.value
+    yield from ((kept.path, kept) for kept in kept_by_wrappers)
+
+
+def put_into_checkpoint(
+    checkpoint: dict[str, Any],
+    trainer: pl.Trainer,
+    payload: dict[str, object],
+    unmanaged: Iterator[tuple[str, Any]],
+    metrics: Mapping[str, Tensor],
+) -> None:
+    """Add the contract's part to a checkpoint of Lightning's."""
+    parts = checkpoint.setdefault(CONTRACT_KEY, {})
+    is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer))
+    parts["state"] = without_masks(payload) if is_pruned else payload
+    parts["unmanaged"] = {path: kept.state_dict() for path, kept in unmanaged}
+    # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
+    numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
+    parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
+
+
+def take_from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, plugin: TrainerPlugin) -> ToRestore:
+    """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
+
+    Raises:
+        BrokenCheckpointError: The parts of the ranks do not belong together.
+    """
+    own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
+    parts = checkpoint[CONTRACT_KEY]
+    return ToRestore(
+        payload=parts.get("state"),
+        trainer_directory=trainer_directory(trainer.ckpt_path, plugin),
+        unmanaged=parts.get("unmanaged", {}),
+        own_weights=own_weights,
+    )
+
+
+def restore(
+    waiting: ToRestore,
+    module: pl.LightningModule,
+    plugin: TrainerPlugin,
+    state: Any,
+    ctx: StepContext,
+    discovered: Discovered,
+    kept_by_wrappers: Sequence[KeptByWrapper],
+    *,
+    is_sharded: bool,
+) -> None:
+    """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
+    _warn_of_scripted_modules(discovered)
+    if waiting.own_weights:
+        module.load_state_dict(waiting.own_weights, strict=False)
+    if waiting.unmanaged:
+        for path, kept in unmanaged_by_lightning(discovered, kept_by_wrappers, module.trainer):
+            if path in waiting.unmanaged:
+                kept.load_state_dict(waiting.unmanaged[path])
+    payload, directory = waiting.payload, waiting.trainer_directory
+    if payload is not None:
+        plugin.load_state_dict(state, payload, ctx)
+    load_checkpoint = optional_hook(plugin, "load_checkpoint")
+    if directory is not None and load_checkpoint is not None:
+        load_checkpoint(state=state, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+    if is_sharded:
+        shard_copies(discover(state, plugin, reserved=dir(module), host=module))
+    if waiting.optimizers is not None:
+        restore_set_aside(discovered.optimizers, waiting.optimizers)
+
+
+def _warn_of_scripted_modules(discovered: Discovered) -> None:
+    scripted = [
+        found.path
+        for found in discovered.modules
+        if any(isinstance(module, torch.jit.ScriptModule) for module in found.value.modules())
+    ]
+    if scripted:
+        log.warning(
+            "%s is compiled by TorchScript, which optimizes after its first calls in a process: the resumed run "
+            "rounds differently for some steps, and may not be bit-equal to one that was never interrupted. "
+            "torch.compile, or the bare module, is exact.",
+            ", ".join(scripted),
+        )
