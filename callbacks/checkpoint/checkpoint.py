@@ -26,7 +26,8 @@ from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.events import fire, run_state_of
 from ..hook.hook import Hook
-from ..hook.listeners import after_failure, skippable
+from ..hook.listeners import skippable
+from ..hook.module_hook import awaits_module_hook
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .format.record import CheckpointRecord, RecordMeta
@@ -158,6 +159,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state: RunState | None = None
         self._is_overdue = False
         self._is_warm = False
+        self._saves_after_module_hook = False
         self._last_saved_step: int | None = None
         self._is_between_batches = False
         self._resumes_within_epoch = False
@@ -195,6 +197,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state = run_state_of(trainer)
         self._boundaries = Boundaries(self, trainer.global_step)
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
+        self._saves_after_module_hook = False
         self._started_at_s = time.monotonic()
         restore_gradients(pl_module, self._pending.pop("gradients", {}))
         if self._resumes_within_epoch and trainer.is_global_zero:
@@ -225,16 +228,28 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
         run_state = self._run_state or run_state_of(trainer)
-        if run_state.stop_reason is not None:
-            self._after_own_hook(trainer, pl_module, self._save_before_stop)
-            return
-        if not is_crossed and not self._is_overdue:
+        stops = run_state.stop_reason is not None
+        if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._warm_up(trainer, pl_module)
-        elif self._must_skip(trainer):
+        elif not stops and self._must_skip(trainer):
             self._wake()
+        elif awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
+            self._saves_after_module_hook = True
         else:
-            self._after_own_hook(trainer, pl_module, self.save)
+            self._save_what_is_due(trainer, pl_module)
+
+    def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if run_state_of(trainer).stop_reason is None:
+            self.save(trainer, pl_module)
+        else:
+            self._save_before_stop(trainer, pl_module)
+
+    @override
+    def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saves_after_module_hook:
+            self._saves_after_module_hook = False
+            self._save_what_is_due(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -410,37 +425,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
-
-    def _after_own_hook(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        save: Callable[[pl.Trainer, pl.LightningModule], object],
-    ) -> None:
-        """Save once the module's own ``on_train_batch_end`` has run, where it has one.
-
-        Lightning calls it after those of all callbacks, and what it changes, a moving average say, belongs to the step.
-        """
-        hook = pl_module.on_train_batch_end
-        has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
-        is_called = getattr(trainer.fit_loop.epoch_loop, "calls_module_on_train_batch_end", True)  # of genlight's loop
-        if has_none or not is_called:
-            save(trainer, pl_module)
-            return
-        was_its_own = "on_train_batch_end" in vars(pl_module)
-
-        def hook_and_save(*event: Any) -> None:
-            if was_its_own:
-                pl_module.on_train_batch_end = hook  # type: ignore[method-assign]
-            else:
-                del pl_module.on_train_batch_end
-            hook(*event)
-            try:
-                save(trainer, pl_module)
-            except Exception as error:  # noqa: BLE001  # raised again where the policy of this hook says so
-                after_failure(self.on_train_batch_end, "on_train_batch_end", error)
-
-        pl_module.on_train_batch_end = hook_and_save  # type: ignore[method-assign, assignment]
 
     def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
         self.restore_pending_rng(trainer)
