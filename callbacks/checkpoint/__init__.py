@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record
     from .format.verification import verify
     from .loading import load, load_weights
+    from .rank_state import capture_rng, restore_rng
     from .retention import Retention
-    from .rng import capture_rng, restore_rng
     from .saving import save
     from .selection import Listed, find_checkpoint, find_final, list_checkpoints, newest_valid
     from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
@@ -31,7 +31,7 @@ else:
             ".loading": ("load", "load_weights"),
             ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
             ".retention": ("Retention",),
-            ".rng": ("capture_rng", "restore_rng"),
+            ".rank_state": ("capture_rng", "restore_rng"),
             ".saving": ("save",),
             ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
             ".format.verification": ("verify",),

@@ -31,7 +31,6 @@ from ..hook.module_hook import awaits_module_hook
 from .checkpoint_io import DurableCheckpointIO, SaveRequest
 from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
 from .format.record import CheckpointRecord, RecordMeta
-from .loader_positions import warn_of_loaders_without_position
 from .ownership import require_replaceable
 from .rank_state import (
     SHARDED_GRADIENTS,
@@ -42,6 +41,7 @@ from .rank_state import (
     restore_gradients,
     restore_rng_of_rank,
     sharded_gradients_of,
+    warn_of_loaders_without_position,
 )
 from .remote import is_remote
 from .retention import WRITER, Retention, best, is_named, own_records, to_delete
@@ -52,7 +52,7 @@ from .sharded.save import require_shared_directory
 from .sharded.strategy import rank_groups_of, save_through_plugin
 from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
 from .storage.host_buffer import ALIGNMENT
-from .storage.write_errors import naming_the_checkpoint
+from .storage.write_file import naming_the_checkpoint
 
 __all__ = ["Checkpoint", "WritesTrainerFiles"]
 

@@ -31,7 +31,7 @@ from .sharded.save import only_slices, plan_save, write_together
 from .storage.background_writer import BackgroundWriter
 from .storage.commit import Staging, delete_checkpoint
 from .storage.host_buffer import HostBuffer
-from .storage.write_errors import naming_the_checkpoint
+from .storage.write_file import naming_the_checkpoint
 
 __all__ = ["DurableCheckpointIO", "SaveRequest"]
 
