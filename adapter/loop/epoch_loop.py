@@ -39,8 +39,8 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.validates = False
         self.owes_validation = False
         """Whether the checkpoint was written before the validation that may be due after its step."""
-        self.calls_module_on_train_batch_end = False
-        """Whether the module's ``on_train_batch_end`` is called in this epoch."""
+        self.fires_module_batch_end = False
+        """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
         """Whether the loader was asked for a batch in this epoch that it did not have."""
 

@@ -15,6 +15,7 @@ One epoch, with the hooks in Lightning's order::
             batch = prepare_batch(raw); result = train_step(batch)
             completed_steps += 1
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
+            on_module_batch_end                              # where the module has an on_train_batch_end
             on_mb_end
             a stop was asked for?  raise TrainingCanceled, and validate after a resume
             validation, where it is due and a validation loader and a `validation_step` exist

@@ -66,7 +66,8 @@ class Step:
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
-        loop.calls_module_on_train_batch_end = self.profiled or self.module_on_end is not None
+        self.after_module_hook = listeners(trainer, "on_module_batch_end")
+        loop.fires_module_batch_end = self.module_on_end is not None
         strategy_hook = trainer.strategy.on_train_batch_start
         self.strategy_on_start = (
             strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
@@ -159,13 +160,16 @@ class Step:
     def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
         call._call_callback_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
         call._call_lightning_module_hook(self.trainer, "on_train_batch_end", outputs, raw, index)
+        if self.module_on_end:
+            _call(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
         self.names["_current_fx_name"] = None
         if self.has_user_hooks:
             self._take_over_what_was_logged()
 
     def _batch_end_of_user_hooks(self, outputs: Any, raw: Any, index: int) -> None:
         if self.module_on_end:
-            self.module.on_train_batch_end(outputs, raw, index)  # by name: Checkpoint puts a save behind it
+            self.module_on_end(outputs, raw, index)
+            _call(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
         self.names["_current_fx_name"] = None
         self._take_over_what_was_logged()
 

@@ -11,30 +11,32 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint, WritesTrainerFiles
+    from .checkpoint import Checkpoint
     from .checkpoint_io import DurableCheckpointIO, SaveRequest
     from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record
     from .format.verification import verify
     from .loading import load, load_weights
+    from .rank_state import capture_rng, restore_rng
     from .retention import Retention
-    from .rng import capture_rng, restore_rng
     from .saving import save
     from .selection import Listed, find_checkpoint, find_final, list_checkpoints, newest_valid
     from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
+    from .trainer_files import WritesTrainerFiles
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            ".checkpoint": ("Checkpoint", "WritesTrainerFiles"),
+            ".checkpoint": ("Checkpoint",),
             ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
             ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
             ".loading": ("load", "load_weights"),
             ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
             ".retention": ("Retention",),
-            ".rng": ("capture_rng", "restore_rng"),
+            ".rank_state": ("capture_rng", "restore_rng"),
             ".saving": ("save",),
             ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
             ".format.verification": ("verify",),
+            ".trainer_files": ("WritesTrainerFiles",),
         },
     )
 

@@ -5,69 +5,45 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import CheckpointError, GenlightError
+from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.events import fire, run_state_of
+from ..hook.events import run_state_of
 from ..hook.hook import Hook
-from ..hook.listeners import after_failure, skippable
-from .checkpoint_io import DurableCheckpointIO, SaveRequest
-from .format.layout import FINAL_NAME, TRAINER_FOLDER, step_name
+from ..hook.listeners import skippable
+from ..hook.module_hook import awaits_module_hook
+from .checkpoint_io import DurableCheckpointIO, SaveRequest, install_plugin
+from .durable_reports import DurableReports
+from .format.layout import FINAL_NAME, step_name
 from .format.record import CheckpointRecord, RecordMeta
-from .loader_positions import warn_of_loaders_without_position
 from .ownership import require_replaceable
-from .rank_state import (
-    SHARDED_GRADIENTS,
-    capture_rng_of_ranks,
-    gather_gradients,
-    gradients_of,
-    gradients_of_rank,
-    restore_gradients,
-    restore_rng_of_rank,
-    sharded_gradients_of,
-)
 from .remote import is_remote
-from .retention import WRITER, Retention, best, is_named, own_records, to_delete
+from .resume_state import ResumeState, capture_parts, stands_between_batches
+from .retention import WRITER, Retention, best, own_records
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.boxes import is_sharded
 from .sharded.save import require_shared_directory
 from .sharded.strategy import rank_groups_of, save_through_plugin
-from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
-from .storage.host_buffer import ALIGNMENT
-from .storage.write_errors import naming_the_checkpoint
+from .sizes import size_of_first_checkpoint, size_of_snapshot
+from .storage.commit import require_space, sweep
+from .trainer_files import join_in_trainer_files, stage_trainer_files
 
-__all__ = ["Checkpoint", "WritesTrainerFiles"]
+__all__ = ["Checkpoint"]
 
 log = logging.getLogger(__name__)
-
-_ADAM_STATES = 2
-"""Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
-
-
-@runtime_checkable
-class WritesTrainerFiles(Protocol):
-    """A LightningModule whose trainer has files of its own to add; asked on rank zero, inside the checkpoint."""
-
-    def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        """Write into `output_dir`, which becomes ``trainer/`` of the checkpoint; the result goes into the record."""
-        ...
 
 
 class Checkpoint(Hook, LightningCheckpoint):
@@ -148,32 +124,23 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_gradients = save_gradients
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self._durable: deque[tuple[CheckpointRecord, float]] = deque()
-        """What is to be reported, each with the seconds that its save took."""
-        self._being_reported: CheckpointRecord | None = None
-        self._awaited: list[Callable[[], Collection[Path]]] = []
+        self._reports = DurableReports()
+        self._resume = ResumeState()
         self._io: DurableCheckpointIO | None = None
         self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
         self._is_overdue = False
         self._is_warm = False
+        self._saves_after_module_hook = False
         self._last_saved_step: int | None = None
         self._is_between_batches = False
-        self._resumes_within_epoch = False
-        self._pending: dict[str, Any] = {}
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "_io": None,
-            "_durable": deque(),
-            "_being_reported": None,
-            "_awaited": [],
-            "_run_state": None,
-        }
+        own: dict[str, Any] = {"_io": None, "_reports": DurableReports(), "_run_state": None}
         return {**super().__getstate__(), **own}
 
     # Events
@@ -181,7 +148,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._gives_plugin_back = not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
-        self._io = _install(trainer)
+        self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
         if self.dirpath is None:
@@ -195,11 +162,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state = run_state_of(trainer)
         self._boundaries = Boundaries(self, trainer.global_step)
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
+        self._saves_after_module_hook = False
         self._started_at_s = time.monotonic()
-        restore_gradients(pl_module, self._pending.pop("gradients", {}))
-        if self._resumes_within_epoch and trainer.is_global_zero:
-            warn_of_loaders_without_position(trainer)
-        self._resumes_within_epoch = False
+        self._resume.begin_training(trainer, pl_module)
         if not self.saves_anything:
             return
         groups = rank_groups_of(trainer.strategy)
@@ -208,7 +173,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if trainer.is_global_zero:
             if self.save_final:  # lest the run ends in vain, long from now
                 require_replaceable(self.directory / f"{FINAL_NAME}.json")
-            require_space(self.directory, _estimate(pl_module))
+            require_space(self.directory, size_of_first_checkpoint(pl_module))
 
     @skippable
     @override
@@ -225,16 +190,28 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
         run_state = self._run_state or run_state_of(trainer)
-        if run_state.stop_reason is not None:
-            self._after_own_hook(trainer, pl_module, self._save_before_stop)
-            return
-        if not is_crossed and not self._is_overdue:
+        stops = run_state.stop_reason is not None
+        if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._warm_up(trainer, pl_module)
-        elif self._must_skip(trainer):
+        elif not stops and self._must_skip(trainer):
             self._wake()
+        elif awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
+            self._saves_after_module_hook = True
         else:
-            self._after_own_hook(trainer, pl_module, self.save)
+            self._save_what_is_due(trainer, pl_module)
+
+    def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if run_state_of(trainer).stop_reason is None:
+            self.save(trainer, pl_module)
+        else:
+            self._save_before_stop(trainer, pl_module)
+
+    @override
+    def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saves_after_module_hook:
+            self._saves_after_module_hook = False
+            self._save_what_is_due(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -263,18 +240,11 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
-        parts["is_between_batches"] = self._stands_between_batches(trainer)
-        parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         parts["elapsed_s"] = self.elapsed_s
-        if "rng" not in parts:
-            parts["rng"] = capture_rng_of_ranks()
-        needs_gradients = self._needs_gradients(trainer, pl_module)
-        gradients = gradients_of(pl_module) if needs_gradients else {}
-        if trainer.strategy.reduce_boolean_decision(bool(gradients), all=False):
-            parts["gradients"] = gather_gradients(gradients)
-        sharded = sharded_gradients_of(pl_module) if needs_gradients else {}
-        if sharded:
-            parts[SHARDED_GRADIENTS] = sharded
+        is_between_batches = self._is_between_batches and stands_between_batches(trainer)
+        capture_parts(
+            trainer, pl_module, parts, is_between_batches=is_between_batches, save_gradients=self.save_gradients
+        )
 
     @override
     def on_load_checkpoint(
@@ -283,19 +253,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
-        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
-        self._pending["gradients"] = gradients | parts.get(SHARDED_GRADIENTS, {})
-        self._resumes_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
-        if "rng" in parts:
-            # Now, for what draws before the first batch; where batches went before, once more at the next one,
-            # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
-            restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
-            if parts.get("is_between_batches"):
-                self._pending["rng"] = parts["rng"]
-                # After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
-                if self._resumes_within_epoch:
-                    # Of the instance, and until then: a hook that is there is called in every step.
-                    self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
+        self._resume.load(trainer, parts)
+        if self._resume.restores_rng_at_first_batch:
+            # Of the instance, and until then: a hook that is there is called in every step.
+            self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -361,7 +322,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             request = self._request(trainer, pl_module, path, began_s, final=final, wait=wait)
             self._io.expect(path, request)
         else:
-            _join_in_trainer_files(pl_module, step, final)
+            join_in_trainer_files(pl_module, step, final)
         try:
             trainer.save_checkpoint(path, weights_only=False)
         except BaseException:
@@ -380,12 +341,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         if self._io is not None:
             self._io.wait()
-        self._report(trainer)
+        self._reports.report(trainer)
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
-        if self._durable:
-            self._report(trainer)
+        if self._reports:
+            self._reports.report(trainer)
         if self._io is not None:
             self._io.poll()
 
@@ -395,15 +356,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         It is asked on rank zero, in the thread that wrote, when older checkpoints are about to go; what it kept goes
         after the first save that finds it no longer named.
         """
-        if awaited not in self._awaited:
-            self._awaited.append(awaited)
+        self._reports.spare(awaited)
 
     def restore_pending_rng(self, trainer: pl.Trainer) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
         vars(self).pop("on_train_batch_start", None)
-        states = self._pending.pop("rng", None)
-        if states is not None:
-            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size)
+        self._resume.restore_rng(trainer)
 
     # How
 
@@ -411,49 +369,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
 
-    def _after_own_hook(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        save: Callable[[pl.Trainer, pl.LightningModule], object],
-    ) -> None:
-        """Save once the module's own ``on_train_batch_end`` has run, where it has one.
-
-        Lightning calls it after those of all callbacks, and what it changes, a moving average say, belongs to the step.
-        """
-        hook = pl_module.on_train_batch_end
-        has_none = getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end
-        is_called = getattr(trainer.fit_loop.epoch_loop, "calls_module_on_train_batch_end", True)  # of genlight's loop
-        if has_none or not is_called:
-            save(trainer, pl_module)
-            return
-        was_its_own = "on_train_batch_end" in vars(pl_module)
-
-        def hook_and_save(*event: Any) -> None:
-            if was_its_own:
-                pl_module.on_train_batch_end = hook  # type: ignore[method-assign]
-            else:
-                del pl_module.on_train_batch_end
-            hook(*event)
-            try:
-                save(trainer, pl_module)
-            except Exception as error:  # noqa: BLE001  # raised again where the policy of this hook says so
-                after_failure(self.on_train_batch_end, "on_train_batch_end", error)
-
-        pl_module.on_train_batch_end = hook_and_save  # type: ignore[method-assign, assignment]
-
     def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
         self.restore_pending_rng(trainer)
-
-    def _stands_between_batches(self, trainer: pl.Trainer) -> bool:
-        """Whether a batch was trained to its end and the next one of its epoch not begun."""
-        # Lightning declares the counters as a base class with fewer fields.
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        epochs: Any = trainer.fit_loop.epoch_progress.current
-        # An epoch also ends, for Lightning, where ``max_steps`` ends the run within it; a longer run goes on with that.
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        is_epoch_over = is_last and epochs.processed == epochs.started
-        return self._is_between_batches and batches.ready == batches.processed and not is_epoch_over
 
     def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
@@ -471,7 +388,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         io = self._io
         if io is None or not (self.asynchronous and self.every_n_steps) or io.writer.is_busy:
             return
-        nbytes = _size_of_snapshot(trainer, pl_module)
+        nbytes = size_of_snapshot(trainer, pl_module)
         pinned = trainer.strategy.root_device.type == "cuda"
         self._wake()
         io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
@@ -488,7 +405,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> SaveRequest:
         """What the plugin has to know of a save that began at `began_s`; the trainer's own files are written here."""
         step = trainer.global_step
-        staging, trainer_checkpoint = self._trainer_files(pl_module, path, step, final)
+        staging, trainer_checkpoint = stage_trainer_files(pl_module, path, step, final)
         state = run_state_of(trainer)
         meta = replace(
             self.run,
@@ -504,48 +421,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         on_durable = functools.partial(self._on_durable, began_s=began_s)
         return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
-    @staticmethod
-    def _trainer_files(
-        pl_module: pl.LightningModule, path: Path, step: int, final: bool
-    ) -> tuple[Staging | None, Mapping[str, Any] | None]:
-        if not isinstance(pl_module, WritesTrainerFiles):
-            return None, None
-        with naming_the_checkpoint(path):
-            staging = stage(path)
-        try:
-            output = staging.folder(TRAINER_FOLDER)
-            result = pl_module.save_trainer_files(output_dir=output, step=step, final=final)
-        except BaseException:
-            staging.discard()
-            raise
-        return staging, result
-
     def _on_durable(self, record: CheckpointRecord, *, began_s: float) -> None:
         """In the thread that wrote: only now may older ones go."""
-        self._durable.append((record, time.monotonic() - began_s))
-        # One that was not reported yet stays: whoever hears of it (an upload) must still find it.
-        spared = {unreported.path for unreported, _ in list(self._durable)}
-        if self._being_reported is not None:
-            spared.add(self._being_reported.path)
-        listed = list_checkpoints(self.directory)
-        awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
-        awaited |= {os.path.realpath(entry) for entry in os.scandir(self.directory) if entry.is_symlink()}
-        of_this_run = [old for old in own_records(listed) if old.run_id == record.run_id]
-        for old in to_delete(of_this_run, self.retention):
-            if old.path not in spared and not is_named(old, awaited):
-                _try_to_delete(old.path)
-
-    def _report(self, trainer: pl.Trainer) -> None:
-        while self._durable:
-            record, seconds = self._durable[0]
-            self._being_reported = record  # Set before it is popped: one of both spares it.
-            self._durable.popleft()
-            run_state_of(trainer).latest_checkpoint_uri = str(record.path)
-            try:
-                fire(trainer, "on_checkpoint_timed", seconds)
-                fire(trainer, "on_checkpoint_durable", record)
-            finally:
-                self._being_reported = None
+        self._reports.note(record, self.retention, began_s=began_s)
 
     def _monitored(self, trainer: pl.Trainer) -> dict[str, float]:
         name = self.retention.monitor
@@ -560,16 +438,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         )
         return {}
 
-    def _needs_gradients(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        if self.save_gradients is not None:
-            return self.save_gradients
-        if not pl_module.automatic_optimization:
-            return True  # Only the module knows its windows; one that clears its gradients has none to store.
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        window = trainer.accumulate_grad_batches
-        is_open = progress.current.ready % window != 0 and not progress.is_last_batch
-        return is_open and self._stands_between_batches(trainer)
-
 
 def _local(path: str | os.PathLike[str]) -> Path:
     if is_remote(path):
@@ -579,52 +447,3 @@ def _local(path: str | os.PathLike[str]) -> Path:
             "UploadArtifacts, for copies elsewhere."
         )
     return Path(os.fspath(path).removeprefix("file://"))
-
-
-def _try_to_delete(path: Path) -> None:
-    """Remove an old checkpoint; one that cannot be removed costs space, not the run, and is tried again next time."""
-    try:
-        delete_checkpoint(path)
-    except (OSError, CheckpointError) as error:
-        log.warning("Could not remove the old checkpoint %s: %s", path, error)
-
-
-def _join_in_trainer_files(pl_module: pl.LightningModule, step: int, final: bool) -> None:
-    """On ranks other than zero, whose files do not count: what a trainer asks of sharded modules needs all ranks."""
-    if isinstance(pl_module, WritesTrainerFiles) and any(isinstance(p, DTensor) for p in pl_module.parameters()):
-        with tempfile.TemporaryDirectory() as scratch:
-            pl_module.save_trainer_files(output_dir=Path(scratch), step=step, final=final)
-
-
-def _install(trainer: pl.Trainer) -> DurableCheckpointIO:
-    """The plugin of `trainer`; put in place of Lightning's own default, but of nobody else's.
-
-    Raises:
-        TypeError: The trainer was given another checkpoint plugin.
-    """
-    plugin = trainer.strategy.checkpoint_io
-    if isinstance(plugin, DurableCheckpointIO):
-        return plugin
-    if type(plugin) is not TorchCheckpointIO:
-        raise TypeError(
-            f"Invalid `plugins`. Checkpoint writes through DurableCheckpointIO, but the trainer was given "
-            f"{type(plugin).__name__}; leave that plugin out."
-        )
-    installed = DurableCheckpointIO()
-    trainer.strategy.checkpoint_io = installed
-    return installed
-
-
-def _estimate(module: pl.LightningModule) -> int:
-    """Bytes of a first checkpoint: the weights, and what the usual optimizer keeps for each that is trained."""
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    return int(weights + _ADAM_STATES * trained)
-
-
-def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole."""
-    moments = (t for o in trainer.optimizers for entry in o.state.values() for t in entry.values())
-    tensors = (t for t in (*module.parameters(), *module.buffers(), *moments) if isinstance(t, torch.Tensor))
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own)

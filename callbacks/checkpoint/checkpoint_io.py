@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError
@@ -31,9 +32,9 @@ from .sharded.save import only_slices, plan_save, write_together
 from .storage.background_writer import BackgroundWriter
 from .storage.commit import Staging, delete_checkpoint
 from .storage.host_buffer import HostBuffer
-from .storage.write_errors import naming_the_checkpoint
+from .storage.write_file import naming_the_checkpoint
 
-__all__ = ["DurableCheckpointIO", "SaveRequest"]
+__all__ = ["DurableCheckpointIO", "SaveRequest", "install_plugin"]
 
 log = logging.getLogger(__name__)
 
@@ -279,6 +280,25 @@ class DurableCheckpointIO(CheckpointIO):
             if not is_failing:
                 raise
             log.exception("The checkpoint in flight could not be written")
+
+
+def install_plugin(trainer: pl.Trainer) -> DurableCheckpointIO:
+    """The `DurableCheckpointIO` of `trainer`, which replaces Lightning's own default but no other plugin.
+
+    Raises:
+        TypeError: The trainer was given another checkpoint plugin.
+    """
+    plugin = trainer.strategy.checkpoint_io
+    if isinstance(plugin, DurableCheckpointIO):
+        return plugin
+    if type(plugin) is not TorchCheckpointIO:
+        raise TypeError(
+            f"Invalid `plugins`. Checkpoint writes through DurableCheckpointIO, but the trainer was given "
+            f"{type(plugin).__name__}; leave that plugin out."
+        )
+    installed = DurableCheckpointIO()
+    trainer.strategy.checkpoint_io = installed
+    return installed
 
 
 def _write(record: Path, prepared: Prepared, request: SaveRequest) -> None:

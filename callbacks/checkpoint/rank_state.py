@@ -1,32 +1,37 @@
-"""What each rank adds to a checkpoint: its random state and the gradients of an unfinished accumulation window."""
+"""What each rank keeps over a resume: random states, gradients of an open accumulation window, loader positions."""
 
 from __future__ import annotations
 
 import logging
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
 
 from .codec.tensor_bytes import bytes_of
 from .format.record import digest_of
-from .rng import capture_rng, restore_rng
 from .sharded.boxes import sharded_like
 from .sharded.lazy_tensor import unsharded
 
 __all__ = [
     "SHARDED_GRADIENTS",
     "HoldsLooseTensors",
+    "capture_rng",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
     "gradients_of_rank",
     "restore_gradients",
+    "restore_rng",
     "restore_rng_of_rank",
     "sharded_gradients_of",
+    "warn_of_loaders_without_position",
 ]
 
 log = logging.getLogger(__name__)
@@ -77,6 +82,55 @@ def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
         )
     for lost in restore_rng(states[rank]):
         log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", lost)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The random state of this process, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    # The 625 words as one tensor, which is stored far faster than as many numbers.
+    python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state(legacy=False)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> list[str]:
+    """Take over a captured state.
+
+    Returns:
+        What could not be restored here, in words: a device that this process does not have, say.
+    """
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(state["numpy"])
+    return [*_restore_cuda(state.get("cuda", [])), *_restore_mps(state.get("mps"))]
+
+
+def _restore_cuda(states: list[Any]) -> list[str]:
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(states[:available]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    lost = len(states) - available
+    return [f"the random state of {lost} CUDA devices that are not here"] if lost > 0 else []
+
+
+def _restore_mps(state: Any) -> list[str]:
+    if state is None:
+        return []
+    if not torch.backends.mps.is_available():
+        return ["the random state of an MPS device that is not here"]
+    torch.mps.set_rng_state(state.cpu())
+    return []
 
 
 def gradients_of(module: pl.LightningModule) -> dict[str, torch.Tensor]:
@@ -143,3 +197,23 @@ def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Ten
             continue
         gradient = gradient.to(parameter.device, parameter.dtype)
         parameter.grad = sharded_like(gradient, parameter) if isinstance(parameter, DTensor) else unsharded(gradient)
+
+
+def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
+    """Name the training loaders that have no state, so that they begin with their first batch again.
+
+    One whose ``begins_anew`` is true does so on purpose; its ``told_on_resume``, where it has that, says what is lost.
+    """
+    for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
+        is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if getattr(loader, "begins_anew", False):
+            told = getattr(loader, "told_on_resume", None)
+            if told is not None:
+                log.warning("%s", told)
+        elif not is_stateful:
+            log.warning(
+                "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "
+                "Give it `state_dict` and `load_state_dict`, as the loader of ArrowDataModule has, or save between "
+                "epochs.",
+                type(loader).__name__,
+            )

@@ -24,8 +24,7 @@ from .format.record import CheckpointRecord, FileEntry, RecordMeta, in_file, rea
 from .format.safetensors_header import build_header
 from .ownership import STATE_MARKER, choose_folder
 from .storage.commit import Staging, commit, require_space, stage
-from .storage.write_errors import naming_the_checkpoint
-from .storage.write_file import hash_file, write_file
+from .storage.write_file import hash_file, naming_the_checkpoint, write_file
 
 __all__ = [
     "CONTRACT_KEY",

@@ -14,6 +14,7 @@ HOOK_EVENTS = (
     "on_new_training_run",
     "on_rollout_start",
     "on_rollout_end",
+    "on_module_batch_end",
     "on_mb_end",
     "on_train_phase_end",
     "on_epoch_end",

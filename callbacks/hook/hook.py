@@ -128,6 +128,12 @@ class Hook(pl.Callback):
     def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Experience was collected; ``rollout_stats`` is set."""
 
+    def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The module's own ``on_train_batch_end`` has run; fired only where a module has one.
+
+        Under Lightning's own loop it comes in a step in which a hook has called `awaits_module_hook`.
+        """
+
     def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A minibatch was trained."""
 

@@ -39,8 +39,7 @@ from ..format.shard_index import (
 )
 from ..saving import SPACE_FOR_THE_REST, Prepared, header_of, in_order, publish, write_files, write_tensors
 from ..storage.commit import Staging, require_space, stage
-from ..storage.write_errors import naming_the_checkpoint
-from ..storage.write_file import write_file
+from ..storage.write_file import naming_the_checkpoint, write_file
 from .boxes import Box, make_whole
 from .rank_channel import Channel, first_problem, text_of
 

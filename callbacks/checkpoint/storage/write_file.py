@@ -10,6 +10,7 @@ The module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -19,11 +20,12 @@ from types import TracebackType
 
 import xxhash
 
-from ....adapter.contract.exceptions import BrokenCheckpointError
+from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from ....adapter.plumbing.durable import start_writeback
 from ....adapter.plumbing.safe_open import open_regular
+from ..format.layout import name_of
 
-__all__ = ["hash_file", "write_file"]
+__all__ = ["hash_file", "naming_the_checkpoint", "write_file"]
 
 _WRITE_CHUNK = 16 << 20
 _GATHERED_BUFFERS = 512
@@ -173,3 +175,22 @@ def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str
         hasher.update(buffer[:count])
         position += count
     return position, hasher.hexdigest()
+
+
+@contextlib.contextmanager
+def naming_the_checkpoint(record: Path, nbytes: int | None = None) -> Iterator[None]:
+    """Raise an `OSError` of the block as one that names the checkpoint of `record`, of about `nbytes` bytes.
+
+    Raises:
+        UnwrittenCheckpointError: In place of any other `OSError`.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        directory = os.fspath(record.parent)
+        raise UnwrittenCheckpointError(
+            name_of(record), directory, nbytes, error.errno, reason, error.filename
+        ) from error

@@ -162,3 +162,26 @@ def test_a_checkpoint_holds_what_the_module_changed_in_its_own_hook_of_the_step(
     saved = str(tmp_path / "step-00000002.json")
     fit(tmp_path, Averaging(second), Checkpoint(tmp_path, save_final=False), max_steps=5, ckpt=saved)
     assert (first.updates, second.updates) == (3, 5)
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"])
+@pytest.mark.parametrize("base", [ContractModule, Stock])
+def test_an_event_follows_the_modules_own_hook_of_the_step(tmp_path: Path, base: Any, profiler: str | None) -> None:
+    """Whoever saves then has what the module changed; the hook of the module stays the module's own."""
+    seen: list[str] = []
+
+    class Own(base):  # type: ignore[misc]
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append("module")
+
+    class Hears(pl.Callback):
+        def on_module_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            seen.append("event")
+            assert "on_train_batch_end" not in vars(module)
+
+    module = Own(Updating()) if base is ContractModule else Own()
+    saves = [Checkpoint(tmp_path / name, every_n_steps=3, save_final=False) for name in ("a", "b")]
+    fit(tmp_path, module, *saves, Hears(), max_epochs=1, profiler=profiler)
+    # Lightning's own loop has no such event: there it comes, once, in the steps in which a hook waits for it.
+    assert seen == (["module", "event"] * 3 if base is ContractModule else ["module", "module", "module", "event"])
+    assert [len(list((tmp_path / name).glob("*.json"))) for name in ("a", "b")] == [1, 1]

@@ -430,8 +430,12 @@ def test_a_busy_writer_makes_newest_skip_to_the_newest_state(tmp_path, make_trai
                 checkpoint._io.writer.wait()
 
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None, when_busy="newest", save_final=False)
-    original = checkpoint._on_durable
-    checkpoint._on_durable = lambda record: (original(record), release.wait())
+
+    def hold_back():  # asked in the thread that writes, after each save
+        release.wait()
+        return []
+
+    checkpoint.spare(hold_back)
     make_trainer(Slow(), checkpoint, max_epochs=1).fit(make_net(), make_loader(6))
     steps = [listed.record.step for listed in list_checkpoints(tmp_path / "c")]
     assert steps[0] == 1

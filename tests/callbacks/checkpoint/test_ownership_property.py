@@ -1,5 +1,6 @@
 """Any sequence of saves, links, retentions, removals and foreign files leaves others' files and kept checkpoints."""
 
+import functools
 import os
 import shutil
 import tempfile
@@ -117,7 +118,8 @@ class Directory(RuleBasedStateMachine):
     def _save(self, path, writer):
         self.step += 1
         record = record_path(path)
-        request = SaveRequest(RecordMeta(writer=writer), on_durable=self.callback._on_durable if writer else None)
+        on_durable = functools.partial(self.callback._on_durable, began_s=0.0) if writer else None
+        request = SaveRequest(RecordMeta(writer=writer), on_durable=on_durable)
         self.io.expect(path, request)
         state = {"global_step": self.step, "state_dict": {"w": torch.full((3,), float(self.step))}}
         was_link = record.is_symlink()
