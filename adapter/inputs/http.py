@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -17,9 +21,9 @@ from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_af
 from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import safe_url
 from .cache import CHUNK_BYTES, CacheEntry, Content, Stored, Version
-from .progress import InputProgress, Tracker
+from .progress import InputProgress, Tracker, TransferAbandoned
 
-__all__ = ["Download", "download", "probe"]
+__all__ = ["Connections", "Download", "download", "probe"]
 
 
 CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
@@ -280,3 +284,60 @@ def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *,
     if resumed:  # the first part may have been of another version, or damaged since
         raise TransientError(f"what was put together {contradiction}")
     raise InputError(f"{request.label} {contradiction}. It was changed or damaged on its way.")
+
+
+class Connections:
+    """The connections that clients open while they are watched, so that a stop can end a transfer that waits.
+
+    A thread that reads from a socket notices nothing else. Shutting the socket down wakes it: its transfer breaks like
+    any other whose connection is lost, notes what has arrived, and finds out that it was stopped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: list[Any] = []
+        self._is_ended = False
+
+    @contextlib.contextmanager
+    def watching(self, client: httpx2.Client) -> Iterator[None]:
+        """Know of every connection that `client` opens meanwhile."""
+        hooks = client.event_hooks
+        client.event_hooks = {**hooks, "request": [*hooks["request"], self._before_request]}
+        try:
+            yield
+        finally:
+            client.event_hooks = hooks
+
+    def end(self) -> None:
+        """End all of them: every thread that waits for one is woken, and no further request is made."""
+        with self._lock:
+            self._is_ended = True
+            for stream in self._streams:
+                _shut(stream)
+
+    def _before_request(self, request: httpx2.Request) -> None:
+        if self._is_ended:
+            raise TransferAbandoned
+        request.extensions = {**request.extensions, "trace": self._tracing(request.extensions.get("trace"))}
+
+    def _tracing(self, other: Callable[[str, Any], None] | None) -> Callable[[str, dict[str, Any]], None]:
+        def trace(event: str, info: dict[str, Any]) -> None:
+            if other is not None:
+                other(event, info)
+            if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+                self._note(info["return_value"])
+
+        return trace
+
+    def _note(self, stream: Any) -> None:
+        with self._lock:
+            self._streams.append(stream)
+            if self._is_ended:
+                _shut(stream)
+
+
+def _shut(stream: Any) -> None:
+    connection = stream.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it is closed already
+        # Of TLS as well: its own shutdown would change what the reading thread is using.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

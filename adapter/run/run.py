@@ -33,7 +33,7 @@ from ..contract.exceptions import (
 )
 from ..contract.types import JobLifecycleClient
 from ..inputs import MaterializedInputs, materialize_inputs
-from ..inputs.progress_display import shown_progress
+from ..inputs.progress import shown_progress
 from ..job.config import RunConfig, resolve_run_config
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
