@@ -8,7 +8,6 @@ whole and checked file gets its name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -21,6 +20,7 @@ import msgspec
 import xxhash
 
 from ..plumbing.durable import fsync_directory, write_bytes_durably
+from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.safe_open import open_own, open_regular, read_own
 from .progress import Tracker
 
@@ -99,19 +99,17 @@ class CacheEntry:
     @contextlib.contextmanager
     def exclusive(self, tracker: Tracker) -> Iterator[bool]:
         """Hold the entry for this thread; yields whether another one had it first."""
-        descriptor = open_own(self._beside("lock"), os.O_RDWR | os.O_CREAT)
-        waited = False
+        lock, waited = None, False
+        while lock is None:
+            try:
+                lock = FileLock(self._beside("lock"))
+            except LockHeldError:
+                waited = True
+                tracker.wait(LOCK_POLL_S)
         try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    waited = True
-                    tracker.wait(LOCK_POLL_S)
             yield waited
         finally:
-            os.close(descriptor)
+            lock.release()
 
     def stored(self) -> Stored | None:
         """What is known of the file in place, if nobody has touched it since; None only costs a transfer."""

@@ -11,7 +11,8 @@ from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, Checkpoi
 from ...reporters.uploads.payloads import remote_name
 from ..contract.exceptions import BrokenCheckpointError, InputError
 from ..job.refs import HttpRef
-from .http import Download, RetryPolicy, download
+from ..plumbing.retry import RetryPolicy
+from .http import Download, download
 from .progress import Tracker
 
 __all__ = ["fetch_checkpoint"]

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import re
+import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
 from ..contract.exceptions import AuthError, InputError
 from ..plumbing.http import failure_text
-from ..plumbing.retry import backoff_s, is_transient, retry_after_s
+from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_after_s, with_retries
 from ..plumbing.safe_open import make_directory
 from ..plumbing.urls import safe_url
 from .cache import CHUNK_BYTES, CacheEntry, Content, Stored, Version
-from .progress import InputProgress, Tracker
+from .progress import InputProgress, Tracker, TransferAbandoned
 
-__all__ = ["Download", "RetryPolicy", "download", "probe"]
+__all__ = ["Connections", "Download", "download", "probe"]
 
 
 CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,18}|\*)")
 
 PROCESS_BEGAN = time.time()
 """When this process loaded the module, in seconds since 1970."""
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How often and how patiently a transfer that breaks is taken up again."""
-
-    attempts: int = 6
-    """Attempts in a row without a single new byte."""
-    first_delay_s: float = 0.5
-    longest_delay_s: float = 30.0
-    longest_retry_after_s: float = 120.0
-    """What a server may ask for at most."""
-
-    def delay_s(self, failures: int, asked_s: float | None) -> float:
-        """Seconds before the next attempt."""
-        delay = backoff_s(failures, self.first_delay_s, self.longest_delay_s, random.Random())
-        return max(delay, min(asked_s or 0.0, self.longest_retry_after_s))
 
 
 @dataclass(frozen=True)
@@ -83,14 +69,6 @@ class Download:
             if expected not in (None, found):
                 return f"has {name} {found}, but {expected} was expected"
         return None
-
-
-class Broken(Exception):
-    """The transfer broke in a way that another attempt may mend."""
-
-    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
 
 
 def download(
@@ -154,20 +132,19 @@ def _transfer(
     tracker: Tracker,
 ) -> None:
     """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
-    failures = 0
-    while True:
+    before = 0
+
+    def attempt() -> None:
+        nonlocal before
         before = entry.part().durable_bytes
-        try:
-            _attempt(request, client, entry, stored, tracker)
-        except Broken as broken:
-            failures = 1 if entry.part().durable_bytes > before else failures + 1
-            if failures >= retry.attempts:
-                raise InputError(
-                    f"{request.label} could not be fetched: {broken}, after {failures} attempts without progress."
-                ) from None
-            tracker.wait(retry.delay_s(failures, broken.retry_after_s))
-        else:
-            return
+        _attempt(request, client, entry, stored, tracker)
+
+    try:
+        with_retries(attempt, retry, tracker.wait, progressed=lambda: entry.part().durable_bytes > before)
+    except TransientError as error:
+        raise InputError(
+            f"{request.label} could not be fetched: {error}, after {error.failures} attempts without progress."
+        ) from None
 
 
 def _attempt(
@@ -184,7 +161,7 @@ def _attempt(
                 return _tell_finished(request, stored.content.size_bytes, tracker)
             if response.status_code == 416:
                 entry.drop_part()
-                raise Broken("the server has no such range")
+                raise TransientError("the server has no such range")
             _refuse(response, request)
             start = start if _continues(response, start, part.version, entry) else 0
             version = Version(response.headers.get("etag"), response.headers.get("last-modified"))
@@ -192,7 +169,7 @@ def _attempt(
     except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
         raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
     except httpx2.HTTPError as error:
-        raise Broken(failure_text(error)) from None
+        raise TransientError(failure_text(error)) from None
     _check_and_settle(request, entry, version, resumed=start > 0)
     return _tell_finished(request, size, tracker)
 
@@ -219,8 +196,8 @@ def probe(url: str, client: httpx2.Client) -> None:
         with client.stream("GET", url, headers={"Accept-Encoding": "identity", "Range": "bytes=0-0"}) as response:
             if response.status_code != 416:  # an empty file has no first byte
                 _refuse(response, request)
-    except Broken as broken:
-        raise InputError(f"{request.label} cannot be fetched for now: {broken}.") from None
+    except TransientError as error:
+        raise InputError(f"{request.label} cannot be fetched for now: {error}.") from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise InputError(f"{request.label} cannot be fetched: {failure_text(error)}.") from None
 
@@ -234,7 +211,7 @@ def _refuse(response: httpx2.Response, request: Download) -> None:
         raise AuthError(f"The server refused {request.label} (status {status}). {_auth_advice(response)}")
     if is_transient(status):
         asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
-        raise Broken(f"the server answered with status {status}", asked_s)
+        raise TransientError(f"the server answered with status {status}", asked_s)
     raise InputError(f"{request.label} cannot be fetched: the server answered with status {status}.")
 
 
@@ -256,10 +233,10 @@ def _continues(response: httpx2.Response, start: int, version: Version, entry: C
         return False
     content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     if content_range is None or int(content_range["first"]) != start:
-        raise Broken("the server sent another range than the one that was asked for")
+        raise TransientError("the server sent another range than the one that was asked for")
     if version.etag is not None and response.headers.get("etag", version.etag) != version.etag:
         entry.drop_part()
-        raise Broken("the server sent the rest of another version")
+        raise TransientError("the server sent the rest of another version")
     return True
 
 
@@ -286,7 +263,7 @@ def _receive(
             _refuse_excess(request, entry, size)
             tracker.tell(InputProgress(request.label, size, total or request.size_bytes))
     if total is not None and size != total:
-        raise Broken(f"{size} of {total} bytes arrived")
+        raise TransientError(f"{size} of {total} bytes arrived")
     return size
 
 
@@ -305,5 +282,62 @@ def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *,
         return
     entry.drop_part()
     if resumed:  # the first part may have been of another version, or damaged since
-        raise Broken(f"what was put together {contradiction}")
+        raise TransientError(f"what was put together {contradiction}")
     raise InputError(f"{request.label} {contradiction}. It was changed or damaged on its way.")
+
+
+class Connections:
+    """The connections that clients open while they are watched, so that a stop can end a transfer that waits.
+
+    A thread that reads from a socket notices nothing else. Shutting the socket down wakes it: its transfer breaks like
+    any other whose connection is lost, notes what has arrived, and finds out that it was stopped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: list[Any] = []
+        self._is_ended = False
+
+    @contextlib.contextmanager
+    def watching(self, client: httpx2.Client) -> Iterator[None]:
+        """Know of every connection that `client` opens meanwhile."""
+        hooks = client.event_hooks
+        client.event_hooks = {**hooks, "request": [*hooks["request"], self._before_request]}
+        try:
+            yield
+        finally:
+            client.event_hooks = hooks
+
+    def end(self) -> None:
+        """End all of them: every thread that waits for one is woken, and no further request is made."""
+        with self._lock:
+            self._is_ended = True
+            for stream in self._streams:
+                _shut(stream)
+
+    def _before_request(self, request: httpx2.Request) -> None:
+        if self._is_ended:
+            raise TransferAbandoned
+        request.extensions = {**request.extensions, "trace": self._tracing(request.extensions.get("trace"))}
+
+    def _tracing(self, other: Callable[[str, Any], None] | None) -> Callable[[str, dict[str, Any]], None]:
+        def trace(event: str, info: dict[str, Any]) -> None:
+            if other is not None:
+                other(event, info)
+            if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+                self._note(info["return_value"])
+
+        return trace
+
+    def _note(self, stream: Any) -> None:
+        with self._lock:
+            self._streams.append(stream)
+            if self._is_ended:
+                _shut(stream)
+
+
+def _shut(stream: Any) -> None:
+    connection = stream.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # it is closed already
+        # Of TLS as well: its own shutdown would change what the reading thread is using.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..contract.exceptions import AuthError, InputError
 from ..job.refs import HubRef
 from ..plumbing.http import failure_text
-from ..plumbing.retry import is_transient
-from .http import RetryPolicy
+from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from .progress import InputProgress, Tracker
 
 if TYPE_CHECKING:
@@ -53,20 +52,13 @@ def fetch_from_hub(
     """
     if patterns is None and ref.path is not None:
         patterns = [ref.path, f"{ref.path.rstrip('/')}/*"]
-    retry = retry or RetryPolicy()
-    failures = 0
-    while True:
-        try:
-            folder = _snapshot(ref, kind, patterns, tracker)
-        except Unreachable as error:
-            failures += 1
-            if failures >= retry.attempts:
-                raise InputError(f"{ref.label} cannot be fetched: {error}, after {failures} attempts.") from None
-            tracker.wait(retry.delay_s(failures, None))
-        else:
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            tracker.tell(InputProgress(ref.label, size, size, finished=True))
-            return folder
+    try:
+        folder = with_retries(lambda: _snapshot(ref, kind, patterns, tracker), retry or RetryPolicy(), tracker.wait)
+    except TransientError as error:
+        raise InputError(f"{ref.label} cannot be fetched: {error}, after {error.failures} attempts.") from None
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    tracker.tell(InputProgress(ref.label, size, size, finished=True))
+    return folder
 
 
 def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) -> None:
@@ -87,13 +79,9 @@ def probe_hub(ref: HubRef, kind: Literal["model", "dataset"], timeout_s: float) 
         problem = _http_error(ref, kind, error)
         raise problem if isinstance(problem, InputError) else InputError(f"{ref.label}: {problem}.") from None
     except HFValidationError as error:
-        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
+        raise InputError(f"{ref.label} is not the name of a repository: {error}.") from None
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
         raise InputError(f"{ref.label}: the hub cannot be asked: {failure_text(error)}.") from None
-
-
-class Unreachable(Exception):
-    """The hub could not answer for now."""
 
 
 def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Tracker) -> Path:
@@ -112,13 +100,13 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None, tracker: Track
             tqdm_class=_progress_bar(ref.label, tracker),
         )
     except HFValidationError as error:
-        raise InputError(f"{ref.label} is no name of a repository: {error}.") from None
+        raise InputError(f"{ref.label} is not the name of a repository: {error}.") from None
     except HfHubHTTPError as error:
         raise _http_error(ref, kind, error) from None
     except LocalEntryNotFoundError as error:
         raise _unreachable(ref, kind, error) from None
     except httpx2.HTTPError as error:
-        raise Unreachable(failure_text(error)) from None
+        raise TransientError(failure_text(error)) from None
     return Path(folder)
 
 
@@ -139,7 +127,7 @@ def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         return InputError(f"{ref.label}: there is neither such a path on this machine nor such a {kind} on the hub.")
     if is_transient(status):
-        return Unreachable(f"the hub answered with status {status}")
+        return TransientError(f"the hub answered with status {status}")
     return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
 
 
@@ -154,7 +142,7 @@ def _unreachable(ref: HubRef, kind: str, error: BaseException) -> Exception:
         if isinstance(cause, OfflineModeIsEnabled):
             return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids to ask the hub.")
         cause = cause.__cause__
-    return Unreachable("the hub cannot be reached and its cache has no whole copy")
+    return TransientError("the hub cannot be reached and its cache has no whole copy")
 
 
 def _progress_bar(name: str, tracker: Tracker) -> Any:

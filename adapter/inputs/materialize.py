@@ -19,7 +19,7 @@ from .private_addresses import AddressGuard
 from .progress import ProgressReport, Tracker
 
 if TYPE_CHECKING:
-    from .http import RetryPolicy
+    from ..plumbing.retry import RetryPolicy
 
 __all__ = ["MaterializedInputs", "default_cache_dir", "materialize_inputs"]
 

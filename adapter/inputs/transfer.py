@@ -17,9 +17,9 @@ from ..job.config import RunConfig
 from ..job.refs import CozyRef, HttpRef, HubRef, Kind, Ref
 from ..plumbing.daemon_threads import DaemonThreads
 from ..plumbing.http import build_client
+from ..plumbing.retry import RetryPolicy
 from .checkpoint import fetch_checkpoint
-from .connections import Connections
-from .http import Download, RetryPolicy, download
+from .http import Connections, Download, download
 from .huggingface import fetch_from_hub, hub_client
 from .local import Found, local_checkpoint, local_input
 from .private_addresses import AddressGuard

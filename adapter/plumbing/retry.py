@@ -1,29 +1,35 @@
-"""What to do after a failed transfer: try again, and when, or give up."""
+"""When to repeat what failed, and for how long."""
 
 from __future__ import annotations
 
 import email.utils
 import random
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 __all__ = [
-    "Contradicted",
-    "Interrupted",
-    "Refused",
-    "TryAgain",
+    "RetryPolicy",
+    "TransientError",
     "backoff_s",
     "is_transient",
-    "outcome_of_status",
+    "parsed_date",
     "retry_after_s",
+    "with_retries",
 ]
+
+T = TypeVar("T")
 
 LONGEST_RETRY_AFTER_S = 3600.0
 TRANSIENT_STATUS = frozenset({408, 425, 429})
 
 
-class TryAgain(Exception):
-    """The transfer failed in a way that may pass.
+class TransientError(Exception):
+    """Something failed in a way that may pass.
+
+    Attributes:
+        failures: How often in a row it failed, once `with_retries` gave up.
 
     Args:
         reason: Safe text for the operator.
@@ -34,56 +40,60 @@ class TryAgain(Exception):
         super().__init__(reason)
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.failures = 0
 
 
-class Contradicted(TryAgain):
-    """What the store says it received is not what was sent; a repetition is worth little."""
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often, and how patiently, to repeat what failed in a way that may pass."""
+
+    attempts: int = 6
+    """Attempts in a row without progress."""
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    longest_retry_after_s: float = 120.0
+    """The longest wait that a server may ask for."""
+
+    def delay_s(self, failures: int, asked_s: float | None) -> float:
+        """Seconds before the next attempt."""
+        delay = backoff_s(failures, self.first_delay_s, self.longest_delay_s, random.Random())
+        return max(delay, min(asked_s or 0.0, self.longest_retry_after_s))
 
 
-class Refused(Exception):
-    """The transfer cannot succeed by repetition.
+def with_retries(
+    attempt: Callable[[], T],
+    policy: RetryPolicy,
+    wait: Callable[[float], object],
+    *,
+    progressed: Callable[[], bool] = lambda: False,
+) -> T:
+    """What `attempt` returns, as soon as it does.
 
     Args:
-        reason: Safe text for the operator.
-        auth: Whether the server refused our credentials.
+        attempt: Raises `TransientError` for what is worth another attempt.
+        policy: How many attempts, and how long to wait between them.
+        wait: Waits for a number of seconds; what it raises ends the attempts.
+        progressed: Whether the attempt that failed brought something; it is then counted as the first failure again.
+
+    Raises:
+        TransientError: The last one, with `failures` set, once there were too many in a row.
     """
-
-    def __init__(self, reason: str, *, auth: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.auth = auth
-
-
-class Interrupted(Exception):
-    """The uploader is closing; the transfer goes on at the next start."""
+    failures = 0
+    while True:
+        try:
+            return attempt()
+        except TransientError as error:
+            failures = 1 if progressed() else failures + 1
+            if failures >= policy.attempts:
+                error.failures = failures
+                raise
+            asked_s = error.retry_after_s
+        wait(policy.delay_s(failures, asked_s))
 
 
 def is_transient(status: int) -> bool:
     """Whether a request that was answered with `status` may succeed later."""
     return status in TRANSIENT_STATUS or 500 <= status <= 599
-
-
-def outcome_of_status(
-    status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
-) -> TryAgain | Refused | None:
-    """None for success, else what to raise.
-
-    Args:
-        status: The status of the answer.
-        headers: Its headers.
-        where: The safe URL that goes into the reason.
-        advice: What to do about refused credentials.
-    """
-    if 200 <= status <= 299:
-        return None
-    reason = f"HTTP {status} from {where}"
-    if is_transient(status):
-        # By the server's own clock where it tells it: ours may be hours off.
-        now = _parsed_date(headers.get("Date", "")) or datetime.now(UTC)
-        return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
-    if status in (401, 403):
-        return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
-    return Refused(reason)
 
 
 def backoff_s(failures: int, base_s: float, cap_s: float, rng: random.Random) -> float:
@@ -103,11 +113,12 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
     text = value.strip()
     if text.isdecimal():
         return min(float(text), LONGEST_RETRY_AFTER_S)
-    at = _parsed_date(text)
+    at = parsed_date(text)
     return None if at is None else min(max(0.0, (at - now).total_seconds()), LONGEST_RETRY_AFTER_S)
 
 
-def _parsed_date(text: str) -> datetime | None:
+def parsed_date(text: str) -> datetime | None:
+    """The date in a header; None where it is unreadable."""
     try:
         at = email.utils.parsedate_to_datetime(text)
     except (ValueError, OverflowError, TypeError, IndexError):  # of a year, or a zone, that no calendar has

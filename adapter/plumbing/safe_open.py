@@ -22,7 +22,16 @@ from pathlib import Path
 
 from .durable import temporary_name
 
-__all__ = ["UnsafeFileError", "distrust", "make_directory", "open_own", "open_regular", "read_own", "read_regular"]
+__all__ = [
+    "PRIVATE_FILE",
+    "UnsafeFileError",
+    "distrust",
+    "make_directory",
+    "open_own",
+    "open_regular",
+    "read_own",
+    "read_regular",
+]
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _ROOT = 0

@@ -7,7 +7,6 @@ one of its own, to ``run_job(RunOptions(lifecycle=…))``.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from ..contract.exceptions import AuthError, GenlightError, InputError, StartupC
 from ..contract.types import JobLifecycleClient, LifecycleLease
 from ..plumbing.daemon_threads import DaemonThreads
 from ..plumbing.http import build_client, failure_text
-from ..plumbing.retry import backoff_s, is_transient
+from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
 from ..plumbing.urls import origin_of
 
 __all__ = ["HttpLifecycleClient", "LifecycleSession"]
@@ -121,18 +120,20 @@ class HttpLifecycleClient:
     def _post(self, run_id: str, what: str, body: dict[str, Any], *, attempts: int) -> dict[str, Any] | None:
         """The answer; None where the run or the lease is gone."""
         url = f"{self._base_url}/runs/{quote(run_id, safe='')}/{what}"
-        for failures in range(1, attempts + 1):
+
+        def attempt() -> dict[str, Any] | None:
             try:
                 response = self._client.post(url, json=body)
             except httpx2.TransportError as error:
-                reason = failure_text(error)
-            else:
-                if not is_transient(response.status_code):
-                    return _answer(response, what)
-                reason = f"status {response.status_code}"
-            if failures < attempts:
-                time.sleep(backoff_s(failures, 0.1, 2.0, random.Random()))
-        raise InputError(f"the control plane did not take {what!r} of run {run_id!r}: {reason}")
+                raise TransientError(failure_text(error)) from None
+            if is_transient(response.status_code):
+                raise TransientError(f"status {response.status_code}")
+            return _answer(response, what)
+
+        try:
+            return with_retries(attempt, RetryPolicy(attempts, first_delay_s=0.1, longest_delay_s=2.0), time.sleep)
+        except TransientError as error:
+            raise InputError(f"the control plane did not take {what!r} of run {run_id!r}: {error}") from None
 
 
 def _answer(response: httpx2.Response, what: str) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ a killed process leaves either all of it or nothing. What a full disk or a power
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import queue
@@ -20,7 +19,7 @@ from typing import Any, Self
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, write_all
-from ...adapter.plumbing.safe_open import open_own
+from ...adapter.plumbing.file_lock import LockHeldError, NoLocksError, open_locked
 from .reader import decode_object
 
 __all__ = ["LineFile"]
@@ -234,54 +233,16 @@ def _open_locked(path: Path) -> int:
     """A descriptor for `path` that holds its lock."""
     try:
         _make_directories(path.parent)
-        while True:
-            descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                _lock(descriptor, path)
-                if _is_at(descriptor, path):
-                    return descriptor
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # moved aside between open and lock: take the file that is there now
-    except OSError as error:
-        raise EventLogError(f"cannot open {path}: {error.strerror}") from error
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = _lock_holder(descriptor)
-        by = f"process {holder}" if holder else "another process"
+        return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except LockHeldError as error:
+        by = f"process {error.pid}" if error.pid else "another process"
         raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
-    except OSError as error:
+    except NoLocksError as error:
         raise EventLogError(
             f"cannot lock {path}: {error.strerror}; its file system must support flock, or write to another one"
         ) from error
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _lock_holder(descriptor: int) -> int | None:
-    """The process that locked the file, where the kernel tells."""
-    status = os.fstat(descriptor)
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        table = Path("/proc/locks").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in table.splitlines():
-        columns = line.split()
-        if "FLOCK" in columns and wanted in columns:
-            pid = int(columns[columns.index(wanted) - 1])
-            return pid if pid > 0 else None
-    return None
+    except OSError as error:
+        raise EventLogError(f"cannot open {path}: {error.strerror}") from error
 
 
 def _make_directories(directory: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from ...adapter.plumbing.retry import Contradicted, Refused
 from .artifact import Artifact, unpack
 from .config import UploadConfig
 from .hard_links import release
@@ -28,7 +27,7 @@ from .payloads import (
 )
 from .spool import Spool
 from .targets import Shipment, Target
-from .transfers import Wire, facts_of
+from .transfers import Contradicted, Refused, Wire, facts_of
 
 __all__ = ["Delivery", "receipt_key"]
 

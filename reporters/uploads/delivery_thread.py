@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...adapter.contract.exceptions import UploadError
-from ...adapter.plumbing.retry import Interrupted, Refused, TryAgain, backoff_s
+from ...adapter.plumbing.retry import backoff_s
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
@@ -23,6 +23,7 @@ from .outcome import REQUIRED_KINDS, undelivered
 from .payloads import Kind
 from .spool import Spool
 from .terminal import SETTLING_BACKOFF_CAP_S
+from .transfers import Interrupted, Refused, TryAgain
 
 __all__ = ["DeliveryThread"]
 

@@ -11,8 +11,6 @@ The journal holds paths, digests and payloads. It never holds a token or a URL.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import shlex
@@ -25,6 +23,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import StartupContractError, UploadError
 from ...adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, write_all, write_bytes_durably
+from ...adapter.plumbing.file_lock import FileLock, LockHeldError
 from ...adapter.plumbing.safe_open import make_directory, open_own, read_own
 from .artifact import files_outside, unpack
 from .config import UploadConfig
@@ -51,9 +50,6 @@ LOCK = "lock"
 REWRITE_FROM_BYTES = 1 << 20
 _OWN_TEMPORARIES = (f"{TEMPORARY_PREFIX}{JOURNAL}", f"{TEMPORARY_PREFIX}{DESCRIPTION}")
 
-_spools_of_this_process: set[str] = set()
-_guard_spools = threading.Lock()
-
 
 class SpoolInUseError(UploadError):
     """A live run, of this process or another, has the spool open."""
@@ -74,12 +70,13 @@ class Spool:
         self._mutex = threading.RLock()
         self._rewriting = threading.RLock()
         """Taken before `_mutex`, never after it."""
-        self._lock_descriptor = _take_lock(self.directory)
+        self._lock = self._take_lock()
         self._path = self.directory / JOURNAL
         self._descriptor = -1
         self._refusal: OSError | None = None
         """Why the disk lacks some of what is in memory."""
         try:
+            fsync_directory(self.directory)
             self._sweep()
             self._content, whole = read_content(self._path)
             for entry in self._content.by_seq.values():
@@ -94,6 +91,15 @@ class Spool:
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self) -> FileLock:
+        try:
+            return FileLock(self.directory / LOCK, is_required=False)
+        except LockHeldError as error:
+            raise SpoolInUseError(
+                f"The upload spool {self.directory} is in use by another run. Wait for it to end, stop it, or use "
+                "another directory."
+            ) from error
 
     def _rewrite_if_possible(self) -> None:
         try:
@@ -207,13 +213,10 @@ class Spool:
         if (refusal := self.catch_up()) is not None:
             log.error("not all that waits in %s could be kept there: %s", self.directory, refusal.strerror)
         with self._mutex:
-            for descriptor in (self._descriptor, self._lock_descriptor):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            if self._lock_descriptor >= 0:
-                with _guard_spools:
-                    _spools_of_this_process.discard(os.path.realpath(self.directory))
-            self._descriptor = self._lock_descriptor = -1
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+            self._lock.release()
 
     def _append(self, line: Line) -> None:
         data = msgspec.json.encode(line) + b"\n"
@@ -360,32 +363,3 @@ def _drop_vanished(spool: Spool) -> None:
         if missing:
             log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, missing)
             spool.remove(entry)
-
-
-def _take_lock(directory: Path) -> int:
-    """Lock the spool for this process.
-
-    A POSIX record lock, because it is not inherited: data loader workers that outlive a killed run don't keep it.
-    It does not tell two holders in one process apart, so those are counted beside it.
-    """
-    real = os.path.realpath(directory)
-    with _guard_spools:
-        if real in _spools_of_this_process:
-            raise _in_use(directory)
-        descriptor = open_own(directory / LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(descriptor)
-                raise _in_use(directory) from error
-            log.warning("%s is not locked against a second run, its file system has no locks: %s", directory, error)
-        fsync_directory(directory)
-        _spools_of_this_process.add(real)
-        return descriptor
-
-
-def _in_use(directory: Path) -> SpoolInUseError:
-    return SpoolInUseError(
-        f"The upload spool {directory} is in use by another run. Wait for it to end, stop it, or use another directory."
-    )

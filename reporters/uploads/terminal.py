@@ -10,13 +10,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ...adapter.plumbing.retry import Refused, TryAgain, backoff_s
+from ...adapter.plumbing.retry import backoff_s
 from ...adapter.plumbing.urls import safe_url
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
 from .payloads import TerminalPayload, UploadedFile, idempotency_key, terminal_payload
 from .spool import Spool
+from .transfers import Refused, TryAgain
 
 __all__ = ["SETTLING_BACKOFF_CAP_S", "enqueue_terminal", "note_acknowledged", "send_terminal", "with_reference"]
 

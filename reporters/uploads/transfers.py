@@ -1,4 +1,4 @@
-"""One transfer: a JSON POST, or a file that is streamed to the store. Every fault becomes one of `retry`'s outcomes.
+"""One transfer: a JSON POST, or a file that is streamed to the store. Every error becomes `TryAgain` or `Refused`.
 
 A store may offer to resume: asked ``HEAD <file URL>`` with the transfer's ``Idempotency-Key``, it answers with
 ``Upload-Offset: <bytes it holds>``; the transfer then goes on as ``PUT`` with ``Content-Range: bytes
@@ -12,7 +12,8 @@ import base64
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,22 @@ import httpx2
 import msgspec
 
 from ...adapter.plumbing.http import failure_text
-from ...adapter.plumbing.retry import Contradicted, Interrupted, Refused, TryAgain, outcome_of_status
+from ...adapter.plumbing.retry import TransientError, is_transient, parsed_date, retry_after_s
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.urls import safe_url
 from .payloads import FileFacts, UploadedFile
 
-__all__ = ["ANSWER_LIMIT_BYTES", "FileBody", "Wire", "facts_of"]
+__all__ = [
+    "ANSWER_LIMIT_BYTES",
+    "Contradicted",
+    "FileBody",
+    "Interrupted",
+    "Refused",
+    "TryAgain",
+    "Wire",
+    "facts_of",
+    "outcome_of_status",
+]
 
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
@@ -33,6 +44,55 @@ _NEVER_READABLE = (errno.ENOENT, errno.EISDIR, errno.EACCES, errno.EPERM, errno.
 """Of a file that is gone, may not be read, or is a pipe, a device or a directory."""
 _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
 _ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
+
+
+class TryAgain(TransientError):
+    """The transfer failed in a way that may pass."""
+
+
+class Contradicted(TryAgain):
+    """What the store says it received is not what was sent; a repetition is worth little."""
+
+
+class Refused(Exception):
+    """The transfer cannot succeed by repetition.
+
+    Args:
+        reason: Safe text for the operator.
+        auth: Whether the server refused our credentials.
+    """
+
+    def __init__(self, reason: str, *, auth: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.auth = auth
+
+
+class Interrupted(Exception):
+    """The uploader is closing; the transfer goes on at the next start."""
+
+
+def outcome_of_status(
+    status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
+) -> TryAgain | Refused | None:
+    """None for success, else what to raise.
+
+    Args:
+        status: The status of the answer.
+        headers: Its headers.
+        where: The safe URL that goes into the reason.
+        advice: What to do about refused credentials.
+    """
+    if 200 <= status <= 299:
+        return None
+    reason = f"HTTP {status} from {where}"
+    if is_transient(status):
+        # By the server's own clock where it tells it: ours may be hours off.
+        now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
+        return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
+    if status in (401, 403):
+        return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
+    return Refused(reason)
 
 
 class FileBody(httpx2.SyncByteStream):

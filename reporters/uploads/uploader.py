@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ...adapter.contract.exceptions import StartupContractError, UploadError
 from ...adapter.plumbing.http import build_client
-from ...adapter.plumbing.retry import Refused
 from .artifact import Artifact, files_in, pack, stored_path, unpack
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
@@ -26,7 +25,7 @@ from .payloads import Kind, TerminalPayload, UploadedFile
 from .spool import Spool, SpoolInUseError, claim, look_through
 from .targets import open_target
 from .terminal import enqueue_terminal, note_acknowledged, send_terminal, with_reference
-from .transfers import Wire
+from .transfers import Refused, Wire
 
 __all__ = ["Uploader"]
 

@@ -24,9 +24,9 @@ from genlight.adapter.job.environment import read_environment
 from genlight.adapter.job.errors import FaultList
 from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
-from genlight.adapter.plumbing.retry import Refused, retry_after_s
+from genlight.adapter.plumbing.retry import retry_after_s
 from genlight.reporters.uploads.payloads import FileFacts
-from genlight.reporters.uploads.transfers import Wire
+from genlight.reporters.uploads.transfers import Refused, Wire
 
 GOOD, EVIL = b"good" * 1000, b"evil" * 1000
 

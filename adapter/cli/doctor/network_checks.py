@@ -15,7 +15,7 @@ from typing import Literal
 import httpx2
 
 from ...contract.exceptions import InputError
-from ...inputs.http import RetryPolicy, probe
+from ...inputs.http import probe
 from ...inputs.huggingface import probe_hub
 from ...inputs.local import checked_ref
 from ...inputs.private_addresses import AddressGuard
@@ -23,6 +23,7 @@ from ...inputs.tensorhub import HttpResolveClient
 from ...job.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ...job.spec import InputsSpec
 from ...plumbing.http import build_client, failure_text
+from ...plumbing.retry import RetryPolicy
 from ...plumbing.urls import safe_url
 from .local_checks import Finding
 

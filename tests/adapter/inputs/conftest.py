@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.plumbing.retry import RetryPolicy
 
 STALL_S = 100.0
 """Longer than any client waits for the rest of an answer, and shorter than a test may take."""

@@ -16,11 +16,11 @@ from concurrent.futures import Future
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs.http import RetryPolicy
 from genlight.adapter.inputs.materialize import default_cache_dir, materialize_inputs
 from genlight.adapter.inputs.progress import TransferAbandoned
 from genlight.adapter.inputs.transfer import _raise_first
 from genlight.adapter.plumbing.http import build_client
+from genlight.adapter.plumbing.retry import RetryPolicy
 
 
 @pytest.fixture

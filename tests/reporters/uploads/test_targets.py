@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
-from genlight.adapter.plumbing.retry import Interrupted, Refused, TryAgain
 from genlight.reporters.uploads.targets import FsspecTarget, HuggingFaceTarget, Shipment, open_target
+from genlight.reporters.uploads.transfers import Interrupted, Refused, TryAgain
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ DELIVER = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from genlight.adapter.plumbing.retry import Refused, TryAgain
+    from genlight.reporters.uploads.transfers import Refused, TryAgain
     from genlight.reporters.uploads.targets import Shipment, open_target
 
     folder = Path(sys.argv[1])

@@ -7,9 +7,8 @@ import logging
 
 import pytest
 
-from genlight.adapter.inputs import progress_display
-from genlight.adapter.inputs.progress import InputProgress
-from genlight.adapter.inputs.progress_display import shown_progress
+from genlight.adapter.inputs import progress
+from genlight.adapter.inputs.progress import InputProgress, shown_progress
 
 
 def test_without_a_terminal_each_finished_input_is_a_line(caplog):
@@ -22,7 +21,7 @@ def test_without_a_terminal_each_finished_input_is_a_line(caplog):
 
 def test_a_long_transfer_is_a_line_now_and_then(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress_display, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     with shown_progress() as report:
         report(InputProgress("http://h/a", 1_000_000, 4_000_000))
         report(InputProgress("http://h/b", 1_000_000, None))

@@ -1,0 +1,124 @@
+"""A file has one holder at a time, and none once its holder has ended, however it ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from genlight.adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held, open_locked
+from genlight.adapter.plumbing.safe_open import UnsafeFileError
+
+HOLD = """
+import os, sys, time
+from genlight.adapter.plumbing.file_lock import FileLock
+
+lock = FileLock(sys.argv[1])
+child = os.fork() if sys.argv[2] == "fork" else 0
+if child == 0:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A file system that has no locks, as Lustre is without its mount option."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def hold_elsewhere(path, mode="plain"):
+    """Another process that holds the lock, and its forked child's id, or its own."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), mode], stdout=subprocess.PIPE, text=True)
+    return process, int(process.stdout.readline())
+
+
+def test_a_second_holder_of_the_same_process_is_refused_until_the_first_lets_go(path):
+    lock = FileLock(path)
+    assert is_held(path)
+    with pytest.raises(LockHeldError):
+        FileLock(path, tries=2)
+    lock.release()
+    lock.release()
+    assert not is_held(path)
+    FileLock(path).release()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_another_process_is_named_and_its_lock_ends_when_it_is_killed(path):
+    process, _ = hold_elsewhere(path)
+    with process:
+        with pytest.raises(LockHeldError) as caught:
+            FileLock(path)
+        assert caught.value.pid in (process.pid, None)  # a sandbox may hide what the kernel knows
+        assert caught.value.filename == str(path)
+        process.kill()
+        process.wait()
+    FileLock(path).release()
+
+
+def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(path):
+    process, child = hold_elsewhere(path, "fork")
+    with process:
+        process.kill()
+        process.wait()
+        try:
+            os.kill(child, 0)
+            FileLock(path).release()
+        finally:
+            os.kill(child, 9)
+
+
+def test_a_file_that_was_moved_aside_is_not_what_gets_locked(path, monkeypatch):
+    lock, aside = fcntl.flock, path.with_suffix(".aside")
+    path.touch()
+
+    def lock_late(descriptor, operation):
+        if not aside.exists():
+            path.rename(aside)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    descriptor = open_locked(path)
+    assert os.path.samestat(os.fstat(descriptor), path.stat())
+    os.close(descriptor)
+
+
+def test_a_link_in_its_place_is_not_followed(path, tmp_path):
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFileError):
+        FileLock(path)
+    assert not is_held(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_system_without_locks_is_an_error_that_says_what_it_said(path, without_locks):
+    with pytest.raises(NoLocksError) as caught:
+        FileLock(path)
+    assert caught.value.strerror == os.strerror(errno.ENOSYS)
+    assert not is_held(path)
+
+
+def test_where_the_lock_is_not_required_this_process_alone_is_kept_out(path, without_locks, caplog):
+    with caplog.at_level(logging.WARNING):
+        lock = FileLock(path, is_required=False)
+    assert "has no locks" in caplog.text
+    with pytest.raises(LockHeldError):
+        FileLock(path, is_required=False)
+    lock.release()
+    FileLock(path, is_required=False).release()
