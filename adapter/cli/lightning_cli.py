@@ -249,12 +249,12 @@ class GenlightCLI(LightningCLI):
             "checkpoints": directory,
         }
         samples = (c.directory for c in callbacks_of(self.trainer) if isinstance(c, WriteSamples))
-        places["samples"] = next(map(Path, samples), None)
+        places["samples"] = next(samples, None)
         for logger in self.trainer.loggers:
             if isinstance(logger, EventLogger):
                 places["events"] = logger.path
             elif logger.log_dir is not None:
-                places[f"{logger.name or type(logger).__name__}"] = Path(logger.log_dir)
+                places[logger.name or type(logger).__name__] = Path(logger.log_dir)
         steps = getattr(self.model, "completed_steps", self.trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         overrides=args.set,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
+        verbose=args.verbose,
     )
     return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)
 

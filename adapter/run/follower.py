@@ -17,6 +17,7 @@ from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_is_gone, rank_zero_process, watch_rank_zero
 from .ranks.this_rank import this_rank
 from .stop_check import StopCheck
+from .traceback_report import FAILURES_DIRECTORY
 from .training import Training
 
 __all__ = ["Follower"]
@@ -31,11 +32,20 @@ class Follower:
         config: The run.
         signals: Those of this process.
         environ: Environment whose values must not be shown; None takes the process's own.
+        verbose: Log the whole traceback of an error of the user's code.
     """
 
-    def __init__(self, config: RunConfig, signals: StopSignals, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        signals: StopSignals,
+        environ: Mapping[str, str] | None = None,
+        *,
+        verbose: bool = False,
+    ) -> None:
         self._config = config
         self._environ = environ
+        self._tracebacks = None if verbose else config.artifacts_dir / FAILURES_DIRECTORY
         self._stop = StopCheck(config, signals)
         self._progress = Progress()
 
@@ -71,7 +81,7 @@ class Follower:
         failure = describe_failure(
             error, stage=self._progress.stage, has_checkpoint=False, secrets=config.secrets, environ=self._environ
         )
-        log_failure(error, failure, secrets=config.secrets, environ=self._environ)
+        log_failure(error, failure, secrets=config.secrets, environ=self._environ, tracebacks=self._tracebacks)
         if rank_zero_is_gone():  # The next attempt must not take this for a failure of its own.
             return failure.exit_code
         ranks = RankFailures(config.artifacts_dir, expects_ranks=True)

@@ -40,6 +40,7 @@ from .progress import Progress
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures
 from .stop_check import StopCheck
+from .traceback_report import FAILURES_DIRECTORY, report_traceback
 from .uploads import settle
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Outcome:
         progress: What the attempt is doing, and how far it came.
         rank_failures: What other ranks say went wrong first.
         environ: Environment whose values must not be shown; None takes the process's own.
+        verbose: Log the whole traceback of an error of the user's code.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class Outcome:
         progress: Progress,
         rank_failures: RankFailures,
         environ: Mapping[str, str] | None = None,
+        *,
+        verbose: bool = False,
     ) -> None:
         self.config = config
         self.event_log = event_log
@@ -114,6 +118,7 @@ class Outcome:
         self.progress = progress
         self.rank_failures = rank_failures
         self.environ = environ
+        self.verbose = verbose
         self.uploader: Uploader | None = None
         self.lifecycle: LifecycleSession | None = None
         self.children: RankProcesses | None = None
@@ -218,6 +223,7 @@ class Outcome:
             failure,
             secrets=self.config.secrets,
             environ=self.environ,
+            tracebacks=None if self.verbose else self.config.artifacts_dir / FAILURES_DIRECTORY,
             cancel_file=cancel_file if cancel_file is not None and cancel_file_is_set(cancel_file) else None,
         )
         self._tell_failed(failure, step)
@@ -266,6 +272,7 @@ def log_failure(
     secrets: Sequence[str | None],
     environ: Mapping[str, str] | None = None,
     cancel_file: Path | None = None,
+    tracebacks: Path | None = None,
 ) -> None:
     """Say what went wrong, with a traceback where the message alone does not tell.
 
@@ -274,12 +281,22 @@ def log_failure(
         failure: How it is reported.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
+        tracebacks: The folder for the whole traceback of an error of the user's code, of which the log then shows the
+            user's frames; None logs it whole.
         cancel_file: The cancel file that still asks for a stop, and would stop the next start as well.
     """
     if isinstance(error, TrainingCanceled):
         remove = f"remove the cancel file {str(cancel_file)!r}, then " if cancel_file is not None else ""
         log.warning("stopped: %s; %sstart the run again with resume_from_latest to go on", error.reason, remove)
         return
-    says_all = isinstance(error, _SAY_ALL)
-    text = text_of(error) if says_all else traceback_of(error)
-    log.error("%s failure: %s", failure.category, hide_secrets(text, secrets=secrets, environ=environ))
+
+    def hide(text: str) -> str:
+        return hide_secrets(text, secrets=secrets, environ=environ)
+
+    if isinstance(error, _SAY_ALL):
+        text = hide(text_of(error))
+    elif tracebacks is None:
+        text = hide(traceback_of(error))
+    else:
+        text = report_traceback(error, tracebacks, hide)
+    log.error("%s failure: %s", failure.category, text)

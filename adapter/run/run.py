@@ -53,6 +53,8 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
+    verbose: bool = False
+    """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
     lifecycle: JobLifecycleClient | None = None
     """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
     heartbeat_s: float | None = None
@@ -103,7 +105,8 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
     for warning in config.warnings:
         log.warning(warning)
     if not is_rank_zero():
-        return Attempt(*Follower(config, signals, options.environ).run(allow_changed=options.allow_changed))
+        follower = Follower(config, signals, options.environ, verbose=options.verbose)
+        return Attempt(*follower.run(allow_changed=options.allow_changed))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
         return _owning(_open_event_log(config), config, options, signals)
@@ -146,7 +149,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
     ranks.forget_earlier(time.time() - process_age_s())
     stop, progress = StopCheck(config, signals), Progress(event_log)
     stop.others.append(ranks.stop_reason)
-    outcome = Outcome(config, event_log, stop, progress, ranks, options.environ)
+    outcome = Outcome(config, event_log, stop, progress, ranks, options.environ, verbose=options.verbose)
     training = Training(config, stop, progress, outcome, outcome.fail_and_exit)
     with contextlib.ExitStack() as stack:
         try:

@@ -16,7 +16,7 @@ from ...callbacks.checkpoint.format.record import RecordMeta, read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
 from ..inputs import MaterializedInputs, materialize_inputs
-from ..inputs.progress_display import shown_progress
+from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given

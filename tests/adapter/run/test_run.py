@@ -277,9 +277,25 @@ def test_users_mistakes_show_no_traceback_and_trainers_bugs_do(
     """A wrong job needs a sentence; a bug in the trainer needs its line."""
     run(write_job(trainer=":LacksHooks"))
     assert "Traceback" not in caplog.text
-    run(write_job(hyperparams={"fails_at": 1}))
+    run(write_job(hyperparams={"fails_at": 1}), verbose=True)
     assert "Traceback" in caplog.text
     assert "bad batch" in caplog.text
+
+
+def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_all(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fifty frames of Lightning would bury the one line of the user's that counts."""
+    job = write_job(hyperparams={"fails_at": 1, "token": "token-canary"}, capability_token="token-canary")
+    assert run(job) == 1
+    (whole,) = (job.parent / "out" / "failures").iterdir()
+    assert "run/run.py" in whole.read_text()
+    assert whole.stat().st_mode & 0o777 == 0o600
+    (said,) = [record.getMessage() for record in caplog.records if "failure:" in record.getMessage()]
+    first, place, line, last = said.splitlines()
+    assert first == "train-step failure: ZeroDivisionError: bad batch"
+    assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
+    assert last == f"  the whole traceback is in out/failures/{whole.name}; `genlight run --verbose` shows it here"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(

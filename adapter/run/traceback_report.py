@@ -1,0 +1,85 @@
+"""An exception of the user's code, told by the frames of that code; the whole traceback goes to a file."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.redaction import text_of, traceback_of
+from ..plumbing.safe_open import make_directory
+from .ranks.this_rank import this_rank
+from .results import shown_path
+
+__all__ = ["FAILURES_DIRECTORY", "report_traceback"]
+
+FAILURES_DIRECTORY: Final = "failures"
+"""Where a run keeps whole tracebacks, in its artifacts directory."""
+_LONGEST_LINE = 1000
+_MOST_FRAMES = 20
+_OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
+_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+
+
+def report_traceback(error: BaseException, directory: Path, hide: Callable[[str], str]) -> str:
+    """What to log of an exception: the frames of the user's code, and where the rest is.
+
+    An exception that never was in the user's code, and one whose traceback cannot be written to a file, is told whole.
+
+    Args:
+        error: What was raised.
+        directory: The folder for whole tracebacks; it is made when it is needed.
+        hide: Takes secrets out of a text.
+    """
+    whole = hide(traceback_of(error))
+    frames = list(_user_frames(error))
+    if not frames:
+        return whole
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    path = directory / f"{stamp}-rank-{this_rank()}-{os.getpid()}.txt"
+    try:
+        make_directory(directory)
+        write_bytes_durably(path, f"{whole}\n".encode(errors="backslashreplace"), mode=0o600)
+    except OSError as problem:
+        return f"{whole}\n(the traceback could not be written to {str(path)!r}: {problem.strerror or problem})"
+    said = f"{type(error).__name__}: {text_of(error)}".strip().removesuffix(":")
+    shown = frames[-_MOST_FRAMES:]
+    return "\n".join(
+        [
+            hide(said),
+            *(hide(frame) for frame in shown),
+            f"  the whole traceback is in {shown_path(path)}; `genlight run --verbose` shows it here",
+        ]
+    )
+
+
+def _user_frames(error: BaseException) -> Iterator[str]:
+    """The frames of the user's code: of an exception that was raised from another, first those of the other."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    for each in reversed(chain):
+        frames = [frame for frame in traceback.extract_tb(each.__traceback__) if _is_users(frame.filename)]
+        yield from (_frame_line(frame) for frame in frames)
+        if frames and each is not error:
+            yield f"  {type(each).__name__}: {text_of(each)[:_LONGEST_LINE]}, and then:"
+
+
+def _frame_line(frame: traceback.FrameSummary) -> str:
+    place = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+    return f"{place}\n    {frame.line[:_LONGEST_LINE]}" if frame.line else place
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither genlight's, nor installed, nor part of Python."""
+    path = Path(filename)
+    if filename.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.resolve().is_relative_to(folder) for folder in (*_OURS, *_INSTALLED))
