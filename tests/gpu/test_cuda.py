@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from zoo import runs
 
 from support import trainer_zoo as zoo
 
@@ -39,8 +40,8 @@ HALF_TRUE = ("Base", "Gan", "Accumulating", "ClippedByValue", "AdamClosure", "Sc
 
 
 def run(name: str, **arguments: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    module, _ = zoo.hosted_run(name, **{**GPU, **arguments})
-    return zoo.whole(zoo.weights(module.contract_state, module.plugin)), module
+    module, _ = runs.hosted_run(name, **{**GPU, **arguments})
+    return runs.whole(runs.weights(module.contract_state, module.plugin)), module
 
 
 def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -64,7 +65,7 @@ def one_rank(tmp_path):
 def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
     actual, module = run(name)
 
-    assert_near(actual, zoo.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
+    assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
     assert module._router is None
 
 
@@ -74,9 +75,9 @@ def test_mixed_precision_on_cuda_stays_near_fp32(name, precision, tolerance):
     if precision == "16-mixed" and name == "SparseEmbedding":
         pytest.skip("torch has no half kernel for it")
 
-    actual, _ = run(name, **zoo.precision_of(precision, "cuda"))
+    actual, _ = run(name, **runs.precision_of(precision, "cuda"))
 
-    assert_near(actual, zoo.plain_run(name), tolerance)
+    assert_near(actual, runs.plain_run(name), tolerance)
 
 
 @pytest.mark.parametrize("name", HALF_TRUE)
@@ -84,12 +85,12 @@ def test_bf16_true_on_cuda_stays_near_fp32(name):
     actual, module = run(name, precision="bf16-true")
 
     assert all(t.dtype is torch.bfloat16 for t in actual.values() if t.is_floating_point())
-    assert_near(actual, zoo.plain_run(name), 0.3)
+    assert_near(actual, runs.plain_run(name), 0.3)
     assert module.ctx.dtype == "bf16"
 
 
 def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
-    _, module = run("OverflowOnOneRank", **zoo.precision_of("16-mixed", "cuda"))
+    _, module = run("OverflowOnOneRank", **runs.precision_of("16-mixed", "cuda"))
 
     assert module._router.overflow_steps == 1
     assert all(torch.isfinite(p).all() for p in module.parameters())
@@ -101,20 +102,20 @@ def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, p
     if policy == "Linear" and name in ("Untrainable", "WithoutTorch"):
         pytest.skip("nothing to shard by blocks")
     strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
-    strategy.cluster_environment = zoo.ranks_environment(0, 1)
+    strategy.cluster_environment = runs.ranks_environment(0, 1)
 
     actual, _ = run(name, strategy=strategy, policy=policy)
 
-    assert_near(actual, zoo.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
+    assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
 
 
 @pytest.mark.parametrize("name", ["Base", "Gan", "Accumulating", "WithoutTorch", "Untrainable"])
 def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
-    strategy = DDPStrategy(cluster_environment=zoo.ranks_environment(0, 1))
+    strategy = DDPStrategy(cluster_environment=runs.ranks_environment(0, 1))
 
     actual, _ = run(name, strategy=strategy)
 
-    assert_near(actual, zoo.plain_run(name), 1e-4)
+    assert_near(actual, runs.plain_run(name), 1e-4)
 
 
 @pytest.mark.parametrize("name", ["WithEma", "Scheduled", "WarmOptimizer", "LooseTensor", "OnTrainer"])
@@ -144,7 +145,7 @@ class Resident(zoo.Base):
     """Its rows are on the device already, so that nothing of its own waits."""
 
     def configure(self, ctx):
-        self.rows = {k: v.to(ctx.device) for k, v in zoo.rows(0).items()}
+        self.rows = {k: v.to(ctx.device) for k, v in runs.rows(0).items()}
         return super().configure(ctx)
 
     def prepare_batch(self, raw, state, ctx):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp_drift import Base, mlp
 from torch import nn
 
 from genlight.adapter import StepResult
+
+from .ddp_drift import Base, mlp
+from .runs import STEPS
 
 
 def together() -> bool:
@@ -45,7 +47,7 @@ class SkipsBeforeBackward(Base):
 class SkipsTheLastStep(SkipsBeforeBackward):
     """The same in the last step, after which no other exchange would follow."""
 
-    bad_step = 5
+    bad_step = STEPS
 
 
 class SkipsTheUpdate(Base):
@@ -195,7 +197,7 @@ REFUSED = {
         r'rank 0 updates state\["model"\]\.0\.weight \(at .*ddp_parting\.py:\d+, in update\) in step 3, '
         r"while rank 1 has ended the step without a backward call in step 3.*on all ranks or on none"
     ),
-    SkipsTheLastStep: r"while rank 1 has ended the step without a backward call in step 5",
+    SkipsTheLastStep: r"while rank 1 has ended the step without a backward call in step 4",
     SkipsTheUpdate: (
         r"rank 0 updates .*ddp_parting\.py:\d+.* in step 3, "
         r"while rank 1 has ended the step with gradients and without an update in step 3"

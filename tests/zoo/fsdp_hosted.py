@@ -7,13 +7,11 @@ import math
 from typing import Any
 
 import torch
-from fsdp_harness import base
 from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
 
 from genlight.adapter.contract.types import StepResult
-
-Base, mlp = base.Base, base.mlp
+from support.trainer_zoo import Base, mlp
 
 
 class Clip(Base):

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fsdp_harness import base
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-
-Base, mlp = base.Base, base.mlp
+from support.trainer_zoo import Base, mlp
 
 
 class LooksEverywhere(Base):

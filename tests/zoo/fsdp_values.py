@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fsdp_harness import base
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-
-Base, mlp = base.Base, base.mlp
+from support.trainer_zoo import Base, mlp
 
 
 class ListOptimizer:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
+from .runs import run_ranks
+
 STRATEGIES = ("one", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16-mixed", "16-mixed")
+THEMES = (
+    "accumulation",
+    "diffusion",
+    "distillation",
+    "ema",
+    "gan",
+    "language",
+    "meta_learning",
+    "moe",
+    "optimizers",
+    "rl",
+    "self_supervised",
+    "updates",
+    "vision",
+)
+"""Modules whose classes are in the table; the other ones have tests of their own."""
 MODES = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
 
 
@@ -77,29 +89,8 @@ def _results(file: Path) -> list[Cell]:
 def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> str:
     """Run until all jobs are done or a process has died; what it said last, then."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "zoo.worker", str(rank), str(world_size), str(folder)],
-                env=env,
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            while any(process.poll() is None for process in ranks):
-                if any(process.poll() not in (None, 0) for process in ranks):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    died = [rank for rank, process in enumerate(ranks) if process.returncode not in (0, -9)]
+    codes = run_ranks("zoo.worker", folder, world_size)
+    died = [rank for rank, code in enumerate(codes) if code not in (0, -9)]
     return " ".join((folder / f"rank{died[0]}.log").read_text().split()) if died else ""
 
 
@@ -113,14 +104,9 @@ def _worst(cells: Sequence[Cell]) -> Cell:
     return Cell(**{**asdict(chosen), "resume": inexact[0] if inexact else chosen.resume})
 
 
-def themes() -> list[str]:
-    own = ("base", "harness", "known", "table", "worker", "__init__")
-    return [f.stem for f in sorted(Path(__file__).parent.glob("*.py")) if f.stem not in own and "test_" not in f.stem]
-
-
 @functools.cache
 def zoo() -> dict[str, Any]:
-    for theme in themes():
+    for theme in THEMES:
         importlib.import_module(f"zoo.{theme}")
     from zoo.base import ZOO
 

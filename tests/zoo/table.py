@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from . import known
-from .harness import MODES, PRECISIONS, STRATEGIES, Cell, run_cells, themes, zoo
+from .harness import MODES, PRECISIONS, STRATEGIES, THEMES, Cell, run_cells, zoo
 
 README = Path(__file__).parents[2] / "adapter" / "README.md"
 CELLS = Path(__file__).with_name("cells.json")
@@ -61,7 +61,7 @@ def section(cells: dict[str, dict[str, str]]) -> str:
     """The section's text; `cells` has a status by class and mode."""
     notes: dict[str, str] = {}
     lines = []
-    for theme in themes():
+    for theme in THEMES:
         rows = [name for name, cls in zoo().items() if cls.__module__ == f"zoo.{theme}"]
         lines += [f"| **{theme.replace('_', ' ')}** | | | |"]
         lines += [f"| {name} | {' | '.join(_merged(cells[name], s, notes) for s in STRATEGIES)} |" for name in rows]

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fsdp_harness as harness
+from zoo import fsdp_hosted, runs
 
-FILE = "fsdp_hosted.py"
-NAMES = list(harness.classes(FILE))
+MODULE = "zoo.fsdp_hosted"
+NAMES = list(fsdp_hosted.ZOO)
 RESUMED = ("DiffusersEma", "Clip", "SharedEncoder", "Dino", "OptimizerInBackward")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    jobs = [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in NAMES]
+    jobs = [{"key": name, "name": f"{MODULE}:{name}", "strategy": "fsdp"} for name in NAMES]
     jobs += [{**job, "key": f"blocks {job['key']}", "policy": "Linear"} for job in jobs]
     jobs += [
-        {"key": f"resumed {name}", "file": FILE, "name": name, "strategy": "fsdp", "interrupted": True}
+        {"key": f"resumed {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "interrupted": True}
         for name in RESUMED
     ]
     jobs += [
-        {"key": f"half {name}", "file": FILE, "name": name, "strategy": "fsdp", "precision": "16-mixed"}
+        {"key": f"half {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "precision": "16-mixed"}
         for name in ("HookedGradients", "OptimizerInBackward")
     ]
-    return harness.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
+    return runs.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
 
 
 @pytest.mark.slow
@@ -36,7 +32,7 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("policy", ["", "blocks "])
 def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name, policy):
     for rank in two_ranks:
-        harness.assert_close(rank[f"{policy}{name}"], harness.plain(FILE, name), 2e-6)
+        runs.assert_close(rank[f"{policy}{name}"], runs.plain_run(f"{MODULE}:{name}"), 2e-6)
 
 
 @pytest.mark.slow
@@ -56,4 +52,4 @@ def test_in_fp16_they_agree_within_its_rounding(two_ranks, name):
         assert not isinstance(actual, str), actual
         actual = dict(actual)
         assert actual.pop("overflow_steps") == 0
-        harness.assert_close(actual, harness.plain(FILE, name), 0.02)
+        runs.assert_close(actual, runs.plain_run(f"{MODULE}:{name}"), 0.02)

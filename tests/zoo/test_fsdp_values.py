@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fsdp_harness as harness
+from zoo import fsdp_values, runs
 
-FILE = "fsdp_values.py"
-ZOO = harness.classes(FILE)
-FAULTS = [cls.__name__ for cls in harness.load(Path(__file__).with_name(FILE)).FAULTS]
+MODULE = "zoo.fsdp_values"
+ZOO = fsdp_values.ZOO
+FAULTS = [cls.__name__ for cls in fsdp_values.FAULTS]
 NAMES = [name for name in ZOO if name not in FAULTS]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    jobs = [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in NAMES]
-    jobs += [{"key": "torch's ResNet", "file": FILE, "name": "ResNet", "strategy": "torch's own"}]
+    jobs = [{"key": name, "name": f"{MODULE}:{name}", "strategy": "fsdp"} for name in NAMES]
+    jobs += [{"key": "torch's ResNet", "name": f"{MODULE}:ResNet", "strategy": "torch's own"}]
     # All ranks hear of a fault at the same point, so that one more run can follow.
-    jobs += [{"key": name, "file": FILE, "name": name, "strategy": "fsdp"} for name in FAULTS]
-    return harness.on_two_ranks(tmp_path_factory.mktemp("values"), jobs)
+    jobs += [{"key": name, "name": f"{MODULE}:{name}", "strategy": "fsdp"} for name in FAULTS]
+    return runs.on_two_ranks(tmp_path_factory.mktemp("values"), jobs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ResNet"])
 def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
-        harness.assert_close(rank[name], harness.plain(FILE, name), 2e-6)
+        runs.assert_close(rank[name], runs.plain_run(f"{MODULE}:{name}"), 2e-6)
 
 
 @pytest.mark.slow
 def test_a_resnet_agrees_with_torchs_own_ddp_norm_statistics_included(two_ranks):
     for rank in two_ranks:
-        harness.assert_close(rank["ResNet"], two_ranks[0]["torch's ResNet"])
+        runs.assert_close(rank["ResNet"], two_ranks[0]["torch's ResNet"])
 
 
 REASONS = {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import Cell, zoo
+from .runs import precision_of, strategy_of
 
 TOLERANCE = {"bf16-mixed": 0.05, "16-mixed": 0.05}
 """Relative to the largest value of a tensor; in fp32 it is the class's own."""
@@ -131,12 +132,11 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
 
     torch.manual_seed(7 + rank + 100 * resume)
     cls = zoo()[name]
-    arguments: dict[str, Any] = {"strategy": _strategy(strategy, rank, size)} if size > 1 else {}
+    arguments: dict[str, Any] = {"strategy": strategy_of(strategy, rank, size)} if size > 1 else {}
     trainer = pl.Trainer(
         max_steps=STEPS,
         accelerator="cpu",
         devices=size,
-        plugins=_precision(precision),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -144,50 +144,13 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
         callbacks=[
             Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False)
         ],
+        **precision_of(precision),
         **arguments,
     )
     module = ContractModule(cls(), TrainingJobSpec(run_id=name, max_steps=STEPS, metric_every=0))
     saved = str(list_checkpoints(folder)[0].path) if resume else None
     trainer.fit(module, Shares(cls.rows, rank, size, STEPS), ckpt_path=saved)
     return module
-
-
-def _precision(name: str) -> Any:
-    import torch
-    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-
-    if name == "16-mixed":
-        return MixedPrecision(name, "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    return MixedPrecision(name, "cpu") if name == "bf16-mixed" else Precision()
-
-
-def _strategy(kind: str, rank: int, size: int) -> Any:
-    from lightning.fabric.plugins.environments import LightningEnvironment
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-
-    class Environment(LightningEnvironment):
-        creates_processes_externally = True
-
-        def local_rank(self) -> int:
-            return rank
-
-        def global_rank(self) -> int:
-            return rank
-
-        def world_size(self) -> int:
-            return size
-
-        def set_world_size(self, size: int) -> None:
-            pass
-
-        def set_global_rank(self, rank: int) -> None:
-            pass
-
-    if kind == "ddp":
-        return DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo")
-    strategy = ModelParallelStrategy(size, 1, process_group_backend="gloo")
-    strategy.cluster_environment = Environment()
-    return strategy
 
 
 def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path) -> Cell:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.nn.functional import mse_loss
+from zoo import runs
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepResult
@@ -48,16 +49,16 @@ class Recording(zoo.Accumulating):
         return StepResult({"grad_norm": norm})
 
 
-def reference(cls: type, *, dtype: torch.dtype, steps: int = zoo.STEPS, **scaler_args: Any):
+def reference(cls: type, *, dtype: torch.dtype, steps: int = runs.STEPS, **scaler_args: Any):
     """Mixed precision as torch's documentation writes it, for the update of `Accumulating`."""
-    trainer, ctx = cls(), zoo.context()
+    trainer, ctx = cls(), runs.context()
     trainer.setup(ctx)
     state = trainer.configure(ctx)
     model, optimizer = state["model"], state["optimizer"]
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16, **scaler_args)
     skipped = 0
     for step in range(steps):
-        batch = zoo.rows(step)
+        batch = runs.rows(step)
         optimizer.zero_grad()
         for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True):
             with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
@@ -69,12 +70,12 @@ def reference(cls: type, *, dtype: torch.dtype, steps: int = zoo.STEPS, **scaler
         scaler.step(optimizer)
         scaler.update()
         skipped += scaler.get_scale() < before
-    return zoo.weights(state, None), scaler, skipped
+    return runs.weights(state, None), scaler, skipped
 
 
-def run(name: str, plugin: Precision, steps: int = zoo.STEPS):
-    module, trainer = zoo.hosted_run(name, steps=steps, plugins=plugin)
-    return zoo.weights(module.contract_state, None), module, trainer
+def run(name: str, plugin: Precision, steps: int = runs.STEPS):
+    module, trainer = runs.hosted_run(name, steps=steps, plugins=plugin)
+    return runs.weights(module.contract_state, None), module, trainer
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -108,21 +109,21 @@ def test_fp16_gradients_read_in_true_units_after_each_backward_and_inside_gradie
 
     for kind in ("seen", "hooked"):
         pairs = list(zip(getattr(half.plugin, kind), getattr(fp32.plugin, kind), strict=True))
-        assert len(pairs) == 2 * zoo.STEPS
+        assert len(pairs) == 2 * runs.STEPS
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
 
 
 def test_fp16_overflow_skips_the_update_lowers_the_scale_and_is_counted():
     expected, scaler, skipped = reference(Recording, dtype=torch.float16, init_scale=2.0**20)
-    assert 0 < skipped < zoo.STEPS, "some steps must overflow and some must not"
+    assert 0 < skipped < runs.STEPS, "some steps must overflow and some must not"
 
     actual, module, trainer = run("Recording", fp16(init_scale=2.0**20))
 
     assert_equal(actual, expected)
     assert module._router.overflow_steps == skipped
     assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
-    assert trainer.global_step == zoo.STEPS
+    assert trainer.global_step == runs.STEPS
 
 
 class ClippingByValue(zoo.Base):
@@ -136,7 +137,7 @@ class ClippingByValue(zoo.Base):
 
 
 def test_fp16_overflow_that_clipping_by_value_hides_is_still_an_overflow():
-    initial = zoo.plain_run("ClippingByValue", steps=0)
+    initial = runs.plain_run("ClippingByValue", steps=0)
 
     actual, module, _ = run("ClippingByValue", fp16(init_scale=2.0**100), steps=1)
 
@@ -149,7 +150,7 @@ NOT_FP16 = ("Lbfgs", "SparseEmbedding", "ClippingByValue", "UpdatesByHand", "Upd
 
 @pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in NOT_FP16])
 def test_every_class_runs_close_to_fp32_in_fp16_mixed(name):
-    expected = zoo.plain_run(name)
+    expected = runs.plain_run(name)
 
     actual, module, _ = run(name, fp16(init_scale=256.0))
 
@@ -196,7 +197,7 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
 
     actual, module, _ = run("OwnScaler", fp16())
 
-    assert_equal(actual, zoo.plain_run("OwnScaler"))
+    assert_equal(actual, runs.plain_run("OwnScaler"))
     assert module._router._scaler is None
     assert sum('state["scaler"]' in message for message in caplog.messages) == 1
 
@@ -226,7 +227,7 @@ class ComplexWeights(zoo.Base):
 
 def test_complex_weights_can_be_scaled():
     zoo.ZOO["ComplexWeights"] = ComplexWeights
-    expected = zoo.plain_run("ComplexWeights")
+    expected = runs.plain_run("ComplexWeights")
 
     actual, module, _ = run("ComplexWeights", fp16(init_scale=256.0))
     del zoo.ZOO["ComplexWeights"]
@@ -254,7 +255,7 @@ def test_true_half_precision_takes_inputs_of_any_precision():
     actual, module, _ = run("Base", HalfPrecision("bf16-true"))
 
     assert all(t.dtype is torch.bfloat16 for t in actual.values())
-    expected = zoo.plain_run("Base")
+    expected = runs.plain_run("Base")
     for key, tensor in expected.items():
         torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
     assert module.ctx.dtype == "bf16"
@@ -276,7 +277,7 @@ def test_true_half_precision_takes_inputs_of_any_precision_where_parts_of_a_modu
     del zoo.ZOO["CallingParts"]
 
     assert all(t.dtype is torch.bfloat16 for t in actual.values())
-    for key, tensor in zoo.plain_run("Base").items():
+    for key, tensor in runs.plain_run("Base").items():
         torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
 
 
@@ -337,7 +338,7 @@ def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
     import lightning.pytorch as pl
 
     expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
-    module, _ = zoo.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
+    module, _ = runs.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))
 
     trainer = pl.Trainer(
         max_steps=2,
@@ -348,6 +349,6 @@ def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, zoo.Shares(0, 1, 4, first=2))
+    trainer.fit(module, runs.Shares(0, 1, 4, first=2))
 
-    assert_equal(zoo.weights(module.contract_state, None), expected)
+    assert_equal(runs.weights(module.contract_state, None), expected)

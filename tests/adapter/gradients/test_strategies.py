@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from zoo import runs
 
 from support import trainer_zoo as zoo
 
@@ -19,47 +14,16 @@ from support import trainer_zoo as zoo
 TOLERANCE = {"OwnAutocast": 1e-2, "OwnScaler": 1e-3}
 
 
-def run_ranks(folder: Path, jobs: list[dict[str, Any]], world_size: int = 2) -> list[dict[str, Any]]:
-    """Start one process per rank, and give each rank's weights by the job's key."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, zoo.__file__, str(rank), str(world_size), str(folder), json.dumps(jobs)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
-
-
-def assert_close(actual: Any, expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert not isinstance(actual, str), actual
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = max(tensor.abs().max().item(), 1e-3)
-        difference = (actual[name].double() - tensor.double()).abs().max().item()
-        assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
-
-
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
-    expected = zoo.plain_run(name)
+    expected = runs.plain_run(name)
 
-    module, trainer = zoo.hosted_run(name)
+    module, trainer = runs.hosted_run(name)
 
-    actual = zoo.weights(module.contract_state, module.plugin)
+    actual = runs.weights(module.contract_state, module.plugin)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
-    assert trainer.global_step == zoo.STEPS
+    assert trainer.global_step == runs.STEPS
     assert module._router is None, "one device in fp32 needs no routing"
 
 
@@ -115,14 +79,14 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
-    return run_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
+    return runs.on_two_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Normalized"])
 def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
-        assert_close(rank[f"ddp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+        runs.assert_close(rank[f"ddp {name}"], runs.plain_run(name), TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.slow
@@ -138,7 +102,7 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
 @pytest.mark.parametrize("name", [name for name in SHARDED if name != "Normalized"])
 def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
-        assert_close(rank[f"fsdp {name}"], zoo.plain_run(name), TOLERANCE.get(name, 1e-6))
+        runs.assert_close(rank[f"fsdp {name}"], runs.plain_run(name), TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.slow
@@ -164,27 +128,27 @@ def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_w
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Base", "Normalized"])
 def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks, name):
-    assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
+    runs.assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_two_ranks_sharded_by_blocks_agree_with_one_plain_process(two_ranks, name):
     for rank in two_ranks:
-        assert_close(rank[f"blocks {name}"], zoo.plain_run(name), 1e-6)
+        runs.assert_close(rank[f"blocks {name}"], runs.plain_run(name), 1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HALF)
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.02), ("16-mixed", 0.003), ("bf16-true", 0.1)])
 def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(two_ranks, precision, tolerance, name):
-    module, _ = zoo.hosted_run(name, **zoo.precision_of(precision))
-    expected = zoo.weights(module.contract_state, module.plugin)
+    module, _ = runs.hosted_run(name, **runs.precision_of(precision))
+    expected = runs.weights(module.contract_state, module.plugin)
 
     for rank in two_ranks:
         actual = dict(rank[f"{precision} {name}"])
         assert actual.pop("overflow_steps", 0) == 0
-        assert_close(actual, expected, tolerance)
+        runs.assert_close(actual, expected, tolerance)
     first, second = (rank[f"{precision} {name}"] for rank in two_ranks)
     assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -201,13 +165,13 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HALF)
 def test_two_ranks_sharded_in_fp16_agree_with_one_process_within_its_rounding(two_ranks, name):
-    module, _ = zoo.hosted_run(name, **zoo.precision_of("16-mixed"))
-    expected = zoo.weights(module.contract_state, module.plugin)
+    module, _ = runs.hosted_run(name, **runs.precision_of("16-mixed"))
+    expected = runs.weights(module.contract_state, module.plugin)
 
     for rank in two_ranks:
         actual = dict(rank[f"fsdp 16-mixed {name}"])
         assert actual.pop("overflow_steps", 0) == 0
-        assert_close(actual, expected, 0.003)
+        runs.assert_close(actual, expected, 0.003)
 
 
 @pytest.mark.slow
@@ -229,9 +193,9 @@ def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_err
 
 @pytest.mark.slow
 def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_ranks):
-    module, _ = zoo.hosted_run("Base", **zoo.precision_of("bf16-mixed"))
+    module, _ = runs.hosted_run("Base", **runs.precision_of("bf16-mixed"))
 
-    assert_close(two_ranks[0]["fsdp bf16-mixed"], zoo.weights(module.contract_state, module.plugin), 0.02)
+    runs.assert_close(two_ranks[0]["fsdp bf16-mixed"], runs.weights(module.contract_state, module.plugin), 0.02)
 
 
 @pytest.mark.slow

@@ -1,0 +1,320 @@
+"""Runs trainer classes alone in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
+
+Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the folder has the jobs. A class is named
+``module:Class``, or by its key in `support.trainer_zoo.ZOO`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from genlight.adapter.contract.types import StepContext, TrainingJobSpec
+
+TESTS = Path(__file__).parents[1]
+STEPS = 4
+ROWS = 8
+"""In a step, over all ranks."""
+
+Weights = dict[str, Tensor]
+
+
+def rows(step: int) -> dict[str, Tensor]:
+    """The whole batch of a step; rows of kind 0 come first, so that each of two ranks sees one kind alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(ROWS, 6, generator=generator)
+    return {"x": x, "y": x.sum(1, keepdim=True).tanh(), "kind": (torch.arange(ROWS) >= ROWS // 2).long()}
+
+
+class Shares:
+    """A loader of one rank's rows of every batch; a list would be taken for several loaders."""
+
+    def __init__(self, rank: int, world_size: int, steps: int, first: int = 0) -> None:
+        n = ROWS // world_size
+        batches = (rows(step) for step in range(first, steps))
+        self.batches = [{k: v[rank * n : (rank + 1) * n] for k, v in batch.items()} for batch in batches]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def trainer_class(name: str) -> Any:
+    """The class of a name."""
+    module, colon, attribute = name.partition(":")
+    if colon:
+        members = vars(importlib.import_module(module))
+        return members.get("ZOO", members).get(attribute) or members[attribute]
+    from support import trainer_zoo
+
+    return {**trainer_zoo.ZOO, **trainer_zoo.ZOO_OF_FAULTS}[name]
+
+
+def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
+    return StepContext(job=TrainingJobSpec(run_id="plain", max_steps=STEPS), device=device, dtype=dtype)
+
+
+def plain_run(name: str, *, device: str = "cpu", steps: int = STEPS) -> Weights:
+    """The class alone with torch: what its weights are after `steps` steps of whole batches."""
+    trainer, ctx = trainer_class(name)(), context(device)
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    for step in range(steps):
+        trainer.train_step(trainer.prepare_batch(rows(step), state, ctx), state, ctx)
+    return weights(state, trainer)
+
+
+def weights(state: Any, trainer: Any) -> Weights:
+    """Every tensor of the modules, by hand: not by the discovery that is under test."""
+    found: Weights = {}
+
+    def collect(path: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            members = getattr(value, "_orig_mod", value).state_dict().items()
+            found.update({f"{path}.{name}": tensor for name, tensor in members})
+        elif isinstance(value, Tensor):
+            found[path] = value
+        elif isinstance(value, dict):
+            for key, member in value.items():
+                collect(f"{path}.{key}", member)
+        elif isinstance(value, list):
+            for index, member in enumerate(value):
+                collect(f"{path}.{index}", member)
+        elif isinstance(value, SimpleNamespace) or is_dataclass(value):
+            collect(path, vars(value))
+        elif path == "state.weights":
+            collect("closures", value())
+
+    collect("state", state)
+    collect("trainer", vars(trainer) if trainer is not None else {})
+    return {path: tensor.detach().cpu().clone() for path, tensor in found.items()}
+
+
+def whole(tensors: Weights) -> Weights:
+    return {path: v.full_tensor() if hasattr(v, "full_tensor") else v for path, v in tensors.items()}
+
+
+def hosted_run(
+    name: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    steps: int = STEPS,
+    callbacks: Any = (),
+    policy: Any = None,
+    resume: Path | None = None,
+    save: Path | None = None,
+    **trainer_args: Any,
+) -> tuple[Any, Any]:
+    """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
+    import lightning.pytorch as pl
+
+    from genlight.adapter.module.module import ContractModule
+
+    trainer_args = {"accelerator": "cpu", "devices": 1, **trainer_args}
+    trainer = pl.Trainer(
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **trainer_args,
+    )
+    module = ContractModule(
+        trainer_class(name)(),
+        TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
+        shard_policy=policy or "whole",
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found .* in eval mode")
+        warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
+        first = 2 if resume else 0
+        trainer.fit(module, Shares(rank, world_size, steps, first), ckpt_path=resume, weights_only=False)
+        if save:
+            trainer.save_checkpoint(save)
+    return module, trainer
+
+
+def ranks_environment(rank: int, world_size: int) -> Any:
+    """A cluster environment for ranks that are there already and know each other by a FileStore."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Environment(LightningEnvironment):
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+        def local_rank(self) -> int:
+            return rank
+
+        def global_rank(self) -> int:
+            return rank
+
+        def world_size(self) -> int:
+            return world_size
+
+        def set_world_size(self, size: int) -> None:
+            assert size == world_size
+
+    return Environment()
+
+
+def strategy_of(kind: str, rank: int, world_size: int) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    environment = ranks_environment(rank, world_size)
+    if kind == "ddp":
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
+    strategy.cluster_environment = environment
+    return strategy
+
+
+def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
+    """Trainer arguments; Lightning itself refuses 16-mixed on a CPU, its plugin does not."""
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+
+    if name == "16-mixed":
+        return {"plugins": MixedPrecision(name, device, torch.amp.GradScaler(device, init_scale=1024.0))}
+    if name == "bf16-mixed":
+        return {"plugins": MixedPrecision(name, device)}
+    return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
+
+
+def run_ranks(program: str, folder: Path, world_size: int, *, timeout_s: float = float("inf")) -> list[int]:
+    """Run ``python -m program RANK WORLD_SIZE folder`` for each rank until all have ended or one has failed.
+
+    Returns the exit code of each, -9 for those that were ended because of another; what a rank printed is in
+    ``folder/rank{rank}.log``.
+    """
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", program, str(rank), str(world_size), str(folder)],
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+                if any(process.poll() not in (None, 0) for process in ranks):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    return [process.returncode for process in ranks]
+
+
+def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: float = 240) -> list[dict[str, Any]]:
+    """What each rank made of `jobs`, one after the other: weights by the job's key, or the text of an error.
+
+    Args:
+        folder: Where the ranks meet and leave their results.
+        jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
+            ``precision``, ``policy``, and ``interrupted`` to save after two steps and go on in a new run.
+        timeout_s: After this long the ranks are ended, on a loaded machine too.
+    """
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    codes = run_ranks("zoo.runs", folder, 2, timeout_s=timeout_s)
+    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def assert_close(actual: Any, expected: Weights, tolerance: float = 1e-6) -> None:
+    """Weights are those expected, each relative to its largest value."""
+    assert not isinstance(actual, str), actual
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(tensor.abs().max().item(), 1e-3)
+        difference = (actual[name].double() - tensor.double()).abs().max().item()
+        assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
+
+
+def _plain_ddp_run(name: str, rank: int, world_size: int) -> Weights:
+    """The class with torch's own DistributedDataParallel around its ``state["model"]``."""
+    trainer, ctx = trainer_class(name)(), context()
+    trainer.setup(ctx)
+    state = trainer.configure(ctx)
+    wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
+    for batch in Shares(rank, world_size, STEPS):
+        trainer.train_step(batch, wrapped, ctx)
+    return weights(state, trainer)
+
+
+def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> Weights:
+    if job.get("strategy") == "torch's own":
+        return _plain_ddp_run(job["name"], rank, world_size)
+
+    def run(**more: Any) -> tuple[Any, Any]:
+        return hosted_run(
+            job["name"],
+            rank=rank,
+            world_size=world_size,
+            devices=world_size,
+            policy=job.get("policy", "whole"),
+            strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
+            **precision_of(job.get("precision", "32-true")),
+            **more,
+        )
+
+    resume = None
+    if job.get("interrupted"):
+        resume = folder / f"{job['key']}.ckpt"
+        run(steps=2, save=resume)
+    module, trainer = run(resume=resume)
+    assert trainer.global_step == STEPS
+    result = whole(weights(module.contract_state, module.plugin))
+    if module._router is not None and module._router.scales:
+        result["overflow_steps"] = torch.tensor(module._router.overflow_steps)
+    return result
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    """Do what one rank does."""
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results: dict[str, Any] = {}
+    for job in json.loads((folder / "jobs.json").read_text()):
+        try:
+            results[job["key"]] = _run_job(job, rank, world_size, folder)
+        except Exception as error:
+            results[job["key"]] = f"{type(error).__name__}: {error}"
+            if job.get("trace"):
+                traceback.print_exc()
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
