@@ -29,6 +29,7 @@ __all__ = ["main"]
 WRONG_USAGE = 2
 
 COMMANDS = {
+    "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
     "run": "run a job from its spec, or from the environment",
     "doctor": "check spec, environment, trainer class and inputs of a job without training",
     "check": "check a trainer class for conformance",

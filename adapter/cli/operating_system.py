@@ -6,7 +6,7 @@ import platform
 
 __all__ = ["ANYWHERE", "unsupported_system"]
 
-ANYWHERE = ("checkpoint", "events")
+ANYWHERE = ("checkpoint", "events", "init")
 """Commands that only read and write files."""
 
 
@@ -15,7 +15,7 @@ def unsupported_system(command: str) -> str | None:
     if platform.system() == "Linux" or command in ANYWHERE:
         return None
     return (
-        f"genlight {command} needs Linux and this system is {platform.system()}: it lacks /proc, by which processes are "
-        "told apart, and the file locks and syncs that checkpoints and event logs rely on. Run it on Linux, in a "
+        f"genlight {command} needs Linux and this system is {platform.system()}: it lacks /proc, by which processes "
+        "are told apart, and the file locks and syncs that checkpoints and event logs rely on. Run it on Linux, in a "
         f"container or WSL 2 for example. These commands work here: {', '.join(ANYWHERE)}."
     )
