@@ -20,6 +20,7 @@ from jsonargparse import set_parsing_settings
 from ..job.environment import rank_faults
 from . import INTERRUPTED
 from .config_files import config_file_fault
+from .operating_system import unsupported_system
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
 
@@ -28,6 +29,7 @@ __all__ = ["main"]
 WRONG_USAGE = 2
 
 COMMANDS = {
+    "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
     "run": "run a job from its spec, or from the environment",
     "doctor": "check spec, environment, trainer class and inputs of a job without training",
     "check": "check a trainer class for conformance",
@@ -88,6 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
+    fault = unsupported_system(words[0]) if words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) else None
+    if fault:
+        sys.stderr.write(f"error: {fault}\n")
+        return WRONG_USAGE
     if words and words[0] in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_faults(os.environ)]
         if faults:

@@ -273,7 +273,7 @@ def test_a_completion_script_knows_commands_and_their_options(genlight):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rnu"], "invalid choice: 'rnu' (choose from 'run', "),
+        (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'run', "),
         (["rnu"], ". Did you mean `run`?"),
         (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),
         (["checkpoint", "lst", "x"], "Did you mean `ls`?"),
