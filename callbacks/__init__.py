@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .stop.stop_requests import StopRequests
     from .upload_artifacts import UploadArtifacts
     from .watch_hangs import WatchHangs
+    from .watch_nonfinite import WatchNonfinite
     from .write_samples import WriteSamples
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -38,6 +39,7 @@ else:
             ".stop.stop_requests": ("StopRequests",),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
+            ".watch_nonfinite": ("WatchNonfinite",),
             ".write_samples": ("WriteSamples",),
         },
     )
@@ -54,5 +56,6 @@ __all__ = [
     "ReplicaGuard",
     "StopRequests",
     "WatchHangs",
+    "WatchNonfinite",
     "WriteSamples",
 ]

@@ -30,6 +30,7 @@ from genlight.callbacks import (
     StopRequests,
     UploadArtifacts,
     WatchHangs,
+    WatchNonfinite,
     WriteSamples,
 )
 from genlight.callbacks.hook.events import callbacks_of
@@ -90,6 +91,7 @@ def all_of_ours(folder: Path) -> list[pl.Callback]:
         StopRequests(folder / "cancel"),
         UploadArtifacts(run_id="copies", directory=folder),
         WatchHangs(folder / "hangs"),
+        WatchNonfinite(every_n_steps=2),
         WriteSamples(folder / "samples", every_n_steps=2),
     ]
 

@@ -157,7 +157,11 @@ class GenlightCLI(LightningCLI):
                     f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
                     "`--resume never`, which replaces them, or choose another `dirpath`."
                 )
-        elif settings["resume"] is None and directory is not None and checkpoint_files(directory):
+        elif settings["resume"] == "never":
+            for callback in callbacks_of(self.trainer):
+                if isinstance(callback, Checkpoint):
+                    callback.replace_existing = True
+        elif directory is not None and checkpoint_files(directory):
             raise _UnusableConfigurationError(
                 f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
                 "`--resume never`, or choose another `dirpath`."

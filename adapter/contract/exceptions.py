@@ -40,6 +40,7 @@ __all__ = [
     "GenlightError",
     "HookOrderError",
     "InputError",
+    "NonfiniteError",
     "RankFailed",
     "ReplicaDriftError",
     "StartupContractError",
@@ -94,6 +95,10 @@ class InputError(GenlightError):
 
 class AuthError(InputError):
     """A server refused the credentials of the run."""
+
+
+class NonfiniteError(GenlightError):
+    """A loss, gradients or weights became nan or infinite, and the run was to end then."""
 
 
 class CheckpointError(GenlightError):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ..contract.types import TrainingJobSpec
@@ -69,6 +69,7 @@ class RunConfig:
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
+    on_nonfinite: Literal["warn", "stop"]
     artifacts_dir: Path
     checkpoints_dir: Path
     samples_dir: Path
@@ -166,6 +167,7 @@ def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> 
         private_hosts=private_hosts_of(reading),
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
+        on_nonfinite=reading.pick("on_nonfinite", "warn"),
         **artifacts,
         shared_artifacts=reading.pick("shared_artifacts", False),
         spec_digest=digest_of_fields(fields),

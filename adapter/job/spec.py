@@ -99,6 +99,15 @@ Url: TypeAlias = Annotated[
 ]
 Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/name or s3://bucket/folder", _is_target))]
 Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
+Nonfinite: TypeAlias = Annotated[
+    Literal["warn", "stop"],
+    Meta(
+        extra=_rule(
+            '"warn" or "stop"',
+            way_out="An update inside the trainer's own step cannot be skipped from outside; leave it out there.",
+        )
+    ),
+]
 Version: TypeAlias = Annotated[
     str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
 ]
@@ -243,6 +252,13 @@ class JobSpec:
         Count | None, Meta(description="Steps between checkpoints; 0, the default, saves the final one alone.")
     ] = None
     sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0, the default, draws none.")] = None
+    on_nonfinite: Annotated[
+        Nonfinite | None,
+        Meta(
+            description="What a loss, gradient or weight that is nan or infinite does: `warn` (the default) says it "
+            "once, with the step, `stop` ends the run there."
+        ),
+    ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
     release_ref: Annotated[Text | None, Meta(description="What the trainer was released as; handed to it.")] = None
     hyperparams: Annotated[

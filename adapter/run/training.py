@@ -190,6 +190,7 @@ class Training:
                     callback.add_check(check)
             if isinstance(callback, Checkpoint):
                 callback.run = self._record_meta(attempt)
+                callback.replace_existing = True  # `decide_start` has looked already.
             if isinstance(callback, WatchHangs):
                 callback.on_hang = self.end_now
         if self.outcome is None:

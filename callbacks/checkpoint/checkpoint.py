@@ -18,15 +18,16 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import GenlightError
+from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.events import run_state_of
-from ..hook.hook import Hook
+from ..hook.events import callbacks_of, run_state_of
+from ..hook.hook import Hook, ending_the_run
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
 from .checkpoint_io import DurableCheckpointIO, SaveRequest, install_plugin
 from .durable_reports import DurableReports
+from .earlier_runs import find_ours, in_use_fault, note_directory
 from .format.layout import FINAL_NAME, step_name
 from .format.record import CheckpointRecord, RecordMeta
 from .ownership import require_replaceable
@@ -80,6 +81,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             ``newest`` state as soon as it is done, leaving out those in between.
         on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
         save_gradients: Whether gradients are stored; None means where an unfinished accumulation window needs them.
+        replace_existing: Whether training may begin at step 0 although `dirpath` holds checkpoints of another process's
+            run, which are then replaced; otherwise that is refused.
 
     Raises:
         ValueError: An argument is out of range.
@@ -106,6 +109,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         when_busy: Literal["wait", "newest"] = "wait",
         on_error: Literal["stop", "continue"] = "stop",
         save_gradients: bool | None = None,
+        replace_existing: bool = False,
     ) -> None:
         if every_n_epochs < 0:
             raise ValueError(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
@@ -122,6 +126,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.when_busy = when_busy
         self.critical = on_error == "stop"
         self.save_gradients = save_gradients
+        self.replace_existing = replace_existing
+        self._trained_in: Path | None = None
+        """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
         self._reports = DurableReports()
@@ -151,11 +158,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
-        if self.dirpath is None:
-            self.dirpath = _local(trainer.default_root_dir) / "checkpoints"
-        self.dirpath = self.dirpath.absolute()
+        directory = self.place_under(trainer)
         if stage == "fit" and trainer.is_global_zero:
-            sweep(self.dirpath)
+            sweep(directory)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -167,6 +172,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._resume.begin_training(trainer, pl_module)
         if not self.saves_anything:
             return
+        self._refuse_to_mix_runs(trainer)
         groups = rank_groups_of(trainer.strategy)
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
@@ -174,6 +180,19 @@ class Checkpoint(Hook, LightningCheckpoint):
             if self.save_final:  # lest the run ends in vain, long from now
                 require_replaceable(self.directory / f"{FINAL_NAME}.json")
             require_space(self.directory, size_of_first_checkpoint(pl_module))
+
+    def _refuse_to_mix_runs(self, trainer: pl.Trainer) -> None:
+        """On all ranks, where rank zero finds another run's checkpoints and none was named to go on from."""
+        fault = None
+        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
+        if begins_anew and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
+            may_replace = self.replace_existing or self._trained_in == self.directory
+            fault = None if may_replace else in_use_fault(self.directory)
+        fault = trainer.strategy.broadcast(fault)
+        if fault is not None:
+            raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
+        note_directory(self.directory)
+        self._trained_in = self.directory
 
     @skippable
     @override
@@ -267,6 +286,13 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     # What the runtime calls as well
 
+    def place_under(self, trainer: pl.Trainer) -> Path:
+        """Decide where checkpoints of `trainer` go, and say it."""
+        if self.dirpath is None:
+            self.dirpath = _local(trainer.default_root_dir) / "checkpoints"
+        self.dirpath = self.dirpath.absolute()
+        return self.dirpath
+
     @property
     def directory(self) -> Path:
         """Where checkpoints go; known from ``setup`` on."""
@@ -284,7 +310,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def best_model_path(self, path: str) -> None:
         # Lightning tells it in a process whose children have trained; there no `setup` says where checkpoints are.
         if path:
-            self.dirpath = Path(path).parent
+            self.dirpath = self._trained_in = Path(path).parent
 
     @property
     def saves_anything(self) -> bool:
@@ -447,3 +473,11 @@ def _local(path: str | os.PathLike[str]) -> Path:
             "UploadArtifacts, for copies elsewhere."
         )
     return Path(os.fspath(path).removeprefix("file://"))
+
+
+def _directories(trainer: pl.Trainer) -> list[Path]:
+    """Where the callbacks of `trainer` keep their checkpoints."""
+    return [callback.place_under(trainer) for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+
+
+find_ours(_directories)

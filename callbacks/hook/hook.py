@@ -29,7 +29,7 @@ from ..checkpoint.format.record import CheckpointRecord
 from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 
-__all__ = ["POLICED_ATTRIBUTE", "Hook", "judge", "order_callbacks", "report_failures"]
+__all__ = ["POLICED_ATTRIBUTE", "Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +188,12 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(event, POLICED_ATTRIBUTE, True)
     return event
+
+
+def ending_the_run(error: Exception) -> Exception:
+    """`error`, marked to end the run whether the hook that raises it is critical or not."""
+    setattr(error, _ENDS_RUN_ATTRIBUTE, True)
+    return error
 
 
 def judge(hook: Hook, event: str, error: Exception) -> None:

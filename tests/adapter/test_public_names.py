@@ -34,8 +34,8 @@ PUBLIC = {
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
         BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs EventLogError
         GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobLifecycleClient LifecycleLease
-        MockDataModule ModelRuntimeConfig ModelRuntimeLoader OptimizerBundle ParquetArrowBatchFeeder RankFailed
-        ReplicaDriftError ResolveClient ResolvedRef RunOptions RunState StartupContractError StepContext
+        MockDataModule ModelRuntimeConfig ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder
+        RankFailed ReplicaDriftError ResolveClient ResolvedRef RunOptions RunState StartupContractError StepContext
         StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin TrainingCanceled TrainingHung
         TrainingJobSpec TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
         build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
@@ -44,7 +44,7 @@ PUBLIC = {
     """,
     "genlight.callbacks": """
         Checkpoint DurableCheckpointIO Evaluate Hook JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests
-        UploadArtifacts WatchHangs WriteSamples
+        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }

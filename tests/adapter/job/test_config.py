@@ -62,6 +62,12 @@ def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
     assert config.warnings == ()
 
 
+def test_skipping_an_update_from_outside_is_refused_with_what_to_do_instead(job):
+    assert resolve(job()).on_nonfinite == "warn"
+    assert resolve(job(on_nonfinite="stop")).on_nonfinite == "stop"
+    assert "leave it out there" in str(refused(job(on_nonfinite="skip")))
+
+
 def test_a_jobs_runs_folder_is_beside_its_file_wherever_it_is_started_from(job, tmp_path, monkeypatch):
     """A start from another folder finds the checkpoints of the one before."""
     path = job()

@@ -21,10 +21,19 @@ def parse(**fields):
 
 def test_every_documented_key_is_known():
     assert {*spec_keys(), *ALIASES[""]} == {
-        *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
+        *(
+            "run_id",
+            "request_id",
+            "trainer",
+            "trainer_api_version",
+            "max_steps",
+            "metric_every",
+            "checkpoint_every",
+        ),
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
+        "on_nonfinite",
     }
     assert set(inner_keys("dataset")) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),

@@ -89,6 +89,14 @@ class Signalled(Summing):
             signal.raise_signal(signal.Signals[self.p["signal"]])
 
 
+class Overflows(Summing):
+    """Its loss becomes infinite at step 3."""
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        return StepResult(metrics={"loss": float("inf") if state["steps"] >= 3 else 1.0})
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -483,6 +491,27 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(
     assert "going on after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == 2
+
+
+def test_a_loss_that_becomes_infinite_is_said_once_and_reported(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(trainer=":Overflows", metric_every=2, max_steps=5)
+    assert run(job) == 0
+    (told,) = [message for message in caplog.messages if "not finite" in message]
+    assert told.startswith("the metric 'loss' is not finite at step 4; all was finite at step 2.")
+    (found,) = [event for event in events(job) if event.get("name") == "trainer/nonfinite_step"]
+    assert (found["step"], found["value"]) == (4, 4.0)
+
+
+def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_name(
+    write_job: Callable[..., Path],
+) -> None:
+    job = write_job(trainer=":Overflows", metric_every=2, checkpoint_every=2, max_steps=9, on_nonfinite="stop")
+    assert run(job) == 1
+    failed = events(job)[-1]
+    assert failed["error"].startswith("train-step:the metric 'loss' is not finite at step 4; all was finite at step 2")
+    assert sorted(path.name for path in (job.parent / "out" / "checkpoints").glob("*.json")) == ["step-00000002.json"]
 
 
 def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(

@@ -238,7 +238,7 @@ def test_retention_removes_only_what_this_callback_wrote_in_this_run(tmp_path, m
     save(tmp_path / "step-00000006", checkpoint_of(6), meta=RecordMeta(writer="Checkpoint"))
     os.symlink("step-00000006", tmp_path / "good")
 
-    checkpoint = Checkpoint(tmp_path, every_n_steps=10, keep_last=1)
+    checkpoint = Checkpoint(tmp_path, every_n_steps=10, keep_last=1, replace_existing=True)
     make_trainer(checkpoint, max_epochs=2).fit(make_net(), make_loader())
 
     kept = ["final", "good", "mine", *(f"step-{step:08d}" for step in (1, 2, 5, 6, 20))]

@@ -1,0 +1,104 @@
+"""A plain Lightning trainer with `Checkpoint`, in a directory that holds checkpoints already."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from genlight.adapter.contract.exceptions import CheckpointError, StartupContractError
+from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, save
+
+ANOTHER_PROCESS = """
+import sys
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from genlight.callbacks import Checkpoint
+
+trainer = pl.Trainer(
+    accelerator="cpu", max_steps=2, logger=False, limit_val_batches=0, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[Checkpoint(sys.argv[1], every_n_steps=1)],
+)
+trainer.fit(BoringModel())
+"""
+
+
+def trained_elsewhere(directory):
+    subprocess.run([sys.executable, "-c", ANOTHER_PROCESS, str(directory)], check=True, capture_output=True)
+    return {path: path.read_bytes() for path in directory.glob("*.json")}
+
+
+def test_a_fit_from_step_zero_among_anothers_checkpoints_is_refused_with_the_ways_out(
+    tmp_path, make_trainer, make_net, make_loader
+):
+    before = trained_elsewhere(tmp_path / "c")
+    assert before
+    for on_error in ("stop", "continue"):
+        checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, on_error=on_error)
+        with pytest.raises(StartupContractError, match="holds checkpoints of another run") as refused:
+            make_trainer(checkpoint, max_steps=3).fit(make_net(), make_loader())
+        assert refused.value.code == "startup.artifacts_in_use"
+        for way_out in ('ckpt_path="last"', "`dirpath`", "replace_existing=True"):
+            assert way_out in str(refused.value)
+    assert {path: path.read_bytes() for path in (tmp_path / "c").glob("*.json")} == before
+
+    replacing = Checkpoint(tmp_path / "c", every_n_steps=1, replace_existing=True)
+    make_trainer(replacing, max_steps=3).fit(make_net(), make_loader())
+    assert list_checkpoints(tmp_path / "c")[-1].record.step == 3
+
+
+def test_a_broken_checkpoint_of_another_run_is_not_trained_over(tmp_path, make_trainer, make_net, make_loader):
+    (tmp_path / "step-00000001.json").write_bytes(b'{"format":"genlight.checkpoint"')
+    with pytest.raises(StartupContractError, match=r"such as step-00000001\.json"):
+        make_trainer(Checkpoint(tmp_path), max_steps=2).fit(make_net(), make_loader())
+
+
+def test_files_that_are_no_checkpoints_of_ours_hinder_nobody(tmp_path, make_trainer, make_net, make_loader):
+    (tmp_path / "notes.json").write_text("{}")
+    save(tmp_path / "by-hand", {"x": 1})
+    make_trainer(Checkpoint(tmp_path), max_steps=2).fit(make_net(), make_loader())
+
+
+def test_one_process_may_fit_again_in_its_own_directory(tmp_path, make_trainer, make_net, make_loader):
+    trainer = make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_steps=2, num_sanity_val_steps=1)
+    trainer.fit(make_net(), make_loader())
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(make_net(), make_loader())
+    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_steps=2).fit(make_net(), make_loader())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_last_and_best_find_ours_before_anything_was_trained(tmp_path, make_trainer, make_net, make_loader, named):
+    for word in ("last", "best"):
+        directory = tmp_path / word / "checkpoints"
+        make_trainer(Checkpoint(directory, every_n_steps=1, save_final=False), max_steps=2).fit(
+            make_net(), make_loader()
+        )
+        fresh = Checkpoint(directory if named else None, every_n_steps=1)
+        trainer = make_trainer(fresh, max_steps=4, default_root_dir=str(tmp_path / word))
+        trainer.fit(make_net(), make_loader(), ckpt_path=word)
+        assert trainer.ckpt_path == str(directory / "step-00000002.json")
+        assert trainer.global_step == 4
+
+
+def test_last_passes_over_a_broken_one_and_is_refused_where_none_is_whole(
+    tmp_path, make_trainer, make_net, make_loader
+):
+    checkpoint = Checkpoint(tmp_path, every_n_steps=1, save_final=False)
+    make_trainer(checkpoint, max_steps=2).fit(make_net(), make_loader())
+    (tmp_path / "step-00000002.json").write_bytes(b'{"format":"genlight.checkpoint"')
+    trainer = make_trainer(Checkpoint(tmp_path), max_steps=3)
+    trainer.fit(make_net(), make_loader(), ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "step-00000001.json")
+
+    for record in tmp_path.glob("*.json"):
+        record.write_bytes(b'{"format":"genlight.checkpoint"')
+    with pytest.raises(CheckpointError, match="is whole"):
+        make_trainer(Checkpoint(tmp_path), max_steps=3).fit(make_net(), make_loader(), ckpt_path="last")
+
+
+def test_last_with_nothing_there_begins_at_step_zero(tmp_path, make_trainer, make_net, make_loader):
+    trainer = make_trainer(Checkpoint(tmp_path / "c"), max_steps=1)
+    with pytest.warns(UserWarning, match="there is no last checkpoint"):  # Lightning's own
+        trainer.fit(make_net(), make_loader(), ckpt_path="last")
+    assert sorted(os.listdir(tmp_path / "c")) == ["final", "final.json"]
