@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.nn.modules.module import _WrappedHook
 from torch.utils.hooks import BackwardHook
+
+from .torch_internals import WrappedHook, disable_dynamo
 
 __all__ = ["HookTranslator", "lead", "restore"]
 
@@ -59,7 +59,7 @@ _register_hook: Callable[..., Any] = Tensor.register_hook
 _retain_grad: Callable[..., Any] = Tensor.retain_grad
 _requires_grad: Callable[..., Any] = Tensor.requires_grad_
 _full_hooks: Callable[..., None] = BackwardHook.__init__
-_old_hook: Callable[..., None] = _WrappedHook.__init__
+_old_hook: Callable[..., None] = WrappedHook.__init__
 
 
 @functools.wraps(_register_hook)
@@ -84,7 +84,7 @@ def _led_requires_grad(self: Tensor, requires_grad: bool = True) -> Any:
     return _requires_grad(self, requires_grad)
 
 
-@_disable_dynamo  # which would warn of what it cannot trace
+@disable_dynamo  # which would warn of what it cannot trace
 @functools.wraps(_full_hooks)
 def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[Hook]) -> None:
     translator = _translator()
@@ -93,7 +93,7 @@ def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[H
     _full_hooks(self, module, hooks, pre_hooks)
 
 
-@_disable_dynamo
+@disable_dynamo
 @functools.wraps(_old_hook)
 def _led_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
     """For ``register_backward_hook``; what has no module is the hook of something else."""
@@ -106,5 +106,5 @@ _LED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
     (Tensor, "retain_grad", _led_retain_grad),
     (Tensor, "requires_grad_", _led_requires_grad),
     (BackwardHook, "__init__", _led_full_hooks),
-    (_WrappedHook, "__init__", _led_old_hook),
+    (WrappedHook, "__init__", _led_old_hook),
 )

@@ -16,11 +16,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .buckets import read_gradient, write_gradient
 from .rank_points import Why
+from .torch_internals import disabled_torch_function
 
 __all__ = ["Accumulation"]
 
@@ -184,6 +184,6 @@ def _guarding(kind: type[Any], accumulation: Accumulation) -> type[Any]:
         "__deepcopy__": copied,
         "__reduce_ex__": reduced,
         # Of torch.Tensor, too, what is computed from it is of no class of ours.
-        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__torch_function__": disabled_torch_function,
     }
     return type(kind.__name__, (kind,), members)
