@@ -1,6 +1,6 @@
 """Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
 
-The entry is replaced while somebody holds it, for a whole training, and put back when nobody does. Calls between steps
+The entry is replaced while it is held, for a whole training, and put back when it is not. Calls between steps
 and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
 loss is scaled, so are the methods that register backward hooks; where gradients are averaged, so are collectives.
 """
@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...callbacks.lightning_internals import SUPPORTED
-from . import collective_patch as collective_interception
-from . import hook_patch as hook_interception
+from . import collective_patch, hook_patch
 from .hook_patch import HookTranslator
 from .torch_internals import current_graph_task_id, disable_dynamo, engine_run_backward, set_engine_run_backward
 
@@ -63,8 +62,8 @@ _active: dict[int, Interceptor] = {}
 _lock = threading.Lock()
 _holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
-_hooks_are_led = False
-_collectives_are_led = False
+_hooks_are_patched = False
+_collectives_are_patched = False
 
 
 def hold(interceptor: Interceptor) -> None:
@@ -85,14 +84,14 @@ def hold(interceptor: Interceptor) -> None:
 
 
 def release(interceptor: Interceptor) -> None:
-    """Undo one `hold`; once nobody holds them, torch's entries are its own."""
+    """Undo one `hold`; once no `hold` is left, torch's entries are its own."""
     with _lock:
         _holders.remove(interceptor)
         _replace_or_put_back()
 
 
 def _replace_or_put_back() -> None:
-    global _step_hook, _hooks_are_led, _collectives_are_led
+    global _step_hook, _hooks_are_patched, _collectives_are_patched
     translates = any(holder.hooks_translator is not None for holder in _holders)
     if _holders:
         set_engine_run_backward(_intercepted_eagerly if translates else _intercepted)
@@ -102,21 +101,21 @@ def _replace_or_put_back() -> None:
         set_engine_run_backward(run_backward)
         _step_hook.remove()
         _step_hook = None
-    if translates and not _hooks_are_led:
-        hook_interception.lead(_translator)
-    elif not translates and _hooks_are_led:
-        hook_interception.restore()
-    _hooks_are_led = translates
+    if translates and not _hooks_are_patched:
+        hook_patch.patch(_translator)
+    elif not translates and _hooks_are_patched:
+        hook_patch.restore()
+    _hooks_are_patched = translates
     averages = any(holder.averages for holder in _holders)
-    if averages and not _collectives_are_led:
-        collective_interception.lead(_before_any_collective)
-    elif not averages and _collectives_are_led:
-        collective_interception.restore()
-    _collectives_are_led = averages
+    if averages and not _collectives_are_patched:
+        collective_patch.patch(_before_any_collective)
+    elif not averages and _collectives_are_patched:
+        collective_patch.restore()
+    _collectives_are_patched = averages
 
 
 def begin(interceptor: Interceptor) -> None:
-    """Lead the calls of this thread to `interceptor`, which holds torch's entries."""
+    """Route the calls of this thread to `interceptor`, which holds torch's entries."""
     _active[threading.get_ident()] = interceptor
 
 
@@ -126,12 +125,12 @@ def end() -> None:
 
 
 def is_active(interceptor: Interceptor) -> bool:
-    """Whether the calls of this thread, that of a step or one of torch's engine, lead to `interceptor`."""
+    """Whether the calls of this thread, that of a step or one of torch's engine, go to `interceptor`."""
     return (_active.get(threading.get_ident()) or _of_engine()) is interceptor
 
 
 def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
-    """Lead ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
+    """Route ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
 
     As a bound method that keeps its attributes: LR schedulers take it apart to count calls.
     """
@@ -212,7 +211,7 @@ def _of_engine() -> Interceptor | None:
         return None
     python_threads = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
     if threading.get_ident() in {thread.ident for thread in python_threads}:
-        return None  # a backward call of somebody else
+        return None  # a backward call of another caller
     return next((each for each in tuple(_active.values()) if each.in_backward), None)
 
 

@@ -25,7 +25,7 @@ from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_grou
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
-from ..discovery.bare_parameters import LooseTensors
+from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
@@ -334,7 +334,7 @@ class ContractModule(pl.LightningModule):
             self.add_module(module.name, module.value)
         if discovered.parameters:
             # The name of the attribute stands in checkpoints.
-            self.loose = LooseTensors({found.name: found.value for found in discovered.parameters})
+            self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
         self.configured = True
 
     def _set_up_loop(self) -> None:
