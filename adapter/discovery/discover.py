@@ -118,7 +118,7 @@ def discover(
         state: What ``configure`` returned.
         trainer: The trainer instance.
         reserved: Names that no found object may get, such as the attributes of the module that registers them.
-        host: A module that hosts the trainer, and is none of what it built.
+        host: A module that hosts the trainer, and is not part of what it built.
 
     Raises:
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
@@ -244,7 +244,7 @@ def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     if _is_opaque(type(value)):
         return ()
     attributes = ((f"{path}.{name}", child) for name, child in _attributes(value))
-    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is none of what it built
+    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is not part of what it built
         return ((name, child) for name, child in attributes if child is not value.dataset)
     return attributes
 

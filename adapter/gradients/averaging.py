@@ -28,7 +28,7 @@ class Averaging:
         buffers: Gives all ranks the buffers of rank 0 at the end of a step; None where there are none.
         optimizers: Ids of the optimizers whose gradients are averaged.
         parameters: Ids of the modules' parameters.
-        at_once: Whether to average after each backward call, rather than when somebody looks.
+        at_once: Whether to average after each backward call, rather than when one is read.
         averaged: Called each time gradients were averaged.
         completed_steps: How many steps the run has behind it, for messages.
     """

@@ -93,7 +93,7 @@ class GradientSync:
         """Replace `gradients`, by the ids of their parameters, by their mean; in place, as far as there were any.
 
         Returns:
-            What other ranks have and this one has not.
+            What other ranks have and this one does not.
         """
         new = self._average(lambda p: gradients.get(id(p)), at)
         return {id(p): gradient for p, gradient in new if id(p) in gradients}
@@ -164,7 +164,7 @@ class GradientSync:
                 raise parted(self._named(sent.point)._replace(before=before), self.group)
 
     def _named(self, point: Point) -> Point:
-        """`point` with the path of its parameter, which is looked for only where somebody will read it."""
+        """`point` with the path of its parameter, which is looked for only for a message."""
         paths = {id(p): path for path, p in self._outside_of_optimizers()}
         what = point.what
         return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))

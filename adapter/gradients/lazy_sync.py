@@ -1,7 +1,7 @@
-"""Averages gradients when somebody wants to see them, so that accumulating them over several backward calls costs once.
+"""Averages gradients when they are first read, so that accumulating them over several backward calls costs once.
 
 While a step runs, the managed parameters are guarded until their update: after a backward call the first read of any
-``.grad``, by whoever it is, averages before it answers. So does an update, and the end of the step. A gradient that a
+``.grad``, by any code, averages before it answers. So does an update, and the end of the step. A gradient that a
 trainer writes to ``.grad`` itself counts like one of backward: the first read of it, or an update, averages.
 
 Nobody ever sees the gradient of one rank alone, and whether a trainer accumulates, clips or logs, each gradient is

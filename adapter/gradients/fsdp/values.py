@@ -1,7 +1,7 @@
 """What a trainer computes with sharded parameters and gradients themselves, so that it is what whole ones would give.
 
 Left to torch, a norm reads as this rank's share of it, noise from equal seeds is equal in every shard, a maximum over
-an empty shard fails, and a plain tensor of the same shape is refused. While somebody holds this::
+an empty shard fails, and a plain tensor of the same shape is refused. While this is held::
 
     float(norm), norm.item(), f"{norm:.3f}"    of the whole value
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
@@ -88,7 +88,7 @@ def hold(holder: object, agree: Callable[[str], None] = lambda _: None) -> None:
 
 
 def release(holder: object) -> None:
-    """Undo one `hold`; once nobody holds it, sharded tensors are torch's own."""
+    """Undo one `hold`; after the last, sharded tensors are torch's own."""
     with _lock:
         _holders[:] = [held for held in _holders if held[0] is not holder]
         if not _holders:
