@@ -144,7 +144,7 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
 
 
 def _may_be_scalar(value: Any) -> bool:
-    """Whether a value that was not declared a learning rate can be one: a schedule or a list of rates is passed over."""
+    """Whether a value that was not declared a learning rate can be one; a schedule or a list of rates cannot."""
     if isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)
