@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
@@ -60,13 +61,13 @@ def require_names(package: Literal["lightning", "torch"], owner: type, *names: s
     Args:
         package: Whose class it is.
         owner: The class.
-        names: The attributes: of the class, or those that its constructor sets.
+        names: The attributes: of the class, or those that its constructor sets or that it declares.
 
     Raises:
         ImportError: It lacks some; names the release that is installed, and those to install.
     """
     code = getattr(inspect.unwrap(vars(owner).get("__init__", owner)), "__code__", None)
-    set_by_constructor = getattr(code, "co_names", ())
+    set_by_constructor = {*getattr(code, "co_names", ()), *vars(owner).get("__annotations__", ())}
     missing = [name for name in names if not hasattr(owner, name) and name not in set_by_constructor]
     if missing:
         raise ImportError(
@@ -104,7 +105,8 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
         ),
     ),
     (pl.Trainer, ("_signal_connector", "_logger_connector", "_data_connector", "received_sigterm")),
-    (pl.LightningModule, ("_trainer", "_current_fx_name", "_log_hyperparams")),
+    (pl.LightningModule, ("_trainer", "_current_fx_name")),
+    (HyperparametersMixin, ("_log_hyperparams",)),
     (DDPStrategy, ("_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")),
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
 )

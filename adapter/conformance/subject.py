@@ -107,7 +107,7 @@ class Trained:
     trainer: pl.Trainer
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all modules that were found, and loose tensors that are trained, by path."""
+        """Parameters and buffers of all modules that were found, and bare parameters, by path."""
         discovered = self.module.discovered
         assert discovered is not None
         tensors = {
@@ -117,8 +117,8 @@ class Trained:
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         trained = {id(tensor) for tensor in discovered.updated()}
-        loose = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
-        return tensors | {found.path: found.value.detach().clone() for found in loose}
+        bare = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
+        return tensors | {found.path: found.value.detach().clone() for found in bare}
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-__all__ = ["LooseTensors"]
+__all__ = ["BareParameters"]
 
 
-class LooseTensors(nn.Module):
+class BareParameters(nn.Module):
     """Holds tensors such as SAC's ``log_alpha`` for device moves, casts and state dicts.
 
     A buffer would be replaced by a new tensor when it is moved, and the trainer and its optimizer would go on with the
@@ -26,7 +26,7 @@ class LooseTensors(nn.Module):
         super().__init__()
         self._tensors = dict(tensors)
 
-    def named_loose_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_bare_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors, whose gradients of an open accumulation window belong to a checkpoint as those of parameters."""
         yield from self._tensors.items()
 

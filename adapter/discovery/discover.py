@@ -118,7 +118,7 @@ def discover(
         state: What ``configure`` returned.
         trainer: The trainer instance.
         reserved: Names that no found object may get, such as the attributes of the module that registers them.
-        host: A module that hosts the trainer, and is none of what it built.
+        host: A module that hosts the trainer, and is not part of what it built.
 
     Raises:
         ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
@@ -131,22 +131,22 @@ def discover(
     tensors = _of(found, Tensor)
     known = {id(p) for _, module in modules for p in module.parameters()}
     paths = {id(tensor): path for path, tensor in tensors}
-    loose = [
+    bare = [
         (paths.get(id(p), f'{path}.param_groups[{g}]["params"][{i}]'), p)
         for path, optimizer in optimizers
         for g, group in enumerate(optimizer.param_groups)
         for i, p in enumerate(group["params"])
         if id(p) not in known
     ]
-    loose_ids = {id(p) for _, p in loose}
+    bare_ids = {id(p) for _, p in bare}
     reserved = frozenset(reserved)
     return Discovered(
         modules=_named(modules, reserved),
         optimizers=_named(optimizers, reserved),
         schedulers=_named(_of(found, LRScheduler), reserved),
         scalers=_named(_of(found, GradScaler), reserved),
-        parameters=_named(list({id(p): (path, p) for path, p in loose}.values()), reserved),
-        tensors=_named([(path, t) for path, t in tensors if id(t) not in loose_ids | known], reserved),
+        parameters=_named(list({id(p): (path, p) for path, p in bare}.values()), reserved),
+        tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
         aliases=tuple(aliases(found, known | paths.keys())),
     )
 
@@ -244,7 +244,7 @@ def _children(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     if _is_opaque(type(value)):
         return ()
     attributes = ((f"{path}.{name}", child) for name, child in _attributes(value))
-    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is none of what it built
+    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is not part of what it built
         return ((name, child) for name, child in attributes if child is not value.dataset)
     return attributes
 

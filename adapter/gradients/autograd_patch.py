@@ -1,6 +1,6 @@
 """Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
 
-The entry is replaced while somebody holds it, for a whole training, and put back when nobody does. Calls between steps
+The entry is replaced while it is held, for a whole training, and put back when it is not. Calls between steps
 and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
 loss is scaled, so are the methods that register backward hooks; where gradients are averaged, so are collectives.
 """
@@ -11,25 +11,22 @@ import functools
 import threading
 import types
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from . import collective_patch as collective_interception
-from . import hook_patch as hook_interception
+from ...callbacks.lightning_internals import SUPPORTED
+from . import collective_patch, hook_patch
 from .hook_patch import HookTranslator
+from .torch_internals import current_graph_task_id, disable_dynamo, engine_run_backward, set_engine_run_backward
 
 __all__ = ["Interceptor", "begin", "end", "hold", "is_active", "release", "run_backward", "wrap"]
 
-# The one place where all of Tensor.backward, autograd.backward and a `backward` imported by name come through.
-# It is torch's own; were it to go, importing this module fails, where a missed backward would train wrong in silence.
-_ENGINE = "_engine_run_backward"
-
-run_backward: Callable[..., Any] = getattr(torch.autograd, _ENGINE)
+run_backward = engine_run_backward
 """Torch's own entry: outputs, their gradients, then what the engine takes."""
 
 
@@ -65,50 +62,60 @@ _active: dict[int, Interceptor] = {}
 _lock = threading.Lock()
 _holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
-_hooks_are_led = False
-_collectives_are_led = False
+_hooks_are_patched = False
+_collectives_are_patched = False
 
 
 def hold(interceptor: Interceptor) -> None:
-    """Replace torch's entries until `release`, which may come many steps later: replacing them costs some 10 µs."""
+    """Replace torch's entries until `release`, which may come many steps later: replacing them costs some 10 µs.
+
+    Raises:
+        RuntimeError: A backward call of this torch does not come through the entry that was replaced.
+    """
     with _lock:
         _holders.append(interceptor)
         _replace_or_put_back()
+    if not _Canary.is_proven:
+        try:
+            _Canary().prove()
+        except BaseException:
+            release(interceptor)
+            raise
 
 
 def release(interceptor: Interceptor) -> None:
-    """Undo one `hold`; once nobody holds them, torch's entries are its own."""
+    """Undo one `hold`; once no `hold` is left, torch's entries are its own."""
     with _lock:
         _holders.remove(interceptor)
         _replace_or_put_back()
 
 
 def _replace_or_put_back() -> None:
-    global _step_hook, _hooks_are_led, _collectives_are_led
+    global _step_hook, _hooks_are_patched, _collectives_are_patched
     translates = any(holder.hooks_translator is not None for holder in _holders)
     if _holders:
-        setattr(torch.autograd, _ENGINE, _intercepted_eagerly if translates else _intercepted)
+        set_engine_run_backward(_intercepted_eagerly if translates else _intercepted)
     if _holders and _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_before_any_step)
     elif not _holders and _step_hook is not None:
-        setattr(torch.autograd, _ENGINE, run_backward)
+        set_engine_run_backward(run_backward)
         _step_hook.remove()
         _step_hook = None
-    if translates and not _hooks_are_led:
-        hook_interception.lead(_translator)
-    elif not translates and _hooks_are_led:
-        hook_interception.restore()
-    _hooks_are_led = translates
+    if translates and not _hooks_are_patched:
+        hook_patch.patch(_translator)
+    elif not translates and _hooks_are_patched:
+        hook_patch.restore()
+    _hooks_are_patched = translates
     averages = any(holder.averages for holder in _holders)
-    if averages and not _collectives_are_led:
-        collective_interception.lead(_before_any_collective)
-    elif not averages and _collectives_are_led:
-        collective_interception.restore()
-    _collectives_are_led = averages
+    if averages and not _collectives_are_patched:
+        collective_patch.patch(_before_any_collective)
+    elif not averages and _collectives_are_patched:
+        collective_patch.restore()
+    _collectives_are_patched = averages
 
 
 def begin(interceptor: Interceptor) -> None:
-    """Lead the calls of this thread to `interceptor`, which holds torch's entries."""
+    """Route the calls of this thread to `interceptor`, which holds torch's entries."""
     _active[threading.get_ident()] = interceptor
 
 
@@ -118,12 +125,12 @@ def end() -> None:
 
 
 def is_active(interceptor: Interceptor) -> bool:
-    """Whether the calls of this thread, that of a step or one of torch's engine, lead to `interceptor`."""
+    """Whether the calls of this thread, that of a step or one of torch's engine, go to `interceptor`."""
     return (_active.get(threading.get_ident()) or _of_engine()) is interceptor
 
 
 def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
-    """Lead ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
+    """Route ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
 
     As a bound method that keeps its attributes: LR schedulers take it apart to count calls.
     """
@@ -134,6 +141,54 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
         return through(self, inner, *args, **kwargs)
 
     setattr(optimizer, name, types.MethodType(routed, optimizer))
+
+
+class _Canary:
+    """Takes one backward call, to prove that what is assigned to torch is what torch calls."""
+
+    is_proven = False
+    hooks_translator = None
+    averages = False
+
+    def __init__(self) -> None:
+        self.in_backward = False
+        self._seen: list[str] = []
+
+    def prove(self) -> None:
+        """Call backward and ``torch.autograd.grad`` in this thread, and look whether both come here."""
+        thread = threading.get_ident()
+        before = _active.get(thread)
+        _active[thread] = self
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                leaf = torch.ones((), device="cpu", requires_grad=True)
+                (leaf * 1).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.grad(leaf * 1, leaf)
+        finally:
+            if before is None:
+                del _active[thread]
+            else:
+                _active[thread] = before
+        if self._seen != ["backward", "grad"]:
+            raise RuntimeError(
+                f"torch {version('torch')} runs backward calls past the entry through which genlight routes them, so "
+                f"that gradients would be neither averaged nor unscaled; install a release that genlight supports: "
+                f"{SUPPORTED['torch']}"
+            )
+        type(self).is_proven = True
+
+    def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
+        self._seen.append("backward")
+
+    def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        self._seen.append("grad")
+        return (None,)
+
+    def before_collective(self, name: str) -> None:
+        """Nothing: none is called."""
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Nothing: none steps."""
 
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,16 +202,16 @@ def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # For a scaled loss: torch.compile of a whole step would follow the hooks that are registered then, and never end.
-_intercepted_eagerly = _disable_dynamo(_intercepted)
+_intercepted_eagerly = disable_dynamo(_intercepted)
 
 
 def _of_engine() -> Interceptor | None:
     """In a thread of torch's engine: the one whose backward call it works for."""
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return None
     python_threads = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
     if threading.get_ident() in {thread.ident for thread in python_threads}:
-        return None  # a backward call of somebody else
+        return None  # a backward call of another caller
     return next((each for each in tuple(_active.values()) if each.in_backward), None)
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from .gradient_sync import BufferSync, GradientSync, average_scalar
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
+from .torch_internals import is_gradtrackingtensor
 
 __all__ = ["Averaging"]
 
@@ -27,7 +28,7 @@ class Averaging:
         buffers: Gives all ranks the buffers of rank 0 at the end of a step; None where there are none.
         optimizers: Ids of the optimizers whose gradients are averaged.
         parameters: Ids of the modules' parameters.
-        at_once: Whether to average after each backward call, rather than when somebody looks.
+        at_once: Whether to average after each backward call, rather than when one is read.
         averaged: Called each time gradients were averaged.
         completed_steps: How many steps the run has behind it, for messages.
     """
@@ -160,4 +161,4 @@ class Averaging:
         """Whether a gradient by `tensor` may be one of a parameter: torch.func differentiates by stand-ins of them."""
         if id(tensor) in self._parameters:
             return True
-        return isinstance(tensor, Tensor) and bool(torch._C._functorch.is_gradtrackingtensor(tensor))
+        return isinstance(tensor, Tensor) and is_gradtrackingtensor(tensor)

@@ -69,7 +69,7 @@ class Bucket:
         self.send_as_it_is()
 
     def send_as_it_is(self) -> None:
-        """Take part with whatever the flat tensor holds, where nobody will use the outcome."""
+        """Take part with whatever the flat tensor holds, where the outcome is not used."""
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def _pack_others(self) -> None:

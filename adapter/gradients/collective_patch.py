@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["lead", "restore"]
+__all__ = ["patch", "restore"]
 
 _NAMES = (
     *("all_reduce", "reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_into_tensor"),
@@ -24,7 +24,7 @@ _NAMES = (
 _found: list[tuple[Any, str, Any]] = []
 
 
-def lead(before: Callable[[str], None]) -> None:
+def patch(before: Callable[[str], None]) -> None:
     """Call `before` with the name of each function of ``torch.distributed`` that waits for other ranks, before it."""
     if not dist.is_available():
         return
@@ -37,7 +37,7 @@ def lead(before: Callable[[str], None]) -> None:
 
 
 def restore() -> None:
-    """Leave torch as it was before `lead`."""
+    """Leave torch as it was before `patch`."""
     while _found:
         owner, name, function = _found.pop()
         setattr(owner, name, function)
@@ -45,8 +45,8 @@ def restore() -> None:
 
 def _after(before: Callable[[str], None], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def led(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         before(name)
         return function(*args, **kwargs)
 
-    return led
+    return patched

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ..contract.exceptions import ContractError
@@ -28,6 +27,7 @@ from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .buckets import Bucket, grouped, read_gradient, write_gradient
 from .rank_points import NUMBERS, Point, are_together, parted
+from .torch_internals import NormBase
 
 __all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
 
@@ -93,7 +93,7 @@ class GradientSync:
         """Replace `gradients`, by the ids of their parameters, by their mean; in place, as far as there were any.
 
         Returns:
-            What other ranks have and this one has not.
+            What other ranks have and this one does not.
         """
         new = self._average(lambda p: gradients.get(id(p)), at)
         return {id(p): gradient for p, gradient in new if id(p) in gradients}
@@ -164,7 +164,7 @@ class GradientSync:
                 raise parted(self._named(sent.point)._replace(before=before), self.group)
 
     def _named(self, point: Point) -> Point:
-        """`point` with the path of its parameter, which is looked for only where somebody will read it."""
+        """`point` with the path of its parameter, which is looked for only for a message."""
         paths = {id(p): path for path, p in self._outside_of_optimizers()}
         what = point.what
         return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))
@@ -279,7 +279,7 @@ class BufferSync:
         self._group = group
         shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
         owners = [m for found in discovered.trained for m in found.value.modules()]
-        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, _NormBase)]
+        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, NormBase)]
         self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
 
     def __bool__(self) -> bool:

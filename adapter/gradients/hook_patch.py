@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.nn.modules.module import _WrappedHook
 from torch.utils.hooks import BackwardHook
 
-__all__ = ["HookTranslator", "lead", "restore"]
+from .torch_internals import WrappedHook, disable_dynamo
+
+__all__ = ["HookTranslator", "patch", "restore"]
 
 Hook = Callable[..., Any]
 
@@ -32,23 +32,23 @@ class HookTranslator(Protocol):
         """The trainer will read the gradients of `tensors`."""
 
 
-_translator: Callable[[], HookTranslator | None] = lambda: None  # noqa: E731  # until `lead` says which
+_translator: Callable[[], HookTranslator | None] = lambda: None  # noqa: E731  # until `patch` says which
 _found: list[Any] = []
-"""What `lead` found in the place of each of its own; None where that was inherited."""
+"""What `patch` found in the place of each of its own; None where that was inherited."""
 
 
-def lead(translator: Callable[[], HookTranslator | None]) -> None:
-    """Lead what this module's text names through what `translator` then returns; None leaves it alone."""
+def patch(translator: Callable[[], HookTranslator | None]) -> None:
+    """Route the methods in `_PATCHED` through what `translator` then returns; None leaves them alone."""
     global _translator
     _translator = translator
-    _found[:] = [vars(owner).get(name) for owner, name, _ in _LED]
-    for owner, name, led in _LED:
-        setattr(owner, name, led)
+    _found[:] = [vars(owner).get(name) for owner, name, _ in _PATCHED]
+    for owner, name, patched in _PATCHED:
+        setattr(owner, name, patched)
 
 
 def restore() -> None:
-    """Leave torch as it was before `lead`."""
-    for (owner, name, _), found in zip(_LED, _found, strict=True):
+    """Leave torch as it was before `patch`."""
+    for (owner, name, _), found in zip(_PATCHED, _found, strict=True):
         if found is None:
             delattr(owner, name)
         else:
@@ -59,17 +59,17 @@ _register_hook: Callable[..., Any] = Tensor.register_hook
 _retain_grad: Callable[..., Any] = Tensor.retain_grad
 _requires_grad: Callable[..., Any] = Tensor.requires_grad_
 _full_hooks: Callable[..., None] = BackwardHook.__init__
-_old_hook: Callable[..., None] = _WrappedHook.__init__
+_old_hook: Callable[..., None] = WrappedHook.__init__
 
 
 @functools.wraps(_register_hook)
-def _led_register_hook(self: Tensor, hook: Hook) -> Any:
+def _patched_register_hook(self: Tensor, hook: Hook) -> Any:
     translator = _translator()
     return _register_hook(self, hook if translator is None else translator.tensor_hook(self, hook))
 
 
 @functools.wraps(_retain_grad)
-def _led_retain_grad(self: Tensor) -> None:
+def _patched_retain_grad(self: Tensor) -> None:
     _retain_grad(self)
     translator = _translator()
     if translator is not None:
@@ -77,34 +77,34 @@ def _led_retain_grad(self: Tensor) -> None:
 
 
 @functools.wraps(_requires_grad)
-def _led_requires_grad(self: Tensor, requires_grad: bool = True) -> Any:
+def _patched_requires_grad(self: Tensor, requires_grad: bool = True) -> Any:
     translator = _translator()
     if translator is not None and requires_grad:
         translator.expect(self)
     return _requires_grad(self, requires_grad)
 
 
-@_disable_dynamo  # which would warn of what it cannot trace
+@disable_dynamo  # which would warn of what it cannot trace
 @functools.wraps(_full_hooks)
-def _led_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[Hook]) -> None:
+def _patched_full_hooks(self: Any, module: Any, hooks: list[Hook], pre_hooks: list[Hook]) -> None:
     translator = _translator()
     if translator is not None:
         hooks, pre_hooks = [[translator.module_hook(hook) for hook in some] for some in (hooks, pre_hooks)]
     _full_hooks(self, module, hooks, pre_hooks)
 
 
-@_disable_dynamo
+@disable_dynamo
 @functools.wraps(_old_hook)
-def _led_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
+def _patched_old_hook(self: Any, hook: Hook, module: Any = None) -> None:
     """For ``register_backward_hook``; what has no module is the hook of something else."""
     translator = _translator()
     _old_hook(self, hook if translator is None or module is None else translator.module_hook(hook), module)
 
 
-_LED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-    (Tensor, "register_hook", _led_register_hook),
-    (Tensor, "retain_grad", _led_retain_grad),
-    (Tensor, "requires_grad_", _led_requires_grad),
-    (BackwardHook, "__init__", _led_full_hooks),
-    (_WrappedHook, "__init__", _led_old_hook),
+_PATCHED: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+    (Tensor, "register_hook", _patched_register_hook),
+    (Tensor, "retain_grad", _patched_retain_grad),
+    (Tensor, "requires_grad_", _patched_requires_grad),
+    (BackwardHook, "__init__", _patched_full_hooks),
+    (WrappedHook, "__init__", _patched_old_hook),
 )

@@ -1,7 +1,7 @@
-"""Averages gradients when somebody wants to see them, so that accumulating them over several backward calls costs once.
+"""Averages gradients when they are first read, so that accumulating them over several backward calls costs once.
 
 While a step runs, the managed parameters are guarded until their update: after a backward call the first read of any
-``.grad``, by whoever it is, averages before it answers. So does an update, and the end of the step. A gradient that a
+``.grad``, by any code, averages before it answers. So does an update, and the end of the step. A gradient that a
 trainer writes to ``.grad`` itself counts like one of backward: the first read of it, or an update, averages.
 
 Nobody ever sees the gradient of one rank alone, and whether a trainer accumulates, clips or logs, each gradient is
@@ -16,11 +16,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .buckets import read_gradient, write_gradient
 from .rank_points import Why
+from .torch_internals import disabled_torch_function
 
 __all__ = ["Accumulation"]
 
@@ -184,6 +184,6 @@ def _guarding(kind: type[Any], accumulation: Accumulation) -> type[Any]:
         "__deepcopy__": copied,
         "__reduce_ex__": reduced,
         # Of torch.Tensor, too, what is computed from it is of no class of ours.
-        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__torch_function__": disabled_torch_function,
     }
     return type(kind.__name__, (kind,), members)

@@ -1,4 +1,4 @@
-"""Lightning's hooks that happen inside of a step, where somebody overrides them."""
+"""Lightning's hooks that are called inside of a step, where they are overridden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StepHooks", "step_hooks"]
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Hooks of callbacks and modules that somebody overrides; None where nobody does."""
+    """Hooks that callbacks or the module override; None where none of them does."""
 
     before_backward: Callable[[Tensor], None] | None = None
     after_backward: Callable[[], None] | None = None

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
+from .torch_internals import amp_foreach_non_finite_check_and_unscale
 
 __all__ = [
     "AutocastOff",
@@ -167,7 +168,7 @@ class TrueUnitScaler(GradScaler):
         for (device, _), tensors in by_kind.items():
             found, one = torch.zeros((), device=device), torch.ones((), device=device)
             # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+            amp_foreach_non_finite_check_and_unscale(tensors, found, one)
             total = found if total is None else total + found.to(total.device)
         assert total is not None
         sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)

@@ -5,7 +5,7 @@ While a ``train_step`` runs, and in its thread alone::
     backward            on_before_backward
                         scale the loss, unseen by hooks    16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
-                        average gradients over the ranks   several ranks; put off until somebody looks
+                        average gradients over the ranks   several ranks; put off until they are read
                         look for overflows                 16-mixed
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
@@ -13,7 +13,7 @@ While a ``train_step`` runs, and in its thread alone::
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
-    end of the step     average gradients that nobody used several ranks; a rank without any says so
+    end of the step     average what is left               several ranks; a rank without any says so
                         buffers of rank 0 to all ranks     several ranks
 
 Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
@@ -173,7 +173,9 @@ class StepRouter:
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
-        if refusal is not None and exc is not refusal:  # raised in a thread of the trainer, where nobody heard it
+        if (
+            refusal is not None and exc is not refusal
+        ):  # raised in a thread of the trainer, where the loop does not see it
             raise refusal
         if self._sharded is not None:
             self._sharded.end(failed=exc_type is not None)

@@ -27,7 +27,7 @@ Hook = Callable[..., Any]
 
 
 class TrueUnitHooks:
-    """Wraps hooks so that the scale is none of their business.
+    """Wraps hooks so that they need not know the scale.
 
     A gradient in fp16 is given in fp32: without its scale it may be too small for fp16, which is why there is one.
 
@@ -50,7 +50,7 @@ class TrueUnitHooks:
 
     @property
     def inverse_scale(self) -> Tensor | None:
-        """What makes a gradient true that is computed now, in this thread; None where nobody scaled it.
+        """What makes a gradient true that is computed now, in this thread; None where it was not scaled.
 
         So it is outside of backward calls, and in what a hook differentiates itself: it starts from true units.
         """
@@ -147,7 +147,7 @@ def _in_true_units(gradient: Tensor, inverse_scale: Tensor) -> Tensor:
 
 
 def _is_written(fresh: Tensor) -> bool:
-    """Whether somebody wrote to a tensor that was made for him."""
+    """Whether a hook wrote to the tensor that was made for it."""
     return fresh._version > 0
 
 

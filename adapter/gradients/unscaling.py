@@ -54,7 +54,7 @@ class Unscaling:
 
     @property
     def inverse_scale(self) -> Tensor | None:
-        """What makes a gradient true that is computed now; None where nobody scaled it."""
+        """What makes a gradient true that is computed now; None where it was not scaled."""
         return self._hooks.inverse_scale
 
     def tensor_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ class Unscaling:
         return bool(self._sharded) and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole
 
     def _unscale(self, grad: Tensor) -> Tensor | None:
-        """Before accumulation; for torch.autograd.grad, which nobody scaled, there is nothing to undo."""
+        """Before accumulation; for torch.autograd.grad, whose loss is not scaled, there is nothing to undo."""
         inverse = self._hooks.inverse_scale
         return None if inverse is None else grad * inverse.to(grad.device)
 

@@ -114,7 +114,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
                 self.loader_ended = current.ready == current.completed  # or else the module refused a batch
-                self._validate_where_nobody_knew_the_end(data_fetcher)
+                self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
                 is_first = False
@@ -155,7 +155,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             self._validate_where_due(data_fetcher)
         self.owes_validation = False
 
-    def _validate_where_nobody_knew_the_end(self, data_fetcher: DataFetcher) -> None:
+    def _validate_after_unknown_length(self, data_fetcher: DataFetcher) -> None:
         """Validate at the end of an epoch whose loader has no length."""
         has_trained = self.batch_progress.current.ready > 0
         if self.validates and self.loader_ended and has_trained and self.trainer.val_check_batch == math.inf:

@@ -187,7 +187,7 @@ class Step:
 
 
 class LoggedInSteps(ResultCollection):
-    """What user callbacks logged, and the metrics of the last step for whoever looks at ``trainer.callback_metrics``.
+    """What user callbacks logged, and the metrics of the last step for readers of ``trainer.callback_metrics``.
 
     Lightning asks this object at each look, so that a step whose metrics nobody looks at makes no tensors of them. In
     ``trainer.progress_bar_metrics`` are those that were sent to loggers last.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,30 +21,25 @@ from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
-from ...callbacks.hook.events import callbacks_of, run_state_of
-from ...callbacks.lightning_internals import set_callback_metrics
+from ...callbacks.hook.events import callbacks_of
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
-from ..discovery.bare_parameters import LooseTensors
+from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
-from ..loop.fit_loop import install_loop, own_epoch_loop, start_after
+from ..loop.fit_loop import install_loop, start_after
 from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
-from .late_setup import (
-    defer_setups,
-    missing_callbacks,
-    run_deferred_setups,
-    train_what_optimizers_hold,
-)
+from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rank_state import collect_from_ranks
+from .reporting import ReportingModule
 from .rollout import RolloutBatches
 from .step_context import filled_in
-from .step_metrics import named_scalars, validated_result, values_on_device
+from .step_metrics import named_scalars, validated_result
 from .supported import check_strategy, leave_unwrapped, refuse_what_the_class_owns
 from .trainer_files import save_trainer_files, trainer_directory
 from .trainer_state import (
@@ -59,10 +53,8 @@ from .trainer_state import (
 
 __all__ = ["ContractModule"]
 
-log = logging.getLogger(__name__)
 
-
-class ContractModule(pl.LightningModule):
+class ContractModule(ReportingModule):
     """Hosts a trainer class: its hooks become the steps of a Lightning training.
 
     Modules, optimizers and schedulers that the trainer built in ``configure`` are found and registered, so that
@@ -91,32 +83,27 @@ class ContractModule(pl.LightningModule):
         shard_policy: ShardPolicy = "whole",
         context: StepContext | None = None,
     ) -> None:
-        super().__init__()
+        ctx = context or StepContext(
+            job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
+        )
+        super().__init__(ctx)
         self.automatic_optimization = False
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
-        self.ctx: StepContext = context or StepContext(
-            job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
-        )
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
         self.contract_state: Any = None
         """What ``configure`` returned."""
         self.discovered: Discovered | None = None
-        self.step_result: Any = None
-        """What the last ``train_step`` returned."""
-        self.published: dict[str, float] = {}
-        """What was last sent to loggers, by name."""
         self.configured = False
-        self.ended = False
         self._found_optimizers: list[Optimizer] = []
         self._frozen: list[torch.nn.Parameter] = []
         """By callbacks of this fit, before it began."""
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
-        self._start_step = self._restored_step = 0
+        self._start_step = 0
         self._to_restore: ToRestore | None = None
         self._rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
@@ -125,8 +112,6 @@ class ContractModule(pl.LightningModule):
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
         if optional_hook(self.plugin, "save_checkpoint") is not None:
             self.save_trainer_files = self._save_trainer_files
-        callers_check = self.ctx.is_canceled
-        self._cancel_checks: list[Callable[[], bool]] = [] if callers_check is None else [callers_check]
 
     @classmethod
     @override
@@ -194,30 +179,6 @@ class ContractModule(pl.LightningModule):
 
     # what the loop asks for
 
-    @property
-    def completed_steps(self) -> int:
-        """Steps trained so far, those before a resume included."""
-        loop = own_epoch_loop(self)
-        return 0 if loop is None else loop.completed_steps
-
-    @property
-    def restored_step(self) -> int:
-        """Steps behind what this module holds now: those trained here, else those of the checkpoint it was given."""
-        return self.completed_steps or self._restored_step
-
-    @property
-    def failed_step(self) -> int:
-        """The step to name in a failure: the one that was being executed, else the completed steps."""
-        loop = own_epoch_loop(self)
-        return 0 if loop is None else loop.step_in_progress or loop.completed_steps
-
-    @property
-    def stopped(self) -> str | None:
-        """Why training ended before its step limit: ``should_stop``, ``data_exhausted``, or None."""
-        if not self.ended or self.completed_steps >= self.ctx.job.max_steps:
-            return None
-        return "should_stop" if self.trainer.should_stop else "data_exhausted"
-
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
 
@@ -253,35 +214,6 @@ class ContractModule(pl.LightningModule):
         if self._router is not None and self._router.scales:
             metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
         return metrics
-
-    def metrics_on_device(self) -> dict[str, torch.Tensor]:
-        """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.
-
-        Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
-        """
-        return values_on_device(self.step_result, self.published)
-
-    def feed_callback_metrics(self) -> None:
-        """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
-        set_callback_metrics(self.trainer, self.metrics_on_device(), self.published)
-
-    def is_canceled(self) -> bool:
-        """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
-        return run_state_of(self.trainer).stop_reason is not None or any(check() for check in self._cancel_checks)
-
-    def add_cancel_check(self, check: Callable[[], bool]) -> None:
-        """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
-        self._cancel_checks.append(check)
-
-    def training_ended(self) -> None:
-        """The loop has ended as planned."""
-        self.ended = True
-        if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
-            log.warning(
-                "the source of batches ended at step %d of %d; the run completes there",
-                self.completed_steps,
-                self.ctx.job.max_steps,
-            )
 
     # Lightning's hooks
 
@@ -334,7 +266,7 @@ class ContractModule(pl.LightningModule):
             self.add_module(module.name, module.value)
         if discovered.parameters:
             # The name of the attribute stands in checkpoints.
-            self.loose = LooseTensors({found.name: found.value for found in discovered.parameters})
+            self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
         self.configured = True
 
     def _set_up_loop(self) -> None:
@@ -440,16 +372,8 @@ class ContractModule(pl.LightningModule):
         waiting, self._to_restore = self._to_restore, None
         if waiting is not None:
             assert self.discovered is not None
-            restore(
-                waiting,
-                self,
-                self.plugin,
-                self.contract_state,
-                self.ctx,
-                self.discovered,
-                self._kept_by_wrappers,
-                is_sharded=self._is_sharded,
-            )
+            plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
+            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
 
     def restore_rng(self) -> None:
         """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
@@ -462,9 +386,5 @@ class ContractModule(pl.LightningModule):
         return RolloutBatches(self)
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        """Let the trainer's ``save_checkpoint`` write its own files into a checkpoint.
-
-        Raises:
-            ContractError: It returned something else than a mapping or None, or a ``primary_path`` that is not there.
-        """
+        """Let the trainer's ``save_checkpoint`` write its own files, as the function of that name says."""
         return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)

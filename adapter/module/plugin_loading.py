@@ -225,7 +225,7 @@ def _check_conforms(target: Any, import_path: str) -> None:
     waiting = async_hooks(target)
     if waiting:
         raise ContractError(
-            f"{named} has hooks that are `async def`: {', '.join(waiting)}; nobody would await them. Make them plain "
+            f"{named} has hooks that are `async def`: {', '.join(waiting)}; nothing would await them. Make them plain "
             "functions, with asyncio.run inside where they have to wait"
         )
     if inspect.isclass(target):

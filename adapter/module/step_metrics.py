@@ -33,7 +33,7 @@ _MOST_NAMES = 1024
 def metric_name(name: object) -> str:
     """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
 
-    Case and outer blanks count only where the name is no alias.
+    Case and outer blanks count only where the name is not an alias.
 
     Raises:
         ContractError: `name` is not a text, or is empty.
@@ -118,7 +118,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     try:
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # a number that is none of torch's types, or too large for one
+    except (TypeError, ValueError, RuntimeError):  # a number of a type that torch does not have, or too large for one
         return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
@@ -144,7 +144,7 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
 
 
 def _may_be_scalar(value: Any) -> bool:
-    """Whether a value that nobody declared a learning rate can be one: a schedule or a list of rates is passed over."""
+    """Whether a value that was not declared a learning rate can be one; a schedule or a list of rates cannot."""
     if isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)

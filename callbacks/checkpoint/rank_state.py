@@ -21,8 +21,8 @@ from .sharded.lazy_tensor import unsharded
 
 __all__ = [
     "SHARDED_GRADIENTS",
-    "HoldsLooseTensors",
     "capture_rng",
+    "HoldsBareParameters",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -41,10 +41,10 @@ SHARDED_GRADIENTS = "sharded_gradients"
 
 
 @runtime_checkable
-class HoldsLooseTensors(Protocol):
+class HoldsBareParameters(Protocol):
     """A module with trained tensors that are none of its parameters."""
 
-    def named_loose_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_bare_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each with its name in the module's state dict."""
         ...
 
@@ -152,8 +152,8 @@ def _gradients(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]
 def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
-        if isinstance(holder, HoldsLooseTensors):
-            for name, tensor in holder.named_loose_tensors():
+        if isinstance(holder, HoldsBareParameters):
+            for name, tensor in holder.named_bare_parameters():
                 yield f"{prefix}.{name}", tensor
 
 

@@ -28,6 +28,7 @@ from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
 from ..gradient_sync import broadcast_from_zero
+from ..torch_internals import require_fsdp
 from . import writes as shard_writes
 from .hooks import adopt_hooks
 from .layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
@@ -74,6 +75,7 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
         ContractError: Names what cannot be sharded: an LBFGS, an embedding with sparse gradients, a parameter or a copy
             of one in a tuple, or a policy that matches no submodule.
     """
+    require_fsdp()
     modules = [m for m in (*discovered.trained, *_copies(discovered)) if not isinstance(m.value, _NEVER_CALLED)]
     kept = places(discovered)
     copied = [*copies(discovered, kept)]

@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import set_requires_grad_if_needed
 from torch.distributed.tensor import DTensor
 
 from ....callbacks.checkpoint.sharded.boxes import Box, slice_of
 from ...contract.exceptions import ContractError
+from ..torch_internals import (
+    disable_dynamo,
+    fsdp_training_state,
+    set_requires_grad_if_needed,
+    without_torch_function_of_subclasses,
+)
 from . import hooks as shard_hooks
 from . import writes as shard_writes
 
@@ -126,7 +129,7 @@ class ShardUnit:
         """Have the weights gathered anew in the next call, unless one is running."""
         if self._depth > 1 or (only_if_stale and self._gathered_at == shard_writes.changes()):
             return
-        if self._state._training_state == TrainingState.IDLE:
+        if self._state._training_state == fsdp_training_state.IDLE:
             for group in self.groups:
                 group._to_sharded()
 
@@ -144,7 +147,7 @@ class ShardUnit:
         self._root_state._lazy_init()
         for parameter in self.parameters:
             shard_hooks.resolve(parameter._module_info.module, parameter._module_info.param_name)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function_of_subclasses():
             for parameter in self.parameters:
                 if parameter.sharded_param.requires_grad:
                     parameter.sharded_param.register_hook(functools.partial(_placed, parameter.sharded_param, touched))
@@ -163,7 +166,7 @@ class ShardUnit:
     @property
     def _is_recomputed(self) -> bool:
         """Whether a checkpointed segment is computed again within a backward."""
-        return bool(self._state._training_state == TrainingState.PRE_BACKWARD)
+        return bool(self._state._training_state == fsdp_training_state.PRE_BACKWARD)
 
     def _refuse_other_parameters(self) -> None:
         for parameter in self.parameters:
@@ -243,7 +246,7 @@ def _hook(module: nn.Module, unit: ShardUnit, *, is_part: bool) -> None:
 
     hooks: list[Callable[..., Any]] = [begin, written, end]
     # Parts run inside of what torch.compile makes of their unit, the unit around it.
-    before, late, after = [_unless_compiling(h) if is_part else _disable_dynamo(h) for h in hooks]
+    before, late, after = [_unless_compiling(h) if is_part else disable_dynamo(h) for h in hooks]
     setattr(before, _UNIT, unit)
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(late, prepend=True)

@@ -1,7 +1,7 @@
 """What a trainer computes with sharded parameters and gradients themselves, so that it is what whole ones would give.
 
 Left to torch, a norm reads as this rank's share of it, noise from equal seeds is equal in every shard, a maximum over
-an empty shard fails, and a plain tensor of the same shape is refused. While somebody holds this::
+an empty shard fails, and a plain tensor of the same shape is refused. While this is held::
 
     float(norm), norm.item(), f"{norm:.3f}"    of the whole value
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ....callbacks.checkpoint.sharded.boxes import sharded_like
 from ...contract.exceptions import ContractError
+from ..torch_internals import TensorBase, without_torch_function_of_subclasses
 from . import hooks as shard_hooks
 from . import writes as shard_writes
 
@@ -56,11 +57,11 @@ _ELEMENTWISE |= {"eq", "ne", "lt", "gt", "le", "ge", "multiply", "subtract", "di
 _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "floor_divide", "copysign", "hypot"}
 _ELEMENTWISE |= {"dot", "dist"}
 
-_SETTERS: dict[Any, str] = {vars(torch._C.TensorBase)[name].__set__: name for name in ("data", "grad")}
+_SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 _TOGETHER = (
     _READS | _EXTREMES | {"mm", "matmul", "__matmul__", "bmm", "addmm", "einsum", "linear", "full_tensor", "svd"}
 )
-_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_GET_GRAD = vars(TensorBase)["grad"].__get__
 _HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
@@ -87,7 +88,7 @@ def hold(holder: object, agree: Callable[[str], None] = lambda _: None) -> None:
 
 
 def release(holder: object) -> None:
-    """Undo one `hold`; once nobody holds it, sharded tensors are torch's own."""
+    """Undo one `hold`; after the last, sharded tensors are torch's own."""
     with _lock:
         _holders[:] = [held for held in _holders if held[0] is not holder]
         if not _holders:
@@ -125,7 +126,7 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     shard_writes.settle()
     if writes:
         shard_writes.changed()
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function_of_subclasses():
         return _call(func, name, args, kwargs)
 
 

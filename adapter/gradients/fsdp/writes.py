@@ -1,4 +1,4 @@
-"""Who wrote to shards: since when gathered weights are stale, and what was written to a ``state_dict()``.
+"""Writes to shards: since when gathered weights are stale, and what was written to a ``state_dict()``.
 
 The tensors of a module's ``state_dict()`` are in torch the weights themselves.
 Many an EMA, and the copy of a target network, is written as ``target.state_dict()[name].copy_(value)``. Of a sharded
@@ -39,7 +39,7 @@ _given: list[_Given] = []
 
 
 def changed() -> None:
-    """Somebody changed shards, or may have."""
+    """Shards were changed, or may have been."""
     global _changes
     _changes += 1
 
@@ -51,7 +51,7 @@ def count(counting: bool) -> None:
 
 
 def changes() -> int:
-    """How often shards were changed, as far as is known; whoever gathered before that has stale weights."""
+    """How often shards were changed, as far as is known; what was gathered before is stale."""
     if not _is_counting:
         changed()
     return _changes

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from genlight.adapter.discovery.bare_parameters import LooseTensors
+from genlight.adapter.discovery.bare_parameters import BareParameters
 
 
 def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():
     alpha = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([alpha], lr=0.5)
-    module = LooseTensors({"alpha": alpha})
+    module = BareParameters({"alpha": alpha})
     alpha.sum().backward()
 
     module.to(torch.float64)
@@ -27,7 +27,7 @@ def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():
 def test_state_dicts_of_the_module_and_of_its_parent_hold_the_tensors():
     alpha = torch.full((2,), 3.0, requires_grad=True)
     parent = nn.Module()
-    parent.loose = LooseTensors({"alpha": alpha})
+    parent.loose = BareParameters({"alpha": alpha})
     saved = {k: v.clone() for k, v in parent.state_dict().items()}
     with torch.no_grad():
         alpha.zero_()
@@ -48,7 +48,7 @@ def test_state_dicts_of_the_module_and_of_its_parent_hold_the_tensors():
 )
 def test_a_state_dict_that_does_not_fit_is_refused(state, said):
     parent = nn.Module()
-    parent.loose = LooseTensors({"alpha": torch.zeros(2)})
+    parent.loose = BareParameters({"alpha": torch.zeros(2)})
 
     with pytest.raises(RuntimeError, match=said):
         parent.load_state_dict(state)

@@ -1,0 +1,148 @@
+"""Everything of torch that is protected and that genlight's gradients read, override or assign.
+
+Each name is looked up when this module is imported, so that a release of torch that no longer has it is one clear
+`ImportError`, and not a run that fails, or trains wrong, in its middle. A name that is only assigned would fail in
+silence: `autograd_patch.hold` proves, once in a process, that a backward call comes through the one that it assigns.
+
+Names of FSDP 2 differ between releases; `require_fsdp` checks them before the first module is sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...callbacks.lightning_internals import SUPPORTED, require_names
+
+__all__ = [
+    "NormBase",
+    "TensorBase",
+    "WrappedHook",
+    "amp_foreach_non_finite_check_and_unscale",
+    "current_graph_task_id",
+    "disable_dynamo",
+    "disabled_torch_function",
+    "engine_run_backward",
+    "fsdp_training_state",
+    "is_gradtrackingtensor",
+    "protected",
+    "require_fsdp",
+    "set_engine_run_backward",
+    "set_requires_grad_if_needed",
+    "without_torch_function_of_subclasses",
+]
+
+
+def protected(module: str, name: str) -> Any:
+    """The object `name` of `module`, which torch does not promise to keep.
+
+    Raises:
+        ImportError: It is gone; names the release that is installed, and those to install.
+    """
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {version('torch')} has no {module}.{name}, which genlight uses; install a release that it "
+            f"supports: {SUPPORTED['torch']}"
+        ) from error
+
+
+_ENGINE = "_engine_run_backward"
+
+engine_run_backward: Callable[..., Any] = protected("torch.autograd", _ENGINE)
+"""Torch's entry for all of Tensor.backward, autograd.backward and autograd.grad, also where those are imported by
+name: outputs, their gradients, then what the engine takes."""
+current_graph_task_id: Callable[[], int] = protected("torch", "_C._current_graph_task_id")
+"""Which backward call this thread of torch's engine works for; -1 outside of one."""
+is_gradtrackingtensor: Callable[[Tensor], bool] = protected("torch", "_C._functorch.is_gradtrackingtensor")
+"""Whether torch.func differentiates by a tensor, in place of another one."""
+disable_dynamo: Callable[..., Any] = protected("torch._compile", "_disable_dynamo")
+"""Keeps a function out of what torch.compile traces, without importing the compiler."""
+disabled_torch_function: Any = protected("torch", "_C._disabled_torch_function_impl")
+"""For a ``__torch_function__``: results are of the class that torch itself would give them."""
+without_torch_function_of_subclasses: Callable[[], Any] = protected("torch", "_C.DisableTorchFunctionSubclass")
+"""A context in which ``__torch_function__`` of subclasses of Tensor is not called."""
+TensorBase: type[Any] = protected("torch", "_C.TensorBase")
+"""The class that has the accessors of tensors' attributes."""
+amp_foreach_non_finite_check_and_unscale: Callable[[Sequence[Tensor], Tensor, Tensor], None] = protected(
+    "torch", "_amp_foreach_non_finite_check_and_unscale_"
+)
+"""The kernel of torch's own gradient scaler."""
+WrappedHook: type[Any] = protected("torch.nn.modules.module", "_WrappedHook")
+"""What ``Module.register_backward_hook`` makes of a hook."""
+NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
+"""The base of layers with running statistics."""
+
+_OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
+    (nn.Module, ("_parameters", "_buffers", "_forward_pre_hooks", "_apply", "_save_to_state_dict")),
+    (nn.Module, ("_load_from_state_dict",)),
+    (GradScaler, ("_device", "_scale", "_unscale_grads_")),
+    (Optimizer, ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")),
+    (DTensor, ("_local_tensor", "__torch_function__")),
+)
+for _owner, _names in _OF_CLASSES:
+    require_names("torch", _owner, *_names)
+for _name in ("_foreach_copy_", "_foreach_mul_"):
+    protected("torch", _name)
+
+
+def set_engine_run_backward(entry: Callable[..., Any]) -> None:
+    """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
+    setattr(torch.autograd, _ENGINE, entry)
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_OF_FSDP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "_fsdp_state",
+        "FSDPState",
+        (
+            *("_fsdp_param_groups", "_lazy_init", "_pre_forward", "_post_forward", "_training_state", "_is_root"),
+            "_reset_iter_state",
+        ),
+    ),
+    (
+        "_fsdp_param_group",
+        "FSDPParamGroup",
+        (
+            *("fsdp_params", "unshard", "wait_for_unshard", "is_unsharded", "_to_sharded", "post_backward"),
+            "reduce_scatter_unused_params",
+        ),
+    ),
+    (
+        "_fsdp_param",
+        "FSDPParam",
+        ("_setattr_on_modules", "_unsharded_param", "sharded_param", "_module_info", "unsharded_accumulated_grad"),
+    ),
+)
+
+
+@functools.cache
+def require_fsdp() -> None:
+    """Make sure that this torch has what genlight uses of FSDP 2.
+
+    Raises:
+        ImportError: It lacks some; names the release that is installed, and those to install.
+    """
+    for module, name, attributes in _OF_FSDP:
+        require_names("torch", protected(f"{_FSDP}.{module}", name), *attributes)
+    require_names("torch", protected("torch.distributed.fsdp", "FSDPModule"), "_get_fsdp_state")
+
+
+fsdp_training_state: Any = protected(f"{_FSDP}._fsdp_common", "TrainingState")
+"""What a unit of FSDP is doing: idle, in a forward, before or after a backward."""
+set_requires_grad_if_needed: Callable[[Tensor, Tensor], None] = protected(
+    f"{_FSDP}._fsdp_param", "set_requires_grad_if_needed"
+)
+"""Gives the second tensor the ``requires_grad`` of the first."""
