@@ -1,4 +1,4 @@
-"""Checkpoints, samples, metrics and the end of a run on their way to where somebody waits for them."""
+"""Checkpoints, samples, metrics and the end of a run on their way to their receivers."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class UploadArtifacts(Hook):
     def _queue_resumed(self, path: Path) -> None:
         """Queue what the run resumes from: its last process may have been killed before it did.
 
-        What was delivered before is not sent again, and another run's checkpoint is none of ours to send.
+        What was delivered before is not sent again, and another run's checkpoint is not ours to send.
         """
         if self._uploader is None:
             return
@@ -275,7 +275,7 @@ class UploadArtifacts(Hook):
         self._look_at_checkpoint(trainer)
 
     def _look_at_checkpoint(self, trainer: pl.Trainer) -> None:
-        """Queue the newest checkpoint if nobody told us of it, and tell the run state once it has arrived."""
+        """Queue the newest checkpoint if no event told of it, and tell the run state once it has arrived."""
         state = run_state_of(trainer)
         if state.latest_checkpoint_uri not in (None, self._seen_checkpoint):
             self._queue_new_checkpoint(str(state.latest_checkpoint_uri), trainer.global_step)
@@ -288,7 +288,7 @@ class UploadArtifacts(Hook):
 
     def _queue_new_checkpoint(self, path: str, step: int, record: CheckpointRecord | None = None) -> None:
         self._seen_checkpoint = path
-        if "://" in path:  # an address: somebody else has uploaded it
+        if "://" in path:  # an address: it has been uploaded already
             return
         if not os.path.exists(path):
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", path)

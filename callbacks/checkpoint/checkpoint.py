@@ -166,7 +166,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
-            if self.save_final:  # lest the run ends in vain, long from now
+            if self.save_final:  # or the run would fail only at its end
                 require_replaceable(self.directory / f"{FINAL_NAME}.json")
             require_space(self.directory, size_of_first_checkpoint(pl_module))
 
@@ -341,7 +341,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._io.poll()
 
     def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
-        """Keep checkpoints of which `awaited` names a file, because somebody still has to read it: an upload, say.
+        """Keep checkpoints of which `awaited` names a file, because it still has to be read, by an upload say.
 
         It is asked on rank zero, in the thread that wrote, when older checkpoints are about to go; what it kept goes
         after the first save that finds it no longer named.
@@ -362,7 +362,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have the memory for snapshots ready before the first save: touching fresh pages costs more than the copy.
 
-        Once, after a first step, when the optimizers have their state; in the background, where it disturbs nobody.
+        Once, after a first step, when the optimizers have their state; in the background, where no step waits for it.
         """
         self._is_warm = True
         io = self._io

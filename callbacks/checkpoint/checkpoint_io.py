@@ -216,7 +216,7 @@ class DurableCheckpointIO(CheckpointIO):
         """`load_checkpoint` on all ranks, which reads of sharded tensors only what is used of them. Collective.
 
         Raises:
-            BrokenCheckpointError: It is otherwise than it was saved.
+            BrokenCheckpointError: It differs from what was saved.
             CheckpointError: Another rank could not read it.
             FileNotFoundError: There is none.
         """
@@ -243,7 +243,7 @@ class DurableCheckpointIO(CheckpointIO):
         """The checkpoint at `path`, proven before any of it is used.
 
         Raises:
-            BrokenCheckpointError: It is otherwise than it was saved.
+            BrokenCheckpointError: It differs from what was saved.
             FileNotFoundError: There is none.
         """
         self.wait()
