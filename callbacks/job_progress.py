@@ -1,4 +1,4 @@
-"""Progress of a run for whoever watches: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run for its users: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JobProgress(Hook):
     """Shows step, loss, speed and remaining time.
 
     Args:
-        line_every_s: Seconds between lines where standard error is no terminal.
+        line_every_s: Seconds between lines where standard error is not a terminal.
 
     Raises:
         ValueError: `line_every_s` is not positive.

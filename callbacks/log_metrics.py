@@ -56,7 +56,8 @@ class LogMetrics(Hook):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not hasattr(pl_module, "step_result"):
-            log.warning("LogMetrics has no effect: %s hosts no trainer and logs by itself", type(pl_module).__name__)
+            name = type(pl_module).__name__
+            log.warning("LogMetrics has no effect: %s does not host a trainer and logs by itself", name)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

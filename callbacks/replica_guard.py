@@ -22,7 +22,7 @@ __all__ = ["ReplicaGuard"]
 
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
-"""How many steps later a digest has left its device, and all ranks have sent theirs: nobody waits for either."""
+"""How many steps later a digest has left its device, and all ranks have sent theirs: no step waits for either."""
 
 _LARGEST = 2**62 - 1
 

@@ -1,4 +1,4 @@
-"""Checkpoints, samples, metrics and the end of a run on their way to where somebody waits for them."""
+"""Checkpoints, samples, metrics and the end of a run on their way to their receivers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, GenlightError, StartupContractError, UploadError
-from ..adapter.plumbing.failures import describe_failure
-from ..adapter.plumbing.redaction import secrets_of_module
-from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
-from ..reporters.uploads.config import ENVIRONMENT
+from ..adapter.contract.exceptions import BrokenCheckpointError, UploadError
+from ..reporters.uploads import Uploader
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord, read_record
 from .checkpoint.selection import find_checkpoint
+from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, settle_fit
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -164,21 +161,7 @@ class UploadArtifacts(Hook):
         if stage != "fit" or self._given is not None:
             return
         directory = Path(self._directory if self._directory is not None else trainer.default_root_dir)
-        if self._config is None:
-            roots = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
-            settings = {"roots": [trainer.default_root_dir, *roots], **self._settings}
-            config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **settings)
-        else:
-            config = replace(self._config, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
-        try:
-            self._uploader = Uploader(config)
-        except OSError as error:
-            raise StartupContractError(
-                "startup.invalid_artifact_paths",
-                f"The upload spool {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
-                "Choose another `directory`.",
-            ) from error
-        self._uploader.start()
+        self._uploader = open_uploader(trainer, directory, self._config or self._settings)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -246,7 +229,7 @@ class UploadArtifacts(Hook):
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._uploader is not None and self._given is None:
-            _await_checkpoints(trainer)
+            await_checkpoints(trainer)
             self._look_at_facts(trainer)
             self._look_for_files(trainer)
             self._finish(trainer, exception)
@@ -265,7 +248,7 @@ class UploadArtifacts(Hook):
     def _queue_resumed(self, path: Path) -> None:
         """Queue what the run resumes from: its last process may have been killed before it did.
 
-        What was delivered before is not sent again, and another run's checkpoint is none of ours to send.
+        What was delivered before is not sent again, and another run's checkpoint is not ours to send.
         """
         if self._uploader is None:
             return
@@ -292,7 +275,7 @@ class UploadArtifacts(Hook):
         self._look_at_checkpoint(trainer)
 
     def _look_at_checkpoint(self, trainer: pl.Trainer) -> None:
-        """Queue the newest checkpoint if nobody told us of it, and tell the run state once it has arrived."""
+        """Queue the newest checkpoint if no event told of it, and tell the run state once it has arrived."""
         state = run_state_of(trainer)
         if state.latest_checkpoint_uri not in (None, self._seen_checkpoint):
             self._queue_new_checkpoint(str(state.latest_checkpoint_uri), trainer.global_step)
@@ -305,7 +288,7 @@ class UploadArtifacts(Hook):
 
     def _queue_new_checkpoint(self, path: str, step: int, record: CheckpointRecord | None = None) -> None:
         self._seen_checkpoint = path
-        if "://" in path:  # an address: somebody else has uploaded it
+        if "://" in path:  # an address: it has been uploaded already
             return
         if not os.path.exists(path):
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", path)
@@ -337,56 +320,17 @@ class UploadArtifacts(Hook):
         if self._uploader is not None and self._uploader.failure is not None:
             raise self._uploader.failure
 
-    # the end, where no caller sees to it
-
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
-        """Required uploads settle, then the terminal message says how the run ended.
-
-        Raises:
-            UploadError: A required upload, or the terminal message, was not acknowledged, and the run has no other
-                `error` to end with.
-        """
         assert self._uploader is not None
         try:
-            refusal = self._uploader.settle(progress=log.info).error()
-            payload = _terminal(trainer, error if error is not None else refusal, self._uploader.starts)
-            unacknowledged = self._uploader.deliver_terminal(payload).error()
+            settle_fit(self._uploader, trainer, error)
         finally:
             self._close()
-        failure = refusal or unacknowledged
-        if failure is not None and error is None:
-            raise failure
-        if failure is not None:
-            log.error("uploads of the failed run: %s", failure)
 
     def _close(self) -> None:
         if self._uploader is not None:
             self._uploader.close()
             self._uploader = None
-
-
-def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
-    """How the run ended, with the text that its event log gets too."""
-    step = trainer.global_step
-    newest = [callback.last_model_path or callback.best_model_path for callback in _model_checkpoints(trainer)]
-    checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
-    if error is None:
-        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
-    secrets = secrets_of_module(trainer.lightning_module)
-    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
-    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
-
-
-def _await_checkpoints(trainer: pl.Trainer) -> None:
-    """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Checkpoint):
-            try:
-                callback.wait(trainer)
-            except GenlightError as error:
-                log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
-            except Exception:
-                log.exception("the checkpoint in flight could not be written")
 
 
 def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
@@ -411,18 +355,14 @@ def _record_at(path: Path) -> CheckpointRecord | None:
 def _paths_of(trainer: pl.Trainer) -> list[str]:
     """What the ``ModelCheckpoint`` callbacks of `trainer` hold, each path once."""
     paths: dict[str, None] = {}
-    for callback in _model_checkpoints(trainer):
+    for callback in model_checkpoints(trainer):
         paths.update(dict.fromkeys([*callback.best_k_models, callback.best_model_path, callback.last_model_path]))
     return [path for path in paths if path]
 
 
 def _replaceable(trainer: pl.Trainer) -> set[str]:
     """Those that are written anew under the same name."""
-    return {path for c in _model_checkpoints(trainer) for path in (c.best_model_path, c.last_model_path)}
-
-
-def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
+    return {path for c in model_checkpoints(trainer) for path in (c.best_model_path, c.last_model_path)}
 
 
 def _written(path: str) -> tuple[int, int] | None:

@@ -192,7 +192,7 @@ class WriteSamples(Hook):
 
     def _replace(self, folder: Path, arriving: Path | None) -> None:
         """Put a sample's files where they belong, in place of those of an earlier attempt at the same step."""
-        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)  # first, lest it name what is gone
+        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)  # first, or it would name what is gone
         shutil.rmtree(folder, ignore_errors=True)
         if arriving is not None:
             arriving.rename(folder)

@@ -7,14 +7,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -25,15 +22,16 @@ from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook, ending_the_run
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
-from .checkpoint_io import DurableCheckpointIO, SaveRequest, install_plugin
+from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, install_plugin
 from .durable_reports import DurableReports
 from .earlier_runs import find_ours, in_use_fault, note_directory
 from .format.layout import FINAL_NAME, step_name
-from .format.record import CheckpointRecord, RecordMeta
+from .format.record import RecordMeta
 from .ownership import require_replaceable
-from .remote import is_remote
+from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
-from .retention import WRITER, Retention, best, own_records
+from .retention import Retention, best, own_records
+from .save_meta import meta_of_save
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.save import require_shared_directory
@@ -117,7 +115,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
         if on_error not in ("stop", "continue"):
             raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
-        self.dirpath = None if dirpath is None else _local(dirpath)
+        self.dirpath = None if dirpath is None else local_directory(dirpath)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
@@ -142,8 +140,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._saves_after_module_hook = False
         self._last_saved_step: int | None = None
         self._is_between_batches = False
-        self._elapsed_before_s = 0.0
-        self._started_at_s: float | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +164,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._boundaries = Boundaries(self, trainer.global_step)
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
         self._saves_after_module_hook = False
-        self._started_at_s = time.monotonic()
         self._resume.begin_training(trainer, pl_module)
         if not self.saves_anything:
             return
@@ -177,7 +172,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
-            if self.save_final:  # lest the run ends in vain, long from now
+            if self.save_final:  # or the run would fail only at its end
                 require_replaceable(self.directory / f"{FINAL_NAME}.json")
             require_space(self.directory, size_of_first_checkpoint(pl_module))
 
@@ -223,8 +218,11 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if run_state_of(trainer).stop_reason is None:
             self.save(trainer, pl_module)
+        # All ranks have agreed to end after this step; what it reached must be on disk before the run ends.
+        elif self._last_saved_step != trainer.global_step:
+            self.save(trainer, pl_module, wait=True)
         else:
-            self._save_before_stop(trainer, pl_module)
+            self.wait(trainer)
 
     @override
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -259,7 +257,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
-        parts["elapsed_s"] = self.elapsed_s
+        parts["elapsed_s"] = self._resume.elapsed_s
         is_between_batches = self._is_between_batches and stands_between_batches(trainer)
         capture_parts(
             trainer, pl_module, parts, is_between_batches=is_between_batches, save_gradients=self.save_gradients
@@ -271,25 +269,23 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.get(CONTRACT_KEY, {})
-        self._elapsed_before_s = parts.get("elapsed_s", 0.0)
         self._resume.load(trainer, parts)
         if self._resume.restores_rng_at_first_batch:
             # Of the instance, and until then: a hook that is there is called in every step.
-            self.on_train_batch_start = self._before_first_batch  # type: ignore[method-assign, assignment]
+            self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        if self._gives_plugin_back and isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-            # Through it this process hands its weights to the one that has started it, which knows no other.
-            trainer.strategy.checkpoint_io = TorchCheckpointIO()
+        if self._gives_plugin_back:
+            give_back_plugin(trainer)
 
     # What the runtime calls as well
 
     def place_under(self, trainer: pl.Trainer) -> Path:
         """Decide where checkpoints of `trainer` go, and say it."""
         if self.dirpath is None:
-            self.dirpath = _local(trainer.default_root_dir) / "checkpoints"
+            self.dirpath = local_directory(trainer.default_root_dir) / "checkpoints"
         self.dirpath = self.dirpath.absolute()
         return self.dirpath
 
@@ -316,12 +312,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def saves_anything(self) -> bool:
         """Whether a run with this callback saves checkpoints of its own accord."""
         return bool(self.every_n_steps or self.every_n_epochs or self.save_final)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of training so far, over all attempts."""
-        here = 0.0 if self._started_at_s is None else time.monotonic() - self._started_at_s
-        return self._elapsed_before_s + here
 
     def save(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool = False, wait: bool = False
@@ -377,14 +367,14 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._io.poll()
 
     def spare(self, awaited: Callable[[], Collection[Path]]) -> None:
-        """Keep checkpoints of which `awaited` names a file, because somebody still has to read it: an upload, say.
+        """Keep checkpoints of which `awaited` names a file, because it still has to be read, by an upload say.
 
         It is asked on rank zero, in the thread that wrote, when older checkpoints are about to go; what it kept goes
         after the first save that finds it no longer named.
         """
         self._reports.spare(awaited)
 
-    def restore_pending_rng(self, trainer: pl.Trainer) -> None:
+    def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
         vars(self).pop("on_train_batch_start", None)
         self._resume.restore_rng(trainer)
@@ -395,20 +385,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
 
-    def _before_first_batch(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.restore_pending_rng(trainer)
-
-    def _save_before_stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All ranks have agreed to end after this step; what it reached must be on disk before the run ends."""
-        if self._last_saved_step != trainer.global_step:
-            self.save(trainer, pl_module, wait=True)
-        else:
-            self.wait(trainer)
-
     def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have the memory for snapshots ready before the first save: touching fresh pages costs more than the copy.
 
-        Once, after a first step, when the optimizers have their state; in the background, where it disturbs nobody.
+        Once, after a first step, when the optimizers have their state; in the background, where no step waits for it.
         """
         self._is_warm = True
         io = self._io
@@ -430,49 +410,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, began_s: float, *, final: bool, wait: bool
     ) -> SaveRequest:
         """What the plugin has to know of a save that began at `began_s`; the trainer's own files are written here."""
-        step = trainer.global_step
-        staging, trainer_checkpoint = stage_trainer_files(pl_module, path, step, final)
-        state = run_state_of(trainer)
-        meta = replace(
+        staging, trainer_checkpoint = stage_trainer_files(pl_module, path, trainer.global_step, final)
+        meta = meta_of_save(
+            trainer,
             self.run,
-            step=step,
-            run_id=self.run.run_id or state.run_id,
             final=final,
+            elapsed_s=self._resume.elapsed_s,
+            monitor=self.retention.monitor,
             trainer_checkpoint=trainer_checkpoint,
-            elapsed_s=self.elapsed_s,
-            world_size=trainer.world_size,
-            metrics=self._monitored(trainer),
-            writer=WRITER,
         )
-        on_durable = functools.partial(self._on_durable, began_s=began_s)
+        on_durable = functools.partial(self._reports.note, retention=self.retention, began_s=began_s)
         return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
-
-    def _on_durable(self, record: CheckpointRecord, *, began_s: float) -> None:
-        """In the thread that wrote: only now may older ones go."""
-        self._reports.note(record, self.retention, began_s=began_s)
-
-    def _monitored(self, trainer: pl.Trainer) -> dict[str, float]:
-        name = self.retention.monitor
-        if name is None:
-            return {}
-        state = run_state_of(trainer)
-        for source in (trainer.callback_metrics, state.eval_scores or {}, state.loss_stats or {}):
-            if name in source:
-                return {name: float(source[name])}
-        log.warning(
-            "The metric %r that checkpoints are kept by was not logged up to step %d", name, trainer.global_step
-        )
-        return {}
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if is_remote(path):
-        raise ValueError(
-            f"Invalid `dirpath`. Checkpoint writes to a local file system, from which a run resumes, but received "
-            f"{os.fspath(path)!r}. Name a local `dirpath`, and `uploads.targets` of a job, or `targets` of "
-            "UploadArtifacts, for copies elsewhere."
-        )
-    return Path(os.fspath(path).removeprefix("file://"))
 
 
 def _directories(trainer: pl.Trainer) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError
@@ -34,7 +35,7 @@ from .storage.commit import Staging, delete_checkpoint
 from .storage.host_buffer import HostBuffer
 from .storage.write_file import naming_the_checkpoint
 
-__all__ = ["DurableCheckpointIO", "SaveRequest", "install_plugin"]
+__all__ = ["DurableCheckpointIO", "SaveRequest", "give_back_plugin", "install_plugin"]
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class DurableCheckpointIO(CheckpointIO):
         """`load_checkpoint` on all ranks, which reads of sharded tensors only what is used of them. Collective.
 
         Raises:
-            BrokenCheckpointError: It is otherwise than it was saved.
+            BrokenCheckpointError: It differs from what was saved.
             CheckpointError: Another rank could not read it.
             FileNotFoundError: There is none.
         """
@@ -242,7 +243,7 @@ class DurableCheckpointIO(CheckpointIO):
         """The checkpoint at `path`, proven before any of it is used.
 
         Raises:
-            BrokenCheckpointError: It is otherwise than it was saved.
+            BrokenCheckpointError: It differs from what was saved.
             FileNotFoundError: There is none.
         """
         self.wait()
@@ -299,6 +300,12 @@ def install_plugin(trainer: pl.Trainer) -> DurableCheckpointIO:
     installed = DurableCheckpointIO()
     trainer.strategy.checkpoint_io = installed
     return installed
+
+
+def give_back_plugin(trainer: pl.Trainer) -> None:
+    """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
 def _write(record: Path, prepared: Prepared, request: SaveRequest) -> None:

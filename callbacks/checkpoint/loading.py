@@ -48,7 +48,7 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict
     An older runtime's record gives ``{"genlight": {"state": …}, "global_step": step}``.
 
     Raises:
-        BrokenCheckpointError: Something is otherwise than it was saved; nothing was loaded.
+        BrokenCheckpointError: Something differs from what was saved; nothing was loaded.
         CheckpointError: It holds a type that this process does not know.
         FileNotFoundError: There is no such checkpoint.
     """
@@ -64,7 +64,7 @@ def load_for_slices(path: str | os.PathLike[str], *, share: slice) -> dict[str, 
             may be used before all ranks have proven theirs.
 
     Raises:
-        BrokenCheckpointError: Something is otherwise than it was saved.
+        BrokenCheckpointError: Something differs from what was saved.
         FileNotFoundError: There is no such checkpoint.
     """
     return _load(_Source(read_record(record_path(path)), None, share))

@@ -6,7 +6,7 @@
 - A data folder that no record names is debris if a killed process left it: such a folder carries a mark. One with a
   name that the `Checkpoint` callback gives needs none.
 
-Whatever else lies there is somebody else's, also inside a data folder. So is every symbolic link.
+Whatever else lies there belongs to others, also inside a data folder. So is every symbolic link.
 
 The module imports neither torch nor Lightning.
 """
@@ -155,7 +155,7 @@ def is_data_folder(path: Path) -> bool:
 
 
 def is_debris(path: Path, claims: Claims) -> bool:
-    """Whether a killed process left the data folder `path`, so that nobody will miss it."""
+    """Whether a killed process left the data folder `path`, so that it may be removed."""
     if path.name in claims or not is_data_folder(path):
         return False
     return (path / UNCOMMITTED_FILE).exists() or is_name_of_callback(name_of_folder(path.name))

@@ -39,7 +39,7 @@ Digests = dict[Path, str]
 
 @dataclass(frozen=True)
 class Differing:
-    """A value that a rank has otherwise than rank zero."""
+    """A value that differs on a rank from that of rank zero."""
 
     path: Path
     """Keys and indices that lead to it."""
@@ -50,7 +50,7 @@ class Differing:
 
 
 def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
-    """What each rank has in `tree` otherwise than rank zero, in the order of ranks; on rank zero alone. Collective.
+    """What differs in `tree` on each rank from rank zero, in the order of ranks; on rank zero alone. Collective.
 
     Sharded tensors are left out: each rank stores its own slices of them anyway.
 

@@ -19,13 +19,28 @@ from .format.layout import record_path
 from .format.record import CheckpointRecord, is_torch_file, read_record
 from .saving import Prepared, write
 
-__all__ = ["fetch", "is_remote", "remove", "save"]
+__all__ = ["fetch", "is_remote", "local_directory", "remove", "save"]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a URL of something else than a local file."""
     text = os.fspath(path)
     return "://" in text and not text.startswith("file://")
+
+
+def local_directory(dirpath: str | os.PathLike[str]) -> Path:
+    """`dirpath` as a path of a local file system.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    if is_remote(dirpath):
+        raise ValueError(
+            f"Invalid `dirpath`. Checkpoint writes to a local file system, from which a run resumes, but received "
+            f"{os.fspath(dirpath)!r}. Name a local `dirpath`, and `uploads.targets` of a job, or `targets` of "
+            "UploadArtifacts, for copies elsewhere."
+        )
+    return Path(os.fspath(dirpath).removeprefix("file://"))
 
 
 def save(url: str, prepared: Prepared) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,9 +80,18 @@ class ResumeState:
         self._rng: list[Any] | None = None
         self.is_within_epoch = False
         """Whether the run goes on between two batches of an epoch."""
+        self._elapsed_before_s = 0.0
+        self._started_at_s: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far, over all attempts."""
+        here = 0.0 if self._started_at_s is None else time.monotonic() - self._started_at_s
+        return self._elapsed_before_s + here
 
     def load(self, trainer: pl.Trainer, parts: dict[str, Any]) -> None:
         """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
+        self._elapsed_before_s = parts.get("elapsed_s", 0.0)
         gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
         self.is_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
@@ -102,6 +112,7 @@ class ResumeState:
 
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
+        self._started_at_s = time.monotonic()
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
         if self.is_within_epoch and trainer.is_global_zero:

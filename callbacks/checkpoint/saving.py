@@ -57,7 +57,7 @@ class Prepared:
     state: Any
     """The trainer's payload, encoded; it goes into the record."""
     rest: bytes
-    """Everything else that is no tensor; the content of the state file."""
+    """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
     slices: list[Entry] = field(default_factory=list)
     """What this rank holds of sharded tensors."""

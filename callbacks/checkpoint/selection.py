@@ -88,7 +88,7 @@ def newest_valid(
         try:
             if listed.record is None:
                 if not (is_record_of_callback(listed.path) or is_checkpoint_file(listed.path)):
-                    continue  # a JSON file of somebody else
+                    continue  # another program's JSON file
                 raise BrokenCheckpointError(name_of(listed.path), listed.problem)
             if not accept(listed.record):
                 continue
@@ -103,7 +103,7 @@ def newest_valid(
 
 
 def _tell_of_foreign(directory: str | os.PathLike[str], records: set[str]) -> None:
-    """Say once what was passed over: somebody who looks for a checkpoint may have renamed or damaged it."""
+    """Say once what was passed over: the checkpoint that a user looks for may have been renamed or damaged."""
     named = [
         name
         for name in (os.listdir(directory) if os.path.isdir(directory) else ())
@@ -125,7 +125,7 @@ def _few(warnings: list[str], directory: str | os.PathLike[str]) -> list[str]:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The record that somebody means by `path`: itself, that of its name or folder, or the newest of a folder or run.
+    """The record that a user means by `path`: itself, that of its name or folder, or the newest of a folder or run.
 
     Its files are not proven. A file that torch wrote counts where its name ends in ``.ckpt``.
 

@@ -72,7 +72,7 @@ class Hook(pl.Callback):
     _of_this_process: ClassVar[frozenset[str]] = frozenset()
     """Attributes that a copy, or a process that gets this hook by pickle, begins without, as the class has them."""
     _not_events: ClassVar[frozenset[str]] = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
-    """Not policed: what they add belongs to every rank, and a failure must reach whoever saves or loads."""
+    """Not policed: what they add belongs to every rank, and a failure must reach the code that saves or loads."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -232,7 +232,7 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     """Put the hooks of `trainer` into the order that their reads and writes ask for; once per trainer.
 
     Raises:
-        HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
+        HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
     """
     note_rank(trainer)
     registered = callbacks_of(trainer)

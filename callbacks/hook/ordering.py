@@ -41,7 +41,7 @@ def in_order(hooks: Sequence[_Ordered]) -> list[_Ordered]:
     """The hooks, writers first, otherwise as they were registered.
 
     Raises:
-        HookOrderError: Hooks wait for each other, or one reads a field that nobody writes.
+        HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
     """
     # By position: a hook that is a dataclass can be neither hashed nor told from its equal.
     waits_for = [_predecessors(position, hooks) for position in range(len(hooks))]

@@ -26,7 +26,7 @@ from .signals import REASON_OF_SIGNAL
 __all__ = ["protect_workers", "release_workers", "start_workers"]
 
 _ENTRY = "_get_iterator"
-"""What every loader makes its workers by, whoever calls it; a kind of loader may have one of its own."""
+"""What every loader makes its workers by, however it is called; a kind of loader may have one of its own."""
 
 require_names("torch", DataLoader, _ENTRY)
 
@@ -141,7 +141,7 @@ def _end_if_let_go(leash: Connection) -> None:
 
 
 def _end_with(leash: Connection, parent: int) -> None:
-    """End this worker once the other end of the leash is closed, which the kernel does if nobody else could."""
+    """End this worker once the other end of the leash is closed, which the kernel does if nothing else could."""
     with contextlib.suppress(EOFError, OSError):
         leash.recv_bytes()
     end = time.monotonic() + PATIENCE_S

@@ -136,7 +136,7 @@ class StopSignals:
                         self._note(number, self._arrived)
 
     def end_watch(self) -> None:
-        """Give the interpreter's wakeup file back, once the handlers are somebody else's; `install` takes it anew."""
+        """Give the interpreter's wakeup file back once other handlers are installed; `install` takes it anew."""
         if self._wakeup_fd is None:
             return
         current = signal.set_wakeup_fd(-1)
@@ -145,7 +145,7 @@ class StopSignals:
         os.close(self._wakeup_fd)
         watch, self._wakeup_fd, self._watch = self._watch, None, None
         if watch is not None:
-            # What it has not read yet belongs to what has ended, and is no signal to the next fit. A process that was
+            # What it has not read yet belongs to what has ended, not to the next fit. A process that was
             # forked off in C may keep the other end of its pipe open: then it stays.
             watch.join(LEFT_AFTER_S)
 

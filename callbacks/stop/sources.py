@@ -18,7 +18,7 @@ SAVE_MARGIN = 1.5
 UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
 """What the first save is taken to need: a share of the whole time, and a bound on it."""
 _FORGETTING = 0.99
-"""What is kept of the longest time at each look: one slow step at the start shall not cost hours at the end."""
+"""What is kept of the longest time at each look: one slow step at the start must not cost hours at the end."""
 
 
 class Deadline:
@@ -84,7 +84,7 @@ def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:
 def cancel_file_is_set(path: Path) -> bool:
     """Whether `path` asks for a stop: it is there, and empty, true, or cannot be read.
 
-    What is no regular file, such as a pipe that would be waited for, counts as one that cannot be read.
+    What is not a regular file, such as a pipe that would be waited for, counts as one that cannot be read.
     """
     try:
         descriptor = open_regular(path)

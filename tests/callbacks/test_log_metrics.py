@@ -129,7 +129,7 @@ def test_with_a_module_that_hosts_no_trainer_it_says_that_it_does_nothing(fit_pl
 
     assert trainer.global_step == 4
     assert logger.told == []
-    assert "LogMetrics has no effect: Plain hosts no trainer and logs by itself" in caplog.messages
+    assert "LogMetrics has no effect: Plain does not host a trainer and logs by itself" in caplog.messages
 
 
 def test_a_negative_cadence_is_refused():

@@ -189,7 +189,7 @@ class _Encoder:
         }
         extra = sorted(set(getattr(value, "__dict__", ())) - fields.keys())
         if extra:
-            raise _refusal(value, path, f"it has attributes that are no fields: {', '.join(extra)}")
+            raise _refusal(value, path, f"it has attributes that are not fields: {', '.join(extra)}")
         return {"$dataclass": [self._known(value, kind, path), fields]}
 
     @staticmethod
@@ -207,7 +207,7 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 
 
 def _hint(value: Any, path: Path) -> str:
-    if isinstance(value, type):  # which a file could name to have it called by whoever finds it there
+    if isinstance(value, type):  # which a file could name to have it called by the code that finds it there
         return "store its name" + (", as a text for `state_key`" if path[1:2] == ("callbacks",) else "")
     if callable(getattr(value, "state_dict", None)):
         return "store its state_dict()"

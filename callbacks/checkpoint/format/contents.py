@@ -1,6 +1,6 @@
 """Proof that what a checkpoint holds can be loaded, beyond the proof that it is what was written.
 
-A digest says that nothing has changed since; it does not say that whoever wrote the file meant well. So before a
+A digest says that nothing has changed since; it does not say that the file's author meant well. So before a
 checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of the files, without
 reading a tensor. What is wrong in them is then a broken checkpoint that is passed over, and never a crash, or memory
 for a tensor that the file has no bytes for, once the run depends on it.

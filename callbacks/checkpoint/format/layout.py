@@ -138,7 +138,7 @@ def _may_be_record(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return True  # whoever reads it says why that cannot be
+        return True  # its reader says why it cannot be read
     try:
         beginning = os.read(descriptor, _BEGINNING_BYTES)
     except OSError:

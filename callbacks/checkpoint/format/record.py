@@ -135,12 +135,12 @@ class RecordMeta:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
-    """Who decides how long it stays, and may remove it unasked; empty for nobody."""
+    """Who decides how long it stays, and may remove it unasked; empty where no one may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """A parsed record. `is_old` tells one of an older runtime, whose files nobody can check."""
+    """A parsed record. `is_old` tells one of an older runtime, whose files cannot be checked."""
 
     path: Path
     step: int
@@ -193,7 +193,7 @@ class CheckpointRecord:
     def primary_path(self) -> Path | None:
         """The file or folder that the trainer's hook named for reporting and upload, as an absolute path.
 
-        None where it named none, or one that leads out of its folder: nobody's record makes this process send other
+        None where it named none, or one that leads out of its folder: no record makes this process send other
         files.
         """
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
@@ -273,7 +273,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     """Parse the record at `path` and prove its own digest; its files are not looked at.
 
     Raises:
-        BrokenCheckpointError: The record is damaged, or is no record.
+        BrokenCheckpointError: The record is damaged, or is not a record.
         FileNotFoundError: There is no such file.
     """
     # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
@@ -299,9 +299,9 @@ def _read(path: Path) -> bytes:
         raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
         start, size = file.read(CKPT_FILE_START), os.fstat(descriptor).st_size
-        if is_torch_file(start):  # or gigabytes would be read to find that they are no JSON
+        if is_torch_file(start):  # or gigabytes would be read to find that they are not JSON
             raise BrokenCheckpointError(
-                name_of(path), f"{path.name} is a file of torch.save, and no record of genlight"
+                name_of(path), f"{path.name} was written by torch.save and is not a record of genlight"
             )
         if size > LARGEST_RECORD_BYTES:
             raise BrokenCheckpointError(

@@ -35,7 +35,7 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
     """Prove the files that `record` names, or `only` some of them.
 
     Raises:
-        BrokenCheckpointError: One is missing or otherwise than it was saved.
+        BrokenCheckpointError: One is missing or differs from what was saved.
     """
     for entry in record.files if only is None else only:
         path = find_file(record, entry)
@@ -71,7 +71,7 @@ def read_proven(record: CheckpointRecord, entry: FileEntry) -> bytes:
     """The content of a file of `record`.
 
     Raises:
-        BrokenCheckpointError: It is missing or otherwise than it was saved.
+        BrokenCheckpointError: It is missing or differs from what was saved.
     """
     try:
         data = read_regular(find_file(record, entry), limit=entry.size)

@@ -1,4 +1,4 @@
-"""Sharded tensors that read like whole ones and are put together only when somebody uses their values.
+"""Sharded tensors that read like whole ones and are put together only when their values are used.
 
 While a checkpoint is saved or loaded, most code hands tensors on without looking at them: a trainer's ``state_dict``
 returns what its modules gave it, its ``load_state_dict`` passes it back. A `WholeTensor` has the shape of the whole
@@ -78,7 +78,7 @@ class WholeTensor(torch.Tensor):
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether the slices still have the values: nobody changed them after they were put together."""
+        """Whether the slices still have the values: they were not changed after they were put together."""
         return self._plain is None or self._plain._version == self._plain_version
 
     def put_together(self) -> torch.Tensor:

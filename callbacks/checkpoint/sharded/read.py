@@ -42,7 +42,7 @@ class Piece:
         """A part of this slice; only its rows are read.
 
         Raises:
-            BrokenCheckpointError: A byte is otherwise than it was saved.
+            BrokenCheckpointError: A byte differs from what was saved.
         """
         entry, first, rows = self.entry, part.offset[0] - self.entry.offset[0], part.shape[0]
         row_bytes = entry.size // entry.shape[0]
@@ -100,7 +100,7 @@ def pieces_of(record: CheckpointRecord) -> dict[tuple[str, str], list[Piece]]:
             if holder is None:
                 raise BrokenCheckpointError(record.name, f"{file.path} names {entry.file}, which the record does not")
             if not _fits(entry, holder.size):
-                raise BrokenCheckpointError(record.name, f"{file.path} has not the bytes that {entry.key} needs")
+                raise BrokenCheckpointError(record.name, f"{file.path} does not hold the bytes that {entry.key} needs")
             found[entry.file, entry.key].append(Piece(record.name, record.path.parent / holder.path, entry))
     return found
 
@@ -152,7 +152,7 @@ class StoredSlices:
         """The values of one part as they were saved.
 
         Raises:
-            BrokenCheckpointError: They are otherwise than they were saved.
+            BrokenCheckpointError: They differ from what was saved.
         """
         result = torch.empty(part.shape, dtype=self.saved_dtype)
         for piece in self.pieces:

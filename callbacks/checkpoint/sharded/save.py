@@ -5,7 +5,7 @@ rank, in its own thread where the save is asynchronous:
 
 1. writes its slices and their index into ``rank-00001/`` of that folder, synced and compared like any other file; rank
    zero also writes everything that is not sharded;
-2. tells rank zero that it has, or why it has not;
+2. tells rank zero that it has, or why it could not;
 3. hears from rank zero that the record is committed, or why not.
 
 So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
@@ -243,7 +243,7 @@ def _check_parts(staging: Staging, prepared: Prepared, files: list[FileEntry]) -
         if path.name == PART_FILE:
             data = path.read_bytes()
             if digest_of(data) != file.xxh3_128:
-                raise CheckpointError(f"rank 0 reads {file.path} otherwise than rank {rank} wrote it")
+                raise CheckpointError(f"rank 0 reads other bytes from {file.path} than rank {rank} wrote")
             for entry in parse_part(data):
                 found.setdefault((entry.file, entry.key), []).append(entry)
     for (file_name, key), slices in found.items():

@@ -20,7 +20,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._is_busy = False
         self.failure: BaseException | None = None
-        """What a job raised and nobody has been told yet."""
+        """What a job raised and has not been reported yet."""
         self._afterwards: list[Callable[[], object]] = []
 
     @property
@@ -78,7 +78,7 @@ class BackgroundWriter:
                 self._is_busy = False
 
     def _next(self) -> Callable[[], object] | None:
-        with self._lock:  # So that `afterwards` cannot add to a list that nobody will look at again.
+        with self._lock:  # So that `afterwards` cannot add to a list that will not be read again.
             if self._afterwards:
                 return self._afterwards.pop(0)
             self._is_busy = False

@@ -14,15 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint import (
-    Checkpoint,
     DurableCheckpointIO,
     RecordMeta,
+    Retention,
     SaveRequest,
     load,
     read_record,
     sweep,
     verify,
 )
+from genlight.callbacks.checkpoint.durable_reports import DurableReports
 from genlight.callbacks.checkpoint.format.layout import record_path
 from genlight.callbacks.checkpoint.storage import commit
 
@@ -45,7 +46,6 @@ class Directory(RuleBasedStateMachine):
         self.directory = self.base / "c"
         self.directory.mkdir()
         self.io = DurableCheckpointIO()
-        self.callback = Checkpoint(self.directory, keep_last=2)
         self.foreign: dict[Path, object] = {}
         self.kept: dict[Path, tuple[int, str]] = {}
         self.step = 0
@@ -118,7 +118,9 @@ class Directory(RuleBasedStateMachine):
     def _save(self, path, writer):
         self.step += 1
         record = record_path(path)
-        on_durable = functools.partial(self.callback._on_durable, began_s=0.0) if writer else None
+        on_durable = (
+            functools.partial(DurableReports().note, retention=Retention(keep_last=2), began_s=0.0) if writer else None
+        )
         request = SaveRequest(RecordMeta(writer=writer), on_durable=on_durable)
         self.io.expect(path, request)
         state = {"global_step": self.step, "state_dict": {"w": torch.full((3,), float(self.step))}}

@@ -125,7 +125,7 @@ def test_where_there_is_no_checkpoint_it_is_said_what_there_is(given, said, tmp_
 def test_a_file_that_torch_wrote_is_told_from_a_broken_record(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"PK\x03\x04" + bytes(100))
     (listed,) = list_checkpoints(tmp_path)
-    assert listed.problem == "x.ckpt is a file of torch.save, and no record of genlight"
+    assert listed.problem == "x.ckpt was written by torch.save and is not a record of genlight"
 
 
 def test_a_record_that_cannot_be_read_is_listed_and_never_passed_over(tmp_path, monkeypatch):

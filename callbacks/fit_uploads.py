@@ -1,0 +1,105 @@
+"""The uploader of a fit that no caller has made one for: opened when the fit begins, settled when it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ..adapter.contract.exceptions import GenlightError, StartupContractError
+from ..adapter.plumbing.failures import describe_failure
+from ..adapter.plumbing.redaction import secrets_of_module
+from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
+from ..reporters.uploads.config import ENVIRONMENT
+from .checkpoint.checkpoint import Checkpoint
+from .hook.events import callbacks_of, run_state_of
+
+__all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
+
+log = logging.getLogger(__name__)
+
+
+def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig | Mapping[str, Any]) -> Uploader:
+    """An uploader that runs, with the token of the environment.
+
+    Args:
+        trainer: The trainer whose files are uploaded.
+        directory: Folder of the run, in which the spool lies unless `settings` are whole.
+        settings: The configuration, or arguments of ``UploadConfig.from_environment``.
+
+    Raises:
+        StartupContractError: ``startup.invalid_artifact_paths``: the spool cannot be written.
+    """
+    if isinstance(settings, UploadConfig):
+        config = replace(settings, token=os.environ.get(ENVIRONMENT["token"], "").strip() or None)
+    else:
+        folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
+        arguments = {"roots": [trainer.default_root_dir, *folders], **settings}
+        config = UploadConfig.from_environment(os.environ, spool_dir=directory / SPOOL_DIRECTORY, **arguments)
+    try:
+        uploader = Uploader(config)
+    except OSError as error:
+        raise StartupContractError(
+            "startup.invalid_artifact_paths",
+            f"The upload spool {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
+            "Choose another `directory`.",
+        ) from error
+    uploader.start()
+    return uploader
+
+
+def settle_fit(uploader: Uploader, trainer: pl.Trainer, error: BaseException | None) -> None:
+    """Wait for required uploads, then send the terminal message, which says how the fit ended.
+
+    Args:
+        uploader: Stays open.
+        trainer: The trainer whose fit has ended.
+        error: What ended it; None where it ended as planned.
+
+    Raises:
+        UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
+            `error` to end with.
+    """
+    refusal = uploader.settle(progress=log.info).error()
+    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts)
+    unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
+    failure = refusal or unacknowledged
+    if failure is not None and error is None:
+        raise failure
+    if failure is not None:
+        log.error("uploads of the failed run: %s", failure)
+
+
+def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
+    """How the run ended, with the text that its event log gets too."""
+    step = trainer.global_step
+    newest = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
+    checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
+    if error is None:
+        return TerminalPayload("completed", step, checkpoint, attempt=attempt)
+    secrets = secrets_of_module(trainer.lightning_module)
+    text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
+    return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+
+
+def await_checkpoints(trainer: pl.Trainer) -> None:
+    """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Checkpoint):
+            try:
+                callback.wait(trainer)
+            except GenlightError as error:
+                log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
+            except Exception:
+                log.exception("the checkpoint in flight could not be written")
+
+
+def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    """Lightning's own checkpoint callbacks of `trainer`."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
