@@ -1,4 +1,4 @@
-"""Files that somebody else may delete before they were uploaded.
+"""Hard links to files that may be deleted before they are uploaded.
 
 Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A hard link in the spool keeps
 the bytes at no cost until they have arrived.
@@ -70,7 +70,7 @@ def release_others(spool: Path, wanted: Iterable[Path]) -> None:
 
 
 def _folder_of(spool: Path, link: Path) -> Path | None:
-    """The folder that was made with `link`; None for a path that the journal names and that is no link of ours."""
+    """The folder that was made with `link`; None for a path that the journal names and that is not a link of ours."""
     inside = Path(os.path.abspath(spool)) / HELD_DIRECTORY
     path = Path(os.path.abspath(link))
     return inside / path.relative_to(inside).parts[0] if inside in path.parents else None
