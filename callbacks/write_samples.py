@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
 from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
+from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
 from .hook.events import fire, run_state_of
 from .hook.hook import Hook
@@ -233,20 +234,12 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
             path = Path(folder, name)
             if not path.is_file():  # a pipe would be waited for, and a link may lead nowhere
                 raise ContractError(f"generate_sample of {sample} left {name!r}, which is not a file")
-            if not _is_utf8(name):
+            if not is_utf8(name):
                 raise ContractError(f"generate_sample of {sample} left {name!r}, whose name is not UTF-8")
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             yield path
         fsync_directory(folder)
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _sweep(directory: Path) -> None:

@@ -19,6 +19,7 @@ from ...callbacks.checkpoint.format.shard_index import PART_FILE, SliceEntry, pa
 from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
+from ..plumbing.text import size_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -92,7 +93,7 @@ def _list(path: Path, *, as_json: bool) -> int:
         _write_lines(json.dumps(row) for row in rows)
         return _SOUND
     header = {"name": "NAME", "step": "STEP", "size": "SIZE", "saved": "SAVED", "run_id": "RUN", "note": ""}
-    texts = [header, *({**row, "size": _size(row["size"])} for row in rows)]
+    texts = [header, *({**row, "size": size_text(row["size"])} for row in rows)]
     widths = {key: max(len(str(text[key])) for text in texts) for key in header}
     _write_lines("  ".join(str(text[key]).ljust(width) for key, width in widths.items()).rstrip() for text in texts)
     return _SOUND
@@ -146,7 +147,7 @@ def _verdict(listed: Listed) -> tuple[str, str, str]:
         return name, error.reason, ""
     if listed.record.is_old:
         return name, "", "readable (an older runtime's record has no digests)"
-    return name, "", f"whole ({len(listed.record.files)} files, {_size(listed.record.size_bytes)})"
+    return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)})"
 
 
 def _show(record: CheckpointRecord, *, as_json: bool) -> int:
@@ -158,7 +159,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
     lines = [f"{record.name}  ({record.path})", ""]
     lines += [f"  {name:<20}{_text(getattr(record, name))}" for name in _FACTS if getattr(record, name)]
     lines += ["", "  files"]
-    lines += [f"    {_size(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
+    lines += [f"    {size_text(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
     lines += ["", f"  tensors ({len(tensors)})"]
     lines += [f"    {dtype:<6}{shape!s:<24}{name}" for name, (dtype, shape) in list(tensors.items())[:_SHOWN_TENSORS]]
     lines += [f"    … and {len(tensors) - _SHOWN_TENSORS} more"] if len(tensors) > _SHOWN_TENSORS else []
@@ -239,15 +240,6 @@ def _time(record: CheckpointRecord) -> str:
     if not record.created_at_ms:
         return ""
     return datetime.fromtimestamp(record.created_at_ms / 1000).astimezone().isoformat(" ", "seconds")
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _write_lines(lines: Iterable[str]) -> None:

@@ -12,8 +12,8 @@ from typing import NoReturn
 from jsonargparse import ArgumentParser
 from typing_extensions import override
 
-from ..job.errors import nearest
 from ..job.parser_errors import shortened
+from ..plumbing.text import nearest
 
 __all__ = ["CommandParser"]
 

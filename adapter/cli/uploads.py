@@ -27,10 +27,11 @@ from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
-from ..job.errors import FaultList, nearest
+from ..job.errors import FaultList
 from ..job.sources import Settings, read_settings
 from ..plumbing.redaction import redact
 from ..plumbing.safe_open import open_regular
+from ..plumbing.text import nearest
 from ..plumbing.urls import safe_url
 
 __all__ = ["add_arguments", "run"]

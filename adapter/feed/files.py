@@ -11,7 +11,6 @@ In a folder, what begins with a dot or an underscore is no data, as Spark, Hive 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from ..contract.exceptions import InputError
+from ..plumbing.text import closest
 
 __all__ = ["DataFile", "PathLike", "expand"]
 
@@ -71,8 +71,8 @@ class DataFile:
             return f"; it is a link to {os.readlink(self.path)}"
         folder, name = os.path.split(self.path)
         with contextlib.suppress(OSError):
-            near = difflib.get_close_matches(name, os.listdir(folder), n=1)
-            return f"; did you mean {near[0]!r}?" if near else ""
+            near = closest(name, os.listdir(folder), alike=0.6)
+            return f"; did you mean {near!r}?" if near else ""
         return f"; there is no folder {folder}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from ..plumbing.text import closest
 
 __all__ = ["checked_columns", "conform", "nearest_column", "project"]
 
@@ -92,8 +93,8 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
 
 def nearest_column(column: str, known: Sequence[str]) -> str:
     """What may have been meant by a column that there is not."""
-    near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"it has {_listed(known)}"
+    near = closest(column, known, alike=0.5)
+    return f"did you mean {near!r}?" if near else f"it has {_listed(known)}"
 
 
 def _listed(names: Sequence[str], most: int = 12) -> str:

@@ -101,7 +101,7 @@ def download(
 def _holds(request: Download, entry: CacheEntry, stored: Stored) -> bool:
     """Whether the copy in place is what was asked for: by what is noted of it, and a digest by its bytes themselves.
 
-    Whoever could write a file into the cache could write a note beside it as well.
+    A user who can write a file into the cache can write a note beside it as well.
     """
     if request.contradiction(stored.content):
         return False
@@ -152,7 +152,7 @@ def _attempt(
 ) -> None:
     """One request: for a confirmation, for the rest, or for the whole file."""
     part = entry.part()
-    # Without a validator only a digest could tell that two partial answers were of two versions.
+    # Without a validator only a digest could show that two partial answers were of two versions.
     start = part.durable_bytes if part.version.if_range or request.has_digest else 0
     headers = {"Accept-Encoding": "identity", **_conditions(start, part.version, stored)}
     try:

@@ -1,6 +1,6 @@
 """References of a job must not reach what only this machine can: the cloud's metadata service, a neighbour's database.
 
-A job spec may have been written by somebody who cannot reach those. So a connection is looked at once it stands and
+A job spec may have been written by a user who cannot reach those. So a connection is looked at once it stands and
 before a byte is sent: by then no name server can change its mind, and a redirect is looked at like any other request.
 A proxy decides itself what it reaches; behind one, the name is looked up and its addresses are judged beforehand.
 """
@@ -98,7 +98,7 @@ class AddressGuard:
         try:
             found = socket.getaddrinfo(_bare(host), None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            return  # whoever connects says that there is no such host
+            return  # connecting will report that there is no such host
         for *_, address in found:
             self._check_address(host, str(address[0]))
 

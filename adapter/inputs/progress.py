@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..plumbing.text import size_text
+
 __all__ = ["InputProgress", "ProgressReport", "Tracker", "shown_progress"]
 
 log = logging.getLogger(__name__)
@@ -105,15 +107,11 @@ class _Lines:
     def __call__(self, progress: InputProgress) -> None:
         now = time.monotonic()
         if progress.finished:
-            log.info("%s is here (%s)", progress.name, _size(progress.done_bytes))
+            log.info("%s is here (%s)", progress.name, size_text(progress.done_bytes))
         elif now - self._last_s.setdefault(progress.name, now) >= LINE_EVERY_S:
             self._last_s[progress.name] = now
-            total = f" of {_size(progress.total_bytes)}" if progress.total_bytes else ""
-            log.info("%s: %s%s", progress.name, _size(progress.done_bytes), total)
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e6:,.1f} MB"
+            total = f" of {size_text(progress.total_bytes)}" if progress.total_bytes else ""
+            log.info("%s: %s%s", progress.name, size_text(progress.done_bytes), total)
 
 
 @contextlib.contextmanager

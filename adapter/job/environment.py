@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..plumbing.text import nearest
 from ..plumbing.urls import parse_origins, url_fault
-from .errors import FaultList, nearest
+from .errors import FaultList
 
 __all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "rank_faults", "read_environment"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact
 from ..plumbing.urls import hide_urls
 
-__all__ = ["Fault", "FaultList", "nearest", "render_value"]
+__all__ = ["Fault", "FaultList", "render_value"]
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -48,12 +47,6 @@ def render_value(value: Any, *, secret: bool = False) -> str:
         text = type(value).__name__
     text = hide_urls(text)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
-
-
-def nearest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str:
-    """A sentence that offers the known name closest to `name`; empty when none is `alike`, which 1 is if equal."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
-    return f" Did you mean `{matches[0]}`?" if matches else ""
 
 
 @dataclass

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plumbing.text import nearest
 from .environment import BY_SETTING, parse_setting
-from .errors import FaultList, nearest
+from .errors import FaultList
 from .spec_keys import ALIASES, Key, inner_keys, spec_keys
 
 __all__ = ["COMMAND_LINE_SETTINGS", "Overrides", "apply_overrides", "parse_overrides"]

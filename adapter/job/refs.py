@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from ..contract.exceptions import InputError
+from ..plumbing.text import is_storable
 from ..plumbing.urls import is_http_url, safe_url, url_fault
-from .spec import is_storable
 
 __all__ = [
     "CozyRef",

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..plumbing.folder_name import folder_name
 from ..plumbing.redaction import secrets_in
+from ..plumbing.text import nearest
 from .environment import BY_SETTING, read_environment
-from .errors import FaultList, nearest
+from .errors import FaultList
 from .overrides import Overrides, apply_overrides, parse_overrides
 from .spec import JobSpec
 from .spec_file import read_job_spec

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import Meta
 
 from ..contract.types import TRAINER_API_VERSION
+from ..plumbing.text import is_storable, is_utf8
 from ..plumbing.urls import url_fault
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "SampleRequest",
     "UploadUrls",
     "ValidateSpec",
-    "is_storable",
 ]
 
 
@@ -47,19 +47,6 @@ LARGEST = 2**63 - 1
 """Of an integer: what Arrow, torch and JSON readers in other languages hold."""
 
 
-def is_storable(text: str) -> bool:
-    """Whether `text` can be a path, a header or a line of a log: UTF-8 and no control character."""
-    return _is_utf8(text) and all(ord(character) >= 32 and ord(character) != 127 for character in text)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text
-
-
 def _is_target(url: str) -> bool:
     return re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None
 
@@ -72,7 +59,7 @@ Text: TypeAlias = Annotated[str, Meta(extra=_rule("a text without control charac
 NonBlank: TypeAlias = Annotated[
     str, Meta(extra=_rule("a text that is not empty", lambda text: bool(text.strip()) and is_storable(text)))
 ]
-Prose: TypeAlias = Annotated[str, Meta(extra=_rule("a text", _is_utf8))]
+Prose: TypeAlias = Annotated[str, Meta(extra=_rule("a text", is_utf8))]
 Flag: TypeAlias = Annotated[bool, Meta(extra=_rule("true or false"))]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST, extra=_rule("an integer >= 0"))]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST, extra=_rule("an integer >= 1"))]

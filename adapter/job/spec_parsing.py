@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from .errors import FaultList, nearest, render_value
+from ..plumbing.text import nearest
+from .errors import FaultList, render_value
 from .spec import LARGEST, DatasetSpec, JobSpec
 from .spec_keys import ALIASES, Key, keys_of, spec_keys
 

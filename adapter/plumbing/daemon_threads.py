@@ -1,4 +1,4 @@
-"""Threads that may be left behind: a process that ends does not wait for them."""
+"""Threads that a process does not wait for when it ends."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def _carry_out(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
         future.set_exception(error)

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Start of every temporary name, so that debris of a killed process can be told from data and swept."""
+"""Start of every temporary name, so that debris of a killed process can be distinguished from data and removed."""
 
 
 _SYNC_FILE_RANGE_WRITE = 2

@@ -76,14 +76,14 @@ def describe_failure(
     secrets: Iterable[str | None] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Failure:
-    """Tell a failure by what was raised and when; raises nothing, whatever the exception's own methods do.
+    """Classify a failure by what was raised and when; raises nothing, whatever the exception's own methods do.
 
     Args:
         error: What ended the run.
         has_checkpoint: Whether a restart finds a checkpoint.
         lost_steps: Whether steps were done that no checkpoint may have kept, so that even a stop is not to be resumed
             without one.
-        stage: What was going on: the category of an exception whose type tells nothing.
+        stage: What was going on: the category of an exception whose type says nothing.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -118,7 +118,7 @@ def safe_text(
 
 
 def failure_category(error: BaseException) -> FailureCategory:
-    """Where a failure came from, as far as the exception's type tells; what tells nothing is ``train-step``."""
+    """Where a failure came from, as far as the exception's type says; where it says nothing, ``train-step``."""
     if isinstance(error, StartupContractError):
         return "startup"
     if isinstance(error, AuthError) or (isinstance(error, UploadError) and error.auth):

@@ -139,7 +139,7 @@ def build_client(
         StartupContractError: Proxies or certificates that the environment names cannot be used.
 
     The client is safe to share between threads. A redirect that turns another method into GET is followed as HTTP
-    has it: whoever uploads must look at ``response.request.method``.
+    has it: a caller that uploads must look at ``response.request.method``.
     """
     logging.getLogger("httpx2").addFilter(_hide_queries)  # adding it again has no effect
     try:

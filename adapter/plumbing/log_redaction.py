@@ -1,6 +1,6 @@
-"""Keeps secrets out of what a process says of itself: log records, warnings, exceptions that nobody catches.
+"""Keeps secrets out of what a process says of itself: log records, warnings, uncaught exceptions.
 
-Whoever says it and whichever handler shows it. Nothing here raises into the code that logs.
+No matter which code logs it and which handler shows it. Nothing here raises into the code that logs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Opening files where somebody else may have put something in their place.
+"""Opening files where another user may have put something in their place.
 
 On a shared machine a neighbour may have been in a folder first: with a link that leads to a file of ours, a pipe that
 nobody writes to, a lock that never ends. So a file of ours is opened without following a link, never waits, must be
-regular and belong to somebody who may be trusted with it; and what is read is bounded before memory is taken.
+regular and belong to a user who may be trusted with it; and what is read is bounded before memory is taken.
 
 Whom to trust: this user; root, who can do everything anyway; and whoever owns the folder that the file lies in, since
 that one could put any file there. The last is also what keeps network file systems working that show all files as those
@@ -53,7 +53,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
         mode: Permissions of a new file.
 
     Raises:
-        UnsafeFileError: It is a link or not a regular file, or belongs to somebody else; ``strerror`` says which, and
+        UnsafeFileError: It is a link or not a regular file, or belongs to another user; ``strerror`` says which, and
             what to do.
         OSError: It cannot be opened.
     """
@@ -144,9 +144,9 @@ def _make_one(directory: Path, shared: bool) -> None:
 
 
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
-    """Why somebody else could change what lies in the directory `path`; None where nobody could.
+    """Why another user could change what lies in the directory `path`; None where none could.
 
-    A directory must belong to this user or to root, and nobody else may write it. Four things look otherwise and are
+    A directory must belong to this user or to root, and no other user may write it. Four things look otherwise and are
     none the less sound:
 
     - A group that is this user's own (as many systems make one for each user), or root's, which containers that run

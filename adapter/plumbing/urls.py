@@ -89,7 +89,7 @@ def origin_of(url: str) -> str:
     """Scheme, host and port of `url` in one spelling, such as ``https://store.example:443``.
 
     Raises:
-        ValueError: `url` is no HTTP URL. The message shows no user info and no query.
+        ValueError: `url` is not an HTTP URL. The message shows no user info and no query.
     """
     match = _URL.fullmatch(url)
     problem = url_fault(url)
@@ -120,7 +120,7 @@ def parse_origins(text: str) -> tuple[str, ...]:
     """Origins from a list that is separated by commas or blanks; a bare host means https.
 
     Raises:
-        ValueError: An entry is no origin; the text of the error says what was expected.
+        ValueError: An entry is not an origin; the text of the error says what was expected.
     """
     entries = [entry for entry in re.split(r"[,\s]+", text) if entry]
     try:
@@ -135,7 +135,7 @@ def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> 
     URLs of other schemes (``hf://``, ``s3://``) have credentials of their own and add nothing.
 
     Raises:
-        ValueError: One of the URLs is malformed, or one of `further` is no ``http`` or ``https`` origin.
+        ValueError: One of the URLs is malformed, or one of `further` is not an ``http`` or ``https`` origin.
     """
     served = {origin_of(url) for url in urls if url and is_http_url(url)}
     return frozenset(served | {origin_of(origin) for origin in further})
@@ -144,7 +144,7 @@ def trusted_origins(urls: Iterable[str | None], further: Iterable[str] = ()) -> 
 def safe_url(url: str) -> str:
     """`url` without user info, query and fragment, which may hold credentials; fit for messages and logs.
 
-    Where the user info cannot be told from the rest (a password with a slash in it), only the scheme is left.
+    Where the user info cannot be distinguished from the rest (a password with a slash in it), only the scheme is left.
     """
     scheme, separator, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
     if not separator:

@@ -42,7 +42,7 @@ class EventLogger(Logger):
     - ``started`` when a fit begins, and ``trainer/resumed_from_step`` where it does not begin at step 0;
     - ``metric`` for every number that is logged (texts are for other loggers), at the step that every logger gets
       (Lightning's own loop counts the first batch as step 0); of its automatic columns ``epoch`` is left out, because
-      it is no measurement and would double the log of a model with one metric;
+      it is not a measurement, and would double the log of a model with one metric;
     - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
     - ``checkpoint`` for what a ``ModelCheckpoint`` wrote, once it is on disk and its step's metrics are in the log.
       Lightning logs a step's metrics after its checkpoints, so the event comes with the next metrics or at the end.
@@ -57,7 +57,7 @@ class EventLogger(Logger):
         save_dir: Root directory of this logger, where Lightning also puts checkpoints.
 
     Raises:
-        TypeError: `run_id` is no text.
+        TypeError: `run_id` is not a text.
         ValueError: `run_id` is empty.
         EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
     """
@@ -90,9 +90,9 @@ class EventLogger(Logger):
 
     @classmethod
     def attached(cls, event_log: EventLog) -> Self:
-        """A logger that adds metrics to a log which somebody else opened.
+        """A logger that adds metrics to a log that another part of the program opened.
 
-        Whoever opened it writes everything but metrics, brings what waits to the file before a checkpoint is saved
+        The opener writes everything but metrics, brings what waits to the file before a checkpoint is saved
         (`RecordEvents` does), and closes it.
         """
         logger = cls(event_log.path.absolute(), run_id=event_log.run_id, save_dir=event_log.path.parent)
@@ -252,7 +252,7 @@ class EventLogger(Logger):
         new = [name for name in names if name not in self._left_out]
         if new:
             self._left_out.update(new)
-            log.warning("metrics %s are no numbers and not in %s, which holds numbers", ", ".join(new), self.path)
+            log.warning("metrics %s are not numbers, so they are left out of %s", ", ".join(new), self.path)
 
     def _completed_steps(self) -> int:
         return self._last_step if self._trainer is None else self._trainer.global_step
@@ -316,7 +316,7 @@ class DurableCheckpoint(Protocol):
 
 
 class _FitWatch(Callback):
-    """Tells the logger what Lightning does not tell loggers.
+    """Passes on to the logger what Lightning does not tell loggers.
 
     Where a fit begins (Lightning restores its counters after it last speaks to loggers), and what became durable.
     """
@@ -354,7 +354,7 @@ def _is_number(name: Any, value: Any) -> bool:
     try:
         finite_float(name, value)
     except TypeError:
-        return not isinstance(name, str)  # a name that is no text is refused by name
+        return not isinstance(name, str)  # a name that is not a text is refused by name
     return True
 
 

@@ -25,7 +25,7 @@ from .reader import decode_object
 __all__ = ["LineFile"]
 
 SYNC_EVERY_S = 1.0
-"""How long a power cut may take lines that nobody waited for: a sync costs 0.2 ms of CPU, and a shared disk more."""
+"""How long a power cut may take lines that no caller waited for: a sync costs 0.2 ms of CPU, and a shared disk more."""
 
 _open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 

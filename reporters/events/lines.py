@@ -165,7 +165,7 @@ def checked_text(field: str, value: Any) -> str:
     """`value` as a plain, non-empty text.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a text.
         ValueError: It is empty.
     """
     if not isinstance(value, str):
@@ -179,7 +179,7 @@ def path_text(field: str, value: Any) -> str:
     """A path of any kind as text.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is not a path.
         ValueError: It is empty.
     """
     try:
@@ -192,7 +192,7 @@ def checked_step(value: Any) -> int:
     """A number of completed steps.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: It is not an integer.
         ValueError: It is negative, or does not fit into 64 bits.
     """
     try:
@@ -208,7 +208,7 @@ def finite_float(name: str, value: Any) -> float | str:
     """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
 
     Raises:
-        TypeError: The value is no real number.
+        TypeError: The value is not a real number.
         ValueError: It is an integer beyond the range of a float.
     """
     number = value if type(value) is float else _as_float(name, value)

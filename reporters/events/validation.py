@@ -58,8 +58,8 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
     resumed     ``trainer/resumed_from_step`` once an attempt, at the step that is its value
     ==========  ====================================================================================================
 
-    A last line without newline is no line yet, and an attempt without terminal event was killed or still runs: both
-    are sound.
+    A last line without a newline is not a line yet, and an attempt without terminal event was killed or still runs:
+    both are sound.
 
     Raises:
         EventLogError: The log is absent or unreadable.
@@ -117,7 +117,7 @@ _Fault = tuple[str, str]
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any] | None, list[_Fault]]:
-    """The event of a line, None where it is no object, and the faults of how it is written."""
+    """The event of a line, None where it is not an object, and the faults of how it is written."""
     try:
         event = decode_object(line)
     except ValueError as error:

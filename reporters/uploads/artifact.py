@@ -23,7 +23,7 @@ class ArtifactFile:
     path: str
     """Where it lies (relative to the run's folder where it is inside)."""
     name: str
-    """Its name in a file store, after the prefix that tells the step; slashes become underscores there."""
+    """Its name in a file store, after the prefix that names the step; slashes become underscores there."""
     layout: str
     """Its path relative to the artifact's main file, for targets that keep folders."""
     size_bytes: int
@@ -54,10 +54,10 @@ class Artifact:
     subject_bytes: int
     """Size of what the message describes."""
     main: str
-    """The commit record, sample or only file, as it was called by whoever queued it."""
+    """The commit record, sample or only file, by the path with which it was queued."""
     final: bool = False
     held: bool = False
-    """Whether the files are links of ours, which go away with the entry."""
+    """Whether the files are hard links of ours, which are removed with the entry."""
 
     def body(self) -> dict[str, Any]:
         """The artifact as plain data."""

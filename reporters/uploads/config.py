@@ -30,7 +30,7 @@ def token_origins_in(environ: Mapping[str, str]) -> tuple[str, ...]:
     """What ``TRAINER_TOKEN_ORIGINS`` adds to the origins that may be sent the token.
 
     Raises:
-        ValueError: It holds something that is no origin.
+        ValueError: It holds something that is not an origin.
     """
     try:
         return parse_origins(environ.get("TRAINER_TOKEN_ORIGINS", ""))

@@ -74,7 +74,7 @@ class Delivery:
         self._progress: dict[int, _Progress] = {}
 
     def advance(self, entry: Entry) -> bool:
-        """Make the next request for `entry`, which is no terminal message; True once nothing is left to do for it.
+        """Make the next request for `entry`, which is not a terminal message; True once nothing is left to do for it.
 
         Raises:
             TryAgain: The request failed in a way that may pass.
@@ -257,7 +257,7 @@ class Delivery:
         return hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
 
     def _remember(self, entry: Entry, artifact: Artifact) -> None:
-        """Under the name that the message tells, and under that of the record, which may be another one."""
+        """Under the name that the message reports, and under that of the record, which may differ."""
         content = self._content_digest(entry, artifact)
         main = len(artifact.files) - 1
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:

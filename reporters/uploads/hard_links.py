@@ -1,4 +1,4 @@
-"""Files that somebody else may delete before they were uploaded.
+"""Hard links to files that may be deleted before they are uploaded.
 
 Lightning's ``ModelCheckpoint`` deletes what is no longer among the best without asking. A hard link in the spool keeps
 the bytes at no cost until they have arrived.
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from ...adapter.plumbing.durable import temporary_name
 
-__all__ = ["HELD_DIRECTORY", "Held", "hold", "release", "release_others"]
+__all__ = ["HELD_DIRECTORY", "HardLinks", "hold", "release", "release_others"]
 
 HELD_DIRECTORY = "held"
 
 
 @dataclass(frozen=True)
-class Held:
-    """Links to files of an artifact, in its layout."""
+class HardLinks:
+    """Hard links to the files of an artifact, in its layout."""
 
     folder: Path
     origin: Path
@@ -32,13 +32,13 @@ class Held:
         return self.folder / (path.relative_to(self.origin) if path.is_relative_to(self.origin) else path.name)
 
 
-def hold(spool: Path, main: Path, files: Iterable[Path]) -> Held:
+def hold(spool: Path, main: Path, files: Iterable[Path]) -> HardLinks:
     """Link every one of `files` into the spool; those beside `main` and below keep their layout.
 
     Raises:
         OSError: The file system has no hard links, or the spool is on another one.
     """
-    held = Held(spool / HELD_DIRECTORY / temporary_name(main.name).lstrip("."), main.parent)
+    held = HardLinks(spool / HELD_DIRECTORY / temporary_name(main.name).lstrip("."), main.parent)
     try:
         for file in dict.fromkeys(files):
             link = held.link_of(file)
@@ -70,7 +70,7 @@ def release_others(spool: Path, wanted: Iterable[Path]) -> None:
 
 
 def _folder_of(spool: Path, link: Path) -> Path | None:
-    """The folder that was made with `link`; None for a path that the journal names and that is no link of ours."""
+    """The folder that was made with `link`; None for a path that the journal names and that is not a link of ours."""
     inside = Path(os.path.abspath(spool)) / HELD_DIRECTORY
     path = Path(os.path.abspath(link))
     return inside / path.relative_to(inside).parts[0] if inside in path.parents else None

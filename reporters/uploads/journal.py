@@ -140,7 +140,7 @@ class Content:
 
 
 def fault_of(entry: Entry) -> str | None:
-    """Why what an entry says cannot be used, whoever wrote it; None where it can."""
+    """Why the content of an entry cannot be used; None where it can."""
     kind: Any = {"metrics": MetricsBody, "terminal": TerminalBody}.get(entry.kind, Artifact)
     try:
         if kind is Artifact:
@@ -175,7 +175,7 @@ def read_description(directory: str | os.PathLike[str]) -> Description:
     try:
         return msgspec.json.decode(read_own(path, limit=LARGEST_DESCRIPTION_BYTES), type=Description)
     except (OSError, ValueError, RecursionError) as error:
-        raise UploadError(f"{directory} is no upload spool: {path.name} cannot be read ({error}).") from error
+        raise UploadError(f"{directory} is not an upload spool: {path.name} cannot be read ({error}).") from error
 
 
 def read_content(path: Path) -> tuple[Content, int]:

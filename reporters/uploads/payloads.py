@@ -51,7 +51,7 @@ class TerminalPayload:
     """The one message that says how a run ended.
 
     `final_checkpoint_ref` and `final_checkpoint_sha256` are filled in from the uploads of `final_checkpoint` where
-    they are left out. `attempt` is not sent; it tells the failure of one attempt from that of the next.
+    they are left out. `attempt` is not sent; it distinguishes the failure of one attempt from that of the next.
     """
 
     status: Literal["completed", "failed"]
@@ -65,7 +65,7 @@ class TerminalPayload:
 
 
 def encode(payload: Mapping[str, Any]) -> bytes:
-    """Compact JSON with sorted keys; a number that is not finite becomes null, what is no UTF-8 a question mark."""
+    """Compact JSON with sorted keys; a number that is not finite becomes null, what is not UTF-8, a question mark."""
     try:
         return msgspec.json.encode(payload, order="sorted")
     except UnicodeEncodeError:  # of a path that is not text

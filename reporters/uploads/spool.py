@@ -178,13 +178,13 @@ class Spool:
         """Write down whose spool it is, for commands that look at it later; `read_description` gives it back."""
         data = msgspec.json.format(msgspec.json.encode(facts, order="sorted")) + b"\n"
         path = self.directory / DESCRIPTION
-        with contextlib.suppress(OSError):  # of what is no file of ours, which is replaced
+        with contextlib.suppress(OSError):  # what is not a file of ours is replaced
             if read_own(path, limit=len(data)) == data:
                 return
         write_bytes_durably(path, data, mode=0o600)
 
     def sync(self) -> None:
-        """Make what was added survive a power cut as well; nobody who adds meanwhile waits for the disk."""
+        """Make what was added survive a power cut as well; a thread that adds meanwhile does not wait for the disk."""
         with self._mutex:
             descriptor = os.dup(self._descriptor) if self._descriptor >= 0 else -1
         if descriptor >= 0:

@@ -87,7 +87,7 @@ def outcome_of_status(
         return None
     reason = f"HTTP {status} from {where}"
     if is_transient(status):
-        # By the server's own clock where it tells it: ours may be hours off.
+        # By the server's own clock where it sends the time: ours may be hours off.
         now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
         return TryAgain(reason, retry_after_s(headers.get("Retry-After"), now))
     if status in (401, 403):
@@ -147,7 +147,7 @@ class Wire:
             timeout_s: Seconds without a byte after which it counts as stalled; None means the client's.
 
         Raises:
-            TryAgain: A network fault, or a status that may pass.
+            TryAgain: A network error, or a status that may pass.
             Refused: Any other answer than success.
         """
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
@@ -166,7 +166,7 @@ class Wire:
 
         Raises:
             Contradicted: The store's digest or size is another one than ours.
-            TryAgain: A network fault, or a status that may pass.
+            TryAgain: A network error, or a status that may pass.
             Refused: The file is gone, or any other answer than success.
         """
         offset = 0
@@ -250,7 +250,7 @@ def _checked_answer(content: bytes, facts: FileFacts, where: str) -> UploadedFil
 
 
 def _json_object(content: bytes, where: str) -> dict[str, Any]:
-    """The answer of the store; an empty one says nothing, and a page of some proxy is no acknowledgement."""
+    """The answer of the store; an empty one says nothing, and a page of some proxy is not an acknowledgement."""
     try:
         answer = msgspec.json.decode(content) if content.strip() else {}
     except msgspec.DecodeError as error:

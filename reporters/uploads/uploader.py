@@ -18,7 +18,7 @@ from .artifact import Artifact, files_in, pack, stored_path, unpack
 from .config import UploadConfig
 from .delivery import Delivery, receipt_key
 from .delivery_thread import DeliveryThread
-from .hard_links import Held, hold
+from .hard_links import HardLinks, hold
 from .journal import Entry
 from .outcome import SettleResult, undelivered
 from .payloads import Kind, TerminalPayload, UploadedFile
@@ -207,7 +207,7 @@ class Uploader:
         return SettleResult() if entry is None else self._send_terminal(entry, deadline_s)
 
     def _send_terminal(self, entry: Entry, deadline_s: float | None) -> SettleResult:
-        """Sent by the calling thread, which has to wait anyway, so that a transfer that stalls does not hold it up."""
+        """Not sent by the delivery thread, so that a transfer that stalls does not hold it up."""
         limit_s = self.config.deadline_s if deadline_s is None else deadline_s
         failure = send_terminal(entry, limit_s, self._delivery, self.config, self._closing)
         if failure is None:
@@ -257,7 +257,7 @@ class Uploader:
     def _is_full(self) -> bool:
         return self._spool.count("metrics") >= self.config.max_pending_metrics
 
-    def _hold(self, main: Path, files: Sequence[Path]) -> Held | None:
+    def _hold(self, main: Path, files: Sequence[Path]) -> HardLinks | None:
         """Links to `files`; None where the file system does not have them."""
         try:
             return hold(self._spool.directory, main, files)

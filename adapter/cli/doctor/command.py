@@ -21,10 +21,11 @@ from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ...job.spec import UPLOAD_URLS, DatasetSpec
 from ...job.spec_keys import inner_keys, spec_keys
+from ...plumbing.finding import Finding, Level
 from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
-from .local_checks import Finding, asks_for_devices, check_artifacts, check_dataset, check_devices, check_trainer
+from .local_checks import asks_for_devices, check_artifacts, check_dataset, check_devices, check_trainer
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -37,6 +38,7 @@ PATHS = frozenset(
     | {"resume_checkpoint_path", "cancel_file_path"}
 )
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
+MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault"}
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 
 
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     table = [*_table(settings, template), ""] if settings.readable else []
     shown = redact("\n".join([*table, *_report(findings)]), settings.secrets)
     sys.stdout.write(shown + "\n")
-    return FAULTY if any(finding.level == "fault" for finding in findings) else SOUND
+    return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
 
 def diagnose(settings: Settings, faults: FaultList, template: str, deadline: float) -> Iterator[Finding]:
@@ -76,13 +78,13 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
     try:
         network = _ask_network(settings)
     except StartupContractError as problem:
-        unusable = Finding("fault", "network", str(problem))
+        unusable = Finding("network", "fail", str(problem))
     error = faults.error(secrets=settings.secrets)
     if error is None:
-        yield Finding("ok", "settings", f"{settings.spec_path} and environment are sound")
+        yield Finding("settings", "pass", f"{settings.spec_path} and environment are sound")
     for fault in faults.faults:
-        yield Finding("fault", "settings", f"{fault.code}: {fault.text}")
-    yield from (Finding("warning", "settings", warning) for warning in faults.warnings)
+        yield Finding("settings", "fail", f"{fault.code}: {fault.text}")
+    yield from (Finding("settings", "warn", warning) for warning in faults.warnings)
     yield from _check_token(settings)
     if settings.spec.run_id is not None or settings.pick("artifacts_dir") is not None:
         resumes = bool(settings.pick("resume_from_latest") or settings.pick("resume_checkpoint_path"))
@@ -122,15 +124,15 @@ def _check_token(settings: Settings) -> Iterator[Finding]:
     origins = sorted(token_origins_of(settings))
     if settings.pick("capability_token") is None:
         if origins:
-            yield Finding("warning", "token", f"none is set; {', '.join(origins)} will be asked without one")
+            yield Finding("token", "warn", f"none is set; {', '.join(origins)} will be asked without one")
         return
     if not origins:
-        yield Finding("warning", "token", "is set, and there is no origin that it would be sent to")
+        yield Finding("token", "warn", "is set, and there is no origin that it would be sent to")
         return
-    yield Finding("ok", "token", f"is sent to {', '.join(origins)} and nowhere else")
+    yield Finding("token", "pass", f"is sent to {', '.join(origins)} and nowhere else")
     for origin in origins:
         if origin.startswith("http://") and not origin.startswith(LOOPBACK):
-            yield Finding("warning", "token", f"travels to {origin} without encryption; use https://")
+            yield Finding("token", "warn", f"travels to {origin} without encryption; use https://")
 
 
 def _paths(settings: Settings, template: str) -> dict[str, Path]:
@@ -198,12 +200,12 @@ def _masked(value: Any) -> Any:
 
 def _report(findings: list[Finding]) -> list[str]:
     """One line for each finding, then the verdict."""
-    width = max(len(finding.subject) for finding in findings)
+    width = max(len(finding.check) for finding in findings)
     lines = [
-        f"{_styled(finding.level, f'{finding.level:<7}')}  {finding.subject:<{width}}  {finding.text}"
+        f"{_styled(MARKS[finding.level], f'{MARKS[finding.level]:<7}')}  {finding.check:<{width}}  {finding.detail}"
         for finding in findings
     ]
-    count = sum(finding.level == "fault" for finding in findings)
+    count = sum(finding.level == "fail" for finding in findings)
     verdict = f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start"
     return [*lines, "", verdict]
 

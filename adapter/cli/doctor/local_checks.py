@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ....callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ....callbacks.checkpoint.ownership import checkpoint_files
@@ -15,62 +14,47 @@ from ...contract.exceptions import ContractError, InputError
 from ...inputs.local import parquet_files
 from ...job.spec import DatasetSpec
 from ...module.plugin_loading import find_trainer, on_sys_path
+from ...plumbing.finding import Finding, Level
+from ...plumbing.text import size_text
 from ...plumbing.urls import has_scheme, safe_url
 from ...run.artifact_dirs import artifact_dir_faults, untrusted_dirs
 from ...run.artifacts_lock import lock_holder
 
-__all__ = ["Finding", "asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
+__all__ = ["asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
 
 LITTLE_SPACE_BYTES = 1 << 30
 FILES_OPENED = 16
 """Parquet files whose schema is read; more would take longer than anybody waits for a doctor."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the diagnosis."""
-
-    level: Literal["ok", "warning", "fault"]
-    subject: str
-    text: str
-
-
 def check_artifacts(paths: Mapping[str, Path], *, resumes: bool, shared: bool = False) -> Iterator[Finding]:
     """Directories, space, other runs, and checkpoints that the run would refuse to overwrite."""
     faults = ([] if shared else untrusted_dirs(paths)) or artifact_dir_faults(paths, create=False)
-    yield from (Finding("fault", "artifacts", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
+    yield from (Finding("artifacts", "fail", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
     if faults:
         return
     root = paths["artifacts_dir"]
     free = shutil.disk_usage(_nearest_existing(root)).free
-    level: Literal["ok", "warning"] = "warning" if free < LITTLE_SPACE_BYTES else "ok"
-    yield Finding(level, "artifacts", f"{root} can be written, {_size(free)} free")
+    level: Level = "warn" if free < LITTLE_SPACE_BYTES else "pass"
+    yield Finding("artifacts", level, f"{root} can be written, {size_text(free)} free")
     holder = lock_holder(root)
     if holder:
-        yield Finding("fault", "artifacts", f"startup.artifacts_in_use: {root} is held by a live run ({holder})")
+        yield Finding("artifacts", "fail", f"startup.artifacts_in_use: {root} is held by a live run ({holder})")
     named = filter(is_record_of_callback, record_paths(paths["checkpoints_dir"]))
     records = sorted({*named, *checkpoint_files(paths["checkpoints_dir"])})
     if records and not resumes:
         yield Finding(
-            "fault",
             "checkpoints",
+            "fail",
             f"startup.artifacts_in_use: {paths['checkpoints_dir']} holds checkpoints already ({records[-1].name}). "
             "Set `resume_from_latest`, choose another directory, or run with --fresh.",
         )
     elif records:
-        yield Finding("ok", "checkpoints", f"{len(records)} to resume from, the last of them {records[-1].name}")
+        yield Finding("checkpoints", "pass", f"{len(records)} to resume from, the last of them {records[-1].name}")
 
 
 def _nearest_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
@@ -78,22 +62,24 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
     files: list[Path] = []
     for text in dataset.parquet_paths:
         if has_scheme(text):
-            yield Finding("warning", "dataset", f"{safe_url(text)} is not looked into: the run reads it where it lies")
+            yield Finding("dataset", "warn", f"{safe_url(text)} is not looked into: the run reads it where it lies")
             continue
         try:
             files += parquet_files(text)
         except InputError as fault:
-            yield Finding("fault", "dataset", str(fault))
+            yield Finding("dataset", "fail", str(fault))
     rows = 0
     for file in files[:FILES_OPENED]:
         problem, count = _look_into(file, dataset.columns)
         rows += count
         if problem:
-            yield Finding("fault", "dataset", problem)
+            yield Finding("dataset", "fail", problem)
     if files:
         size = sum(file.stat().st_size for file in files)
         counted = f", {rows:,} rows" if len(files) <= FILES_OPENED else ""
-        yield Finding("ok", "dataset", f"{len(files)} Parquet file{'s' * (len(files) > 1)}, {_size(size)}{counted}")
+        yield Finding(
+            "dataset", "pass", f"{len(files)} Parquet file{'s' * (len(files) > 1)}, {size_text(size)}{counted}"
+        )
 
 
 def _look_into(file: Path, columns: Sequence[str] | None) -> tuple[str | None, int]:
@@ -118,13 +104,13 @@ def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]
         with on_sys_path(search_path):
             target = find_trainer(import_path)
     except ContractError as fault:
-        yield Finding("fault", "trainer", f"startup.invalid_trainer: {fault}")
+        yield Finding("trainer", "fail", f"startup.invalid_trainer: {fault}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- a module may raise anything while it is imported
         kind = type(error).__name__
-        yield Finding("fault", "trainer", f"startup.invalid_trainer: importing {import_path!r} raised {kind}: {error}")
+        yield Finding("trainer", "fail", f"startup.invalid_trainer: importing {import_path!r} raised {kind}: {error}")
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
-        yield Finding("ok", "trainer", f"{import_path} is {name}, with all hooks")
+        yield Finding("trainer", "pass", f"{import_path} is {name}, with all hooks")
 
 
 def asks_for_devices(lightning: Mapping[str, Any]) -> bool:
@@ -145,11 +131,11 @@ def check_devices(lightning: Mapping[str, Any]) -> Iterator[Finding]:
     on_gpu = accelerator in ("gpu", "cuda", "mps") or (accelerator == "auto" and (cuda or mps))
     have = {"cuda": cuda, "mps": int(mps)}.get(str(accelerator), cuda or int(mps))
     if on_gpu and have == 0:
-        yield Finding("fault", "devices", f"the job asks for accelerator {accelerator!r}, and torch finds {found} here")
+        yield Finding("devices", "fail", f"the job asks for accelerator {accelerator!r}, and torch finds {found} here")
     elif on_gpu and wanted > have:
-        yield Finding("fault", "devices", f"the job asks for {wanted} devices, and torch finds {found} here")
+        yield Finding("devices", "fail", f"the job asks for {wanted} devices, and torch finds {found} here")
     else:
-        yield Finding("ok", "devices", f"torch {torch.__version__}: {found}, {os.cpu_count()} CPU cores")
+        yield Finding("devices", "pass", f"torch {torch.__version__}: {found}, {os.cpu_count()} CPU cores")
 
 
 def _wanted_devices(devices: Any) -> int:

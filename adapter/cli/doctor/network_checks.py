@@ -22,10 +22,10 @@ from ...inputs.private_addresses import AddressGuard
 from ...inputs.tensorhub import HttpResolveClient
 from ...job.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ...job.spec import InputsSpec
+from ...plumbing.finding import Finding
 from ...plumbing.http import build_client, failure_text
 from ...plumbing.retry import RetryPolicy
 from ...plumbing.urls import safe_url
-from .local_checks import Finding
 
 __all__ = ["NetworkChecks"]
 
@@ -100,16 +100,17 @@ class NetworkChecks:
             client.close()
         yield from self._known
         for question in self._questions:
-            silent = Finding("fault", question.subject, f"{question.label} did not answer in time")
+            silent = Finding(question.subject, "fail", f"{question.label} did not answer in time")
             yield answers.get(id(question), silent)
 
     def _run(self, question: Question) -> None:
         try:
-            finding = Finding("ok", question.subject, question.ask())
+            finding = Finding(question.subject, "pass", question.ask())
         except InputError as fault:
-            finding = Finding("fault", question.subject, str(fault))
+            named = question.label in str(fault)
+            finding = Finding(question.subject, "fail", str(fault) if named else f"{question.label}: {fault}")
         except Exception as error:  # noqa: BLE001 -- the fault of one check must not hide the others' results
-            finding = Finding("fault", question.subject, f"{question.label}: {failure_text(error)}")
+            finding = Finding(question.subject, "fail", f"{question.label}: {failure_text(error)}")
         self._results.put((question, finding))
 
     def _answers(self, url: str) -> str:
@@ -130,10 +131,10 @@ class NetworkChecks:
             try:
                 ref = checked_ref(kind, text)
             except InputError as fault:
-                self._known.append(Finding("fault", "input", str(fault)))
+                self._known.append(Finding("input", "fail", str(fault)))
                 continue
             if isinstance(ref, LocalRef):
-                self._known.append(Finding("ok", "input", f"{ref.label} is here"))
+                self._known.append(Finding("input", "pass", f"{ref.label} is here"))
             else:
                 yield Question("input", ref.label, partial(self._input_is_there, kind, ref))
 

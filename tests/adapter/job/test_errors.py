@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.job.errors import CODES, FaultList, nearest, render_value
+from genlight.adapter.job.errors import CODES, FaultList, render_value
 
 
 def test_without_a_fault_there_is_no_error():
@@ -71,11 +71,6 @@ def test_the_error_holds_no_secret_not_even_the_part_of_it_that_a_short_message_
     message = str(faults.error(secrets=[token]))
     assert "canary" not in message
     assert "Invalid `run_id`" in message
-
-
-def test_the_nearest_name_is_offered_only_if_near():
-    assert nearest("max_step", ["max_steps", "run_id"]) == " Did you mean `max_steps`?"
-    assert nearest("zzz", ["max_steps"]) == ""
 
 
 def test_every_settings_code_of_the_contract_is_known():

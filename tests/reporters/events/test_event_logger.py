@@ -437,6 +437,6 @@ def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):
     assert [(event["step"], event["value"]) for event in events if event.get("name") == "loss"] == [(1, 1.0), (2, 1.0)]
     assert not [event for event in events if event.get("name") in ("phase", "shapes")]
     assert "warm-up" in Path(csv_logger.log_dir, "metrics.csv").read_text()
-    assert [record.message for record in caplog.records if "no numbers" in record.message] == [
-        f"metrics phase, shapes are no numbers and not in {path}, which holds numbers"
+    assert [record.message for record in caplog.records if "not numbers" in record.message] == [
+        f"metrics phase, shapes are not numbers, so they are left out of {path}"
     ]

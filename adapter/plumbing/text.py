@@ -1,0 +1,44 @@
+"""Words for messages: the nearest name, sizes, and which texts can be kept."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["closest", "is_storable", "is_utf8", "nearest", "size_text"]
+
+
+def closest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str | None:
+    """The known name closest to `name`; None where none is at least `alike`, from 0 to 1 for an equal one."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
+    return matches[0] if matches else None
+
+
+def nearest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str:
+    """A sentence that offers the known name closest to `name`, after a space; empty where none is `alike`."""
+    match = closest(name, known, alike=alike)
+    return f" Did you mean `{match}`?" if match else ""
+
+
+def size_text(size_bytes: float) -> str:
+    """A size in decimal units, such as ``512 B`` or ``1.5 MB``."""
+    size, unit = float(size_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold `text`, and a file name can: no half surrogate pair, and no NUL."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def is_storable(text: str) -> bool:
+    """Whether `text` can be a path, a header or a line of a log: UTF-8 and no control character."""
+    return is_utf8(text) and all(ord(character) >= 32 and ord(character) != 127 for character in text)

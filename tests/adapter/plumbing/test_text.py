@@ -1,0 +1,30 @@
+"""Messages offer the name that was meant, tell sizes in one way, and keep what cannot be stored out."""
+
+from __future__ import annotations
+
+import pytest
+
+from genlight.adapter.plumbing.text import closest, is_storable, is_utf8, nearest, size_text
+
+
+def test_the_nearest_name_is_offered_and_a_far_one_is_not():
+    assert nearest("max_step", ["max_steps", "run_id"]) == " Did you mean `max_steps`?"
+    assert nearest("zzz", ["max_steps"]) == ""
+    assert closest("colour", iter(["color", "size"])) == "color"
+    assert closest("colour", ["color"], alike=0.99) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3.2e9, "3.2 GB"), (5e15, "5000.0 TB")],
+)
+def test_a_size_is_told_in_decimal_units(size, text):
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "utf8", "storable"),
+    [("path/ü", True, True), ("", True, True), ("\ud800", False, False), ("a\0", False, False), ("a\n", True, False)],
+)
+def test_what_cannot_be_written_down_is_known(text, utf8, storable):
+    assert (is_utf8(text), is_storable(text)) == (utf8, storable)
