@@ -30,7 +30,7 @@ from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
 from ...callbacks.log_metrics import LogMetrics
 from ...callbacks.replica_guard import ReplicaGuard
-from ..contract.exceptions import ContractError, StartupContractError
+from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import LooseTensors
 from ..discovery.discover import Discovered, Found, check_devices, check_nothing_new, discover
@@ -44,7 +44,6 @@ from .deferred_optimizers import put_back_what_fits, restore_set_aside, set_asid
 from .evaluation import host_evaluation
 from .late_setup import (
     defer_setups,
-    faults_of_callbacks,
     run_deferred_setups,
     train_what_optimizers_hold,
     without_masks,
@@ -53,7 +52,7 @@ from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rank_state import collect_from_ranks, take_own_part
 from .rollout import RolloutBatches
 from .step_metrics import metric_name, named_scalars, scalar, validated_result
-from .supported import check_strategy, leave_unwrapped
+from .supported import check_trainer_arguments, leave_unwrapped
 from .trainer_files import checked_result, trainer_directory
 
 __all__ = ["ContractModule"]
@@ -300,8 +299,7 @@ class ContractModule(pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        check_strategy(self.trainer.strategy)
-        self._refuse_what_the_trainer_owns()
+        check_trainer_arguments(self.trainer)
         # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
         self._log_hyperparams = self._log_hyperparams or bool((self.job or self.ctx.job).hyperparams)
         defer_setups(self.trainer)
@@ -317,23 +315,6 @@ class ContractModule(pl.LightningModule):
         if self.trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
             added.append(ReplicaGuard())
         return added
-
-    def _refuse_what_the_trainer_owns(self) -> None:
-        trainer = self.trainer
-        faults = []
-        if trainer.accumulate_grad_batches != 1:
-            faults.append(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
-                "accumulation; do it in train_step, or leave it at 1"
-            )
-        if trainer.gradient_clip_val:
-            faults.append(
-                f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
-                "torch.nn.utils.clip_grad_norm_ in train_step"
-            )
-        faults += faults_of_callbacks(trainer)
-        if faults:
-            raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))
 
     @override
     def setup(self, stage: str) -> None:

@@ -1,9 +1,10 @@
-"""Which of Lightning's strategies can host a trainer that calls its modules itself, and how."""
+"""Which of Lightning's strategies and trainer arguments can host a trainer that calls its modules itself, and how."""
 
 from __future__ import annotations
 
 import types
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -18,8 +19,9 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from ...callbacks.lightning_internals import require_names
 from ..contract.exceptions import StartupContractError
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
+from .late_setup import faults_of_callbacks
 
-__all__ = ["check_strategy", "leave_unwrapped"]
+__all__ = ["check_trainer_arguments", "leave_unwrapped"]
 
 require_names("lightning", DDPStrategy, "_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")
 
@@ -34,12 +36,30 @@ _REFUSED: dict[type[Strategy], str] = {
 }
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Refuse a strategy, or a setting of one, that cannot host an opaque trainer.
+def check_trainer_arguments(trainer: pl.Trainer) -> None:
+    """Refuse a strategy, an argument or a callback of a Lightning trainer that cannot host a trainer class.
 
     Raises:
-        StartupContractError: Names the strategy, the reason and the way out.
+        StartupContractError: Names each, the reason and the way out.
     """
+    _check_strategy(trainer.strategy)
+    errors = []
+    if trainer.accumulate_grad_batches != 1:
+        errors.append(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
+            "accumulation; do it in train_step, or leave it at 1"
+        )
+    if trainer.gradient_clip_val:
+        errors.append(
+            f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
+            "torch.nn.utils.clip_grad_norm_ in train_step"
+        )
+    errors += faults_of_callbacks(trainer)
+    if errors:
+        raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
+
+
+def _check_strategy(strategy: Strategy) -> None:
     name = type(strategy).__name__
     for refused, reason in _REFUSED.items():
         if isinstance(strategy, refused):
