@@ -21,7 +21,7 @@ from ..contract.exceptions import StartupContractError
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 from .late_setup import faults_of_callbacks
 
-__all__ = ["check_trainer_arguments", "leave_unwrapped"]
+__all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
 
 require_names("lightning", DDPStrategy, "_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method")
 
@@ -42,7 +42,7 @@ def check_trainer_arguments(trainer: pl.Trainer) -> None:
     Raises:
         StartupContractError: Names each, the reason and the way out.
     """
-    _check_strategy(trainer.strategy)
+    check_strategy(trainer.strategy)
     errors = []
     if trainer.accumulate_grad_batches != 1:
         errors.append(
@@ -59,7 +59,12 @@ def check_trainer_arguments(trainer: pl.Trainer) -> None:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
 
 
-def _check_strategy(strategy: Strategy) -> None:
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a strategy, or a setting of one, that cannot host a trainer class.
+
+    Raises:
+        StartupContractError: Names the strategy, the reason and the way out.
+    """
     name = type(strategy).__name__
     for refused, reason in _REFUSED.items():
         if isinstance(strategy, refused):
