@@ -68,7 +68,7 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
 
 
 def lock_holder(directory: Path) -> str | None:
-    """Who holds an artifacts directory, in words; None when nobody does. Neither makes nor keeps a lock."""
+    """Who holds an artifacts directory, in words; None when no process does. Neither makes nor keeps a lock."""
     try:
         descriptor = open_own(directory / LOCK_NAME, os.O_RDONLY)
     except OSError:
@@ -132,7 +132,7 @@ def lock_directory(directory: Path, run_id: str) -> HeldLock:
 
 
 def _lock_patiently(descriptor: int) -> None:
-    """Lock the file; somebody who only looks, or who is being killed just now, holds it for a moment."""
+    """Lock the file; a process that only looks, or is being killed just now, holds it for a moment."""
     for _ in range(PATIENCE):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -190,7 +190,7 @@ def _names() -> Iterator[str]:
 
 
 def _defaults(settings: Settings, template: str) -> dict[str, Any]:
-    """What holds where no source says anything; and paths, which are shown absolute whoever gave them."""
+    """What holds where no source says anything; and paths, which are shown absolute wherever they come from."""
     job = {f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default is not dataclasses.MISSING}
     dataset = {f"dataset.{f.name}": f.default for f in dataclasses.fields(DatasetSpec)} if settings.spec.dataset else {}
     flags = {"resume_from_latest": False, "orchestrated": False, "canceled": False}

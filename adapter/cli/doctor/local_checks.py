@@ -118,7 +118,7 @@ def _look_into(file: Path, columns: Sequence[str] | None) -> tuple[str | None, i
     try:
         metadata = pq.read_metadata(file)
     except (pa.ArrowException, OSError) as error:
-        return f"The file {str(file)!r} is no readable Parquet: {error}", 0
+        return f"The file {str(file)!r} is not readable Parquet: {error}", 0
     names = metadata.schema.to_arrow_schema().names
     missing = [name for name in columns or () if name not in names]
     if missing:

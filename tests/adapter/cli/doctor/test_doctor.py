@@ -329,7 +329,7 @@ def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no more")
     code, text = diagnose(job())
     assert code == 2
-    assert "is no readable Parquet" in text
+    assert "is not readable Parquet" in text
 
 
 def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
