@@ -57,7 +57,7 @@ def _subject(args: argparse.Namespace) -> Subject:
         if number is not None and number < 1:
             raise ValueError(f"Invalid `--{option}`. Expected a number >= 1, but received {number}.")
     if args.trainer is not None and args.trainer.endswith(".json"):
-        raise ValueError(f"{args.trainer} is no trainer; name one as MODULE:CLASS, or a job by --job {args.trainer}")
+        raise ValueError(f"{args.trainer} is not a trainer; name one as MODULE:CLASS, or a job by --job {args.trainer}")
     job = _job(args)
     trainer = args.trainer or (job.trainer if job is not None else None)
     if trainer is None:

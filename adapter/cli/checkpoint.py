@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             return _complain(str(error), _USAGE)
         if not str(error.filename).startswith(os.path.abspath(args.path)):  # It is about where to export to.
             raise
-        problem = f"{args.path} is no checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
+        problem = f"{args.path} is not a checkpoint" if Path(args.path).exists() else f"there is nothing at {args.path}"
         return _complain(f"{problem}; name a run's directory or a checkpoint", _USAGE)
     except CheckpointError as error:
         return _complain(str(error), _USAGE)

@@ -48,7 +48,7 @@ def _fault(value: str) -> str | None:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return f"The configuration {value!r} is no text: byte {error.start} is not {error.encoding}. Name a YAML file."
+        return f"The configuration {value!r} is not text: byte {error.start} is not {error.encoding}. Name a YAML file."
     if _is_job_spec(text):
         return f"{value!r} is a job spec. Run it by `genlight run {value}`."
     return _syntax_fault(value, text)
@@ -61,9 +61,9 @@ def _syntax_fault(name: str, text: str) -> str | None:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        return f"The configuration {name!r} is no YAML: {error.problem}{line}."
+        return f"The configuration {name!r} is not YAML: {error.problem}{line}."
     except yaml.reader.ReaderError as error:
-        return f"The configuration {name!r} is no YAML: {error.reason}."
+        return f"The configuration {name!r} is not YAML: {error.reason}."
     except RecursionError:
         return f"The configuration {name!r} is nested too deeply."
     if not isinstance(tree, yaml.MappingNode):

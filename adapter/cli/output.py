@@ -76,7 +76,7 @@ def _lossy(stream: TextIO, descriptor: int) -> TextIO:
 
 @contextlib.contextmanager
 def until_the_reader_leaves() -> Iterator[None]:
-    """End quietly when whoever reads the output has gone, as after ``| head``.
+    """End quietly when the reader of the output has gone, as after ``| head``.
 
     Raises:
         SystemExit: With 1: the output cannot be written for another reason.

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         return _complain(f"there is no action {action!r}; choose from {', '.join(_ACTIONS)}.{offered}", _USAGE)
     spool = _spool_of(Path(run_dir))
     if not spool.is_dir():
-        problem = f"{spool} is no directory" if spool.exists() else f"there is no directory {spool}"
+        problem = f"{spool} is not a directory" if spool.exists() else f"there is no directory {spool}"
         return _complain(f"{problem}; name the artifacts directory of a run", _USAGE)
     if not (spool / DESCRIPTION).exists() and not (spool / JOURNAL).exists():
         return _complain(f"nothing is waiting: {spool} has no upload spool", _DELIVERED)

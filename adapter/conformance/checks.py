@@ -6,7 +6,6 @@ two ranks · sharded · batch size · bf16-mixed · step time. What a fault make
 
 from __future__ import annotations
 
-import inspect
 import re
 import tempfile
 import traceback
@@ -21,6 +20,7 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_nothing_new
+from ..module.hook_signatures import HOOK_ARGUMENTS, signature_faults
 from ..module.module import ContractModule
 from ..plumbing.finding import Finding
 from .forgotten import Snapshots, forgotten_values
@@ -38,19 +38,6 @@ SAME = 1e-5
 CLOSE = 0.05
 """Relative difference of weights that bf16 explains over a few steps."""
 
-_SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "setup": (("ctx",), ()),
-    "configure": (("ctx",), ()),
-    "prepare_batch": (("raw_batch", "state", "ctx"), ()),
-    "train_step": (("batch", "state", "ctx"), ()),
-    "state_dict": (("state",), ()),
-    "load_state_dict": (("state", "payload", "ctx"), ()),
-    "save_checkpoint": ((), ("state", "step", "output_dir", "final", "ctx")),
-    "load_checkpoint": ((), ("state", "checkpoint_dir", "payload", "ctx")),
-    "rollout": (("state", "ctx"), ()),
-    "evaluate": (("state", "ctx"), ()),
-}
-"""Positional and keyword arguments with which each hook is called."""
 
 _ABOUT_CUDA = re.compile(r"cuda|nvidia|hip\b", re.IGNORECASE)
 
@@ -99,21 +86,10 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 def check_hooks(trainer: object) -> Finding:
     """Whether every hook that is there can be called as the loop calls it."""
-    faults = []
-    for name, (positional, keywords) in _SIGNATURES.items():
-        hook = getattr(trainer, name, None)
-        if hook is None:
-            continue
-        try:
-            inspect.signature(hook).bind(*positional, **dict.fromkeys(keywords))
-        except TypeError as error:
-            arguments = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
-            faults.append(f"{name}{inspect.signature(hook)} cannot be called as {name}({arguments}): {error}")
-        except ValueError:  # written in C, without a signature
-            continue
+    faults = signature_faults(trainer)
     if faults:
         return Finding("hooks", "fail", "; ".join(faults), "Give the hooks the parameters of the contract.")
-    optional = [name for name in _SIGNATURES if name not in REQUIRED_HOOKS and hasattr(trainer, name)]
+    optional = [name for name in HOOK_ARGUMENTS if name not in REQUIRED_HOOKS and hasattr(trainer, name)]
     return Finding("hooks", "pass", f"all {len(REQUIRED_HOOKS)}" + (f", and {', '.join(optional)}" if optional else ""))
 
 

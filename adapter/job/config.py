@@ -23,7 +23,7 @@ from .refs import looks_like_path
 from .sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls, ValidateSpec
 
-__all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config"]
+__all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config", "run_config_of"]
 
 DEFAULT_UPLOAD_DEADLINE_S = 60.0
 
@@ -115,7 +115,7 @@ def resolve_run_config(
     reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, faults)
     require_settings(reading, faults)
     template = artifacts_template(spec_path, default_artifacts_dir)
-    config = _assemble(reading, template, faults) if not faults.faults else None
+    config = run_config_of(reading, template, faults) if not faults.faults else None
     error = faults.error(secrets=reading.secrets)
     if error is not None:
         raise error
@@ -123,7 +123,14 @@ def resolve_run_config(
     return config
 
 
-def _assemble(reading: Settings, artifacts_template: str, faults: FaultList) -> RunConfig:
+def run_config_of(reading: Settings, artifacts_template: str, faults: FaultList) -> RunConfig:
+    """The configuration that sound settings stand for.
+
+    Args:
+        reading: What the sources say, without an error.
+        artifacts_template: Where artifacts go by default.
+        faults: Holds the warnings about the settings.
+    """
     spec = reading.spec
     job = _job(reading)
     artifacts = artifact_paths(reading, artifacts_template, job.run_id)

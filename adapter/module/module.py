@@ -40,7 +40,7 @@ from .reporting import ReportingModule
 from .rollout import RolloutBatches
 from .step_context import filled_in
 from .step_metrics import named_scalars, validated_result
-from .supported import check_strategy, leave_unwrapped, refuse_what_the_class_owns
+from .supported import check_trainer_arguments, leave_unwrapped
 from .trainer_files import save_trainer_files, trainer_directory
 from .trainer_state import (
     ToRestore,
@@ -225,8 +225,7 @@ class ContractModule(ReportingModule):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        check_strategy(self.trainer.strategy)
-        refuse_what_the_class_owns(self.trainer)
+        check_trainer_arguments(self.trainer)
         # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
         self._log_hyperparams = self._log_hyperparams or bool((self.job or self.ctx.job).hyperparams)
         defer_setups(self.trainer)

@@ -21,7 +21,7 @@ from ..contract.exceptions import StartupContractError
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 from .late_setup import faults_of_callbacks
 
-__all__ = ["check_strategy", "leave_unwrapped", "refuse_what_the_class_owns"]
+__all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
@@ -34,8 +34,31 @@ _REFUSED: dict[type[Strategy], str] = {
 }
 
 
+def check_trainer_arguments(trainer: pl.Trainer) -> None:
+    """Refuse a strategy, an argument or a callback of a Lightning trainer that cannot host a trainer class.
+
+    Raises:
+        StartupContractError: Names each, the reason and the way out.
+    """
+    check_strategy(trainer.strategy)
+    errors = []
+    if trainer.accumulate_grad_batches != 1:
+        errors.append(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
+            "accumulation; do it in train_step, or leave it at 1"
+        )
+    if trainer.gradient_clip_val:
+        errors.append(
+            f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
+            "torch.nn.utils.clip_grad_norm_ in train_step"
+        )
+    errors += faults_of_callbacks(trainer)
+    if errors:
+        raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
+
+
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse a strategy, or a setting of one, that cannot host an opaque trainer.
+    """Refuse a strategy, or a setting of one, that cannot host a trainer class.
 
     Raises:
         StartupContractError: Names the strategy, the reason and the way out.
@@ -79,25 +102,3 @@ def _configure_nothing(strategy: DDPStrategy) -> None:
 
 def _refusal(name: str, reason: str) -> StartupContractError:
     return StartupContractError("startup.invalid_job_spec", f"{name} cannot host a trainer class: {reason}.")
-
-
-def refuse_what_the_class_owns(trainer: pl.Trainer) -> None:
-    """Refuse settings and callbacks of `trainer` that do what a trainer class does itself.
-
-    Raises:
-        StartupContractError: Names all of them, each with the way out.
-    """
-    faults = []
-    if trainer.accumulate_grad_batches != 1:
-        faults.append(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: the trainer class owns gradient "
-            "accumulation; do it in train_step, or leave it at 1"
-        )
-    if trainer.gradient_clip_val:
-        faults.append(
-            f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
-            "torch.nn.utils.clip_grad_norm_ in train_step"
-        )
-    faults += faults_of_callbacks(trainer)
-    if faults:
-        raise StartupContractError("startup.invalid_job_spec", "; ".join(faults))

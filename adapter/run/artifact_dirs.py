@@ -39,7 +39,7 @@ def prepare_artifact_dirs(config: RunConfig) -> None:
 
 
 def untrusted_dirs(paths: Mapping[str, Path]) -> list[str]:
-    """Which of the artifact directories that exist somebody else could change, a sentence each."""
+    """Which of the artifact directories that exist another user could change, a sentence each."""
     found: dict[Path, str] = {}
     for name, path in _directories(paths).items():
         if any(path.is_relative_to(faulty) for faulty in found):
@@ -88,7 +88,9 @@ def directory_fault(name: str, path: Path, way_out: str, *, create: bool = True,
     except OSError as error:
         elsewhere = error.filename and not Path(error.filename).is_relative_to(path)
         blocked = f" by {error.filename!r}" if elsewhere else ""
-        reason = "it is no directory" if isinstance(error, FileExistsError) and not blocked else error.strerror or error
+        reason = (
+            "it is not a directory" if isinstance(error, FileExistsError) and not blocked else error.strerror or error
+        )
         reason = f"{reason}{blocked}"
         return f"`{name}` {str(path)!r} cannot be written: {reason}. {way_out}"
     return None

@@ -113,10 +113,10 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
 
 
 def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals: StopSignals) -> Attempt:
-    """An attempt that owns its log: whatever goes wrong from here on is no failed start, and is not reported as one."""
+    """An attempt that owns its log: a failure from here on is not a failed start, and is not reported as one."""
     try:
         attempt = _attempt(config, options, signals, event_log)
-    except BaseException as error:  # noqa: BLE001 - nobody else may report this attempt
+    except BaseException as error:  # noqa: BLE001 - no other code may report this attempt
         log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
         attempt = Attempt(EXIT_FAILED, error)
         if event_log.phase != "ended":

@@ -20,9 +20,10 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
-from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from .outcome import Completion, Outcome
+from .preflight import prepare_training
 from .progress import Progress
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import watch_ranks
@@ -108,17 +109,11 @@ class Training:
         return Completion(start.finished_step, _reported_final(self.config))
 
     def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
-        from ..job.lightning_config import instantiate
         from ..module.module import ContractModule
         from ..module.trainer_files import trainer_directory
 
-        trainer, data = instantiate(self.config, parquet_paths=[str(path) for path in inputs.parquet_paths])
-        if data is None and optional_hook(plugin, "rollout") is None:
-            raise StartupContractError(
-                "startup.invalid_job_spec",
-                "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
-                "`inputs.dataset_parquet_refs` or `mock_batches`.",
-            )
+        paths = [str(path) for path in inputs.parquet_paths]
+        trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
         self._attach(trainer)
         record = start.record

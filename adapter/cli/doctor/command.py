@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from ...contract.exceptions import StartupContractError
 from ...contract.types import TrainingJobSpec
-from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, private_hosts_of, token_origins_of
+from ...job.config import (
+    DEFAULT_UPLOAD_DEADLINE_S,
+    dataset_of,
+    inputs_of,
+    private_hosts_of,
+    run_config_of,
+    token_origins_of,
+)
 from ...job.errors import FaultList
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
@@ -25,7 +32,15 @@ from ...plumbing.finding import Finding, Level
 from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
-from .local_checks import asks_for_devices, check_artifacts, check_dataset, check_devices, check_trainer
+from .local_checks import (
+    asks_for_devices,
+    check_artifacts,
+    check_checkpoints,
+    check_dataset,
+    check_devices,
+    check_trainer,
+    check_training,
+)
 
 __all__ = ["add_arguments", "diagnose", "run"]
 
@@ -48,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, as for `genlight run`"
     )
+    parser.add_argument("--all", action="store_true", help="show the settings that hold by default too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     require_settings(settings, faults)
     template = artifacts_template(args.job, None)
     findings = list(diagnose(settings, faults, template, began + NETWORK_PATIENCE_S))
-    # Without a spec the table would hold defaults, and push what is wrong out of sight.
-    table = [*_table(settings, template), ""] if settings.readable else []
-    shown = redact("\n".join([*table, *_report(findings)]), settings.secrets)
+    # Without a spec the table would hold defaults alone.
+    table = ["", *_table(settings, template, defaults=args.all)] if settings.readable else []
+    shown = redact("\n".join([*_report(findings), *table]), settings.secrets)
     sys.stdout.write(shown + "\n")
     return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
@@ -80,6 +96,7 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
     except StartupContractError as problem:
         unusable = Finding("network", "fail", str(problem))
     error = faults.error(secrets=settings.secrets)
+    config = run_config_of(settings, template, faults) if error is None else None
     if error is None:
         yield Finding("settings", "pass", f"{settings.spec_path} and environment are sound")
     for fault in faults.faults:
@@ -92,14 +109,21 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
         yield from check_artifacts(
             _paths(settings, template), resumes=resumes, shared=bool(settings.pick("shared_artifacts"))
         )
+        if config is not None and resumes and config.inputs.resume_checkpoint_ref is None:
+            yield from check_checkpoints(config)
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)
+    about_trainer, about_devices = list[Finding](), list[Finding]()
     trainer = settings.pick("trainer")
     if trainer is not None:
-        yield from check_trainer(trainer, [settings.spec_dir, Path.cwd()])
+        about_trainer = list(check_trainer(trainer, [settings.spec_dir, Path.cwd()]))
+        yield from about_trainer
     if error is None or asks_for_devices(settings.spec.lightning):
-        yield from check_devices(settings.spec.lightning)
+        about_devices = list(check_devices(settings.spec.lightning))
+        yield from about_devices
+    if config is not None and not any(finding.level == "fail" for finding in [*about_trainer, *about_devices]):
+        yield from check_training(config)
     if unusable is not None:
         yield unusable
     elif network is not None:
@@ -139,22 +163,24 @@ def _paths(settings: Settings, template: str) -> dict[str, Path]:
     return artifact_paths(settings, template, settings.spec.run_id or UNKNOWN_RUN_ID)
 
 
-def _table(settings: Settings, template: str) -> list[str]:
-    """One line for each setting: name, source, value."""
-    defaults = _defaults(settings, template)
+def _table(settings: Settings, template: str, *, defaults: bool) -> list[str]:
+    """One line for each setting that a source gives, or that holds by default if asked for: name, source, value."""
+    by_default = _defaults(settings, template)
     rows = []
     for name in [*_names(), *COMMAND_LINE_SETTINGS]:
         value = settings.pick(name)
         if value is None or name in PATHS:
-            value = defaults.get(name)
+            value = by_default.get(name)
         shown = _shown(name, value)
-        rows.append((name, settings.sources[name], shown))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        if defaults or settings.sources[name] != "default":
+            rows.append((name, settings.sources[name], shown))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = []
     for name, source, shown in rows:
         line = f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}"
         lines.append(_styled("dim", line) if source == "default" else line)
-    return [f"job spec: {settings.spec_path or 'none'}", *lines]
+    hint = "" if defaults else "; --all shows the defaults too"
+    return [f"settings of {settings.spec_path or 'the environment'}{hint}", *lines]
 
 
 def _names() -> Iterator[str]:
@@ -165,7 +191,7 @@ def _names() -> Iterator[str]:
 
 
 def _defaults(settings: Settings, template: str) -> dict[str, Any]:
-    """What holds where no source says anything; and paths, which are shown absolute whoever gave them."""
+    """What holds where no source says anything; and paths, which are shown absolute wherever they come from."""
     job = {f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default is not dataclasses.MISSING}
     dataset = {f"dataset.{f.name}": f.default for f in dataclasses.fields(DatasetSpec)} if settings.spec.dataset else {}
     flags = {"resume_from_latest": False, "orchestrated": False, "canceled": False}

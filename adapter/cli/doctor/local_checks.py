@@ -10,8 +10,9 @@ from typing import Any
 
 from ....callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ....callbacks.checkpoint.ownership import checkpoint_files
-from ...contract.exceptions import ContractError, InputError
+from ...contract.exceptions import ContractError, InputError, StartupContractError
 from ...inputs.local import parquet_files
+from ...job.config import RunConfig
 from ...job.spec import DatasetSpec
 from ...module.plugin_loading import find_trainer, on_sys_path
 from ...plumbing.finding import Finding, Level
@@ -19,8 +20,18 @@ from ...plumbing.text import size_text
 from ...plumbing.urls import has_scheme, safe_url
 from ...run.artifact_dirs import artifact_dir_faults, untrusted_dirs
 from ...run.artifacts_lock import lock_holder
+from ...run.preflight import prepare_training
+from ...run.resume import decide_start
 
-__all__ = ["asks_for_devices", "check_artifacts", "check_dataset", "check_devices", "check_trainer"]
+__all__ = [
+    "asks_for_devices",
+    "check_artifacts",
+    "check_checkpoints",
+    "check_dataset",
+    "check_devices",
+    "check_trainer",
+    "check_training",
+]
 
 LITTLE_SPACE_BYTES = 1 << 30
 FILES_OPENED = 16
@@ -74,7 +85,9 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
         rows += count
         if problem:
             yield Finding("dataset", "fail", problem)
-    if files:
+    if files and rows == 0 and len(files) <= FILES_OPENED and not any(map(has_scheme, dataset.parquet_paths)):
+        yield Finding("dataset", "fail", f"no rows in {', '.join(map(str, files))}")
+    elif files:
         size = sum(file.stat().st_size for file in files)
         counted = f", {rows:,} rows" if len(files) <= FILES_OPENED else ""
         yield Finding(
@@ -90,7 +103,7 @@ def _look_into(file: Path, columns: Sequence[str] | None) -> tuple[str | None, i
     try:
         metadata = pq.read_metadata(file)
     except (pa.ArrowException, OSError) as error:
-        return f"The file {str(file)!r} is no readable Parquet: {error}", 0
+        return f"The file {str(file)!r} is not readable Parquet: {error}", 0
     names = metadata.schema.to_arrow_schema().names
     missing = [name for name in columns or () if name not in names]
     if missing:
@@ -111,6 +124,34 @@ def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         yield Finding("trainer", "pass", f"{import_path} is {name}, with all hooks")
+
+
+def check_checkpoints(config: RunConfig) -> Iterator[Finding]:
+    """What a run that resumes would start from, and the broken checkpoints that it would pass over."""
+    try:
+        start = decide_start(config)
+    except (StartupContractError, InputError) as error:
+        yield Finding("checkpoints", "fail", str(error))
+        return
+    yield from (Finding("checkpoints", "warn", warning) for warning in start.warnings)
+    if start.is_finished:
+        yield Finding("checkpoints", "pass", f"the run has completed at step {start.finished_step}; nothing to train")
+    elif start.record is not None:
+        yield Finding(
+            "checkpoints", "pass", f"the run goes on after step {start.record.step}, from {start.record.path}"
+        )
+
+
+def check_training(config: RunConfig) -> Iterator[Finding]:
+    """What the run would refuse once it has loaded the trainer class, which can be imported; it is not constructed."""
+    try:
+        with on_sys_path([config.spec_dir, Path.cwd()]):
+            target = find_trainer(config.trainer)
+            prepare_training(config, target, brings_data=bool(config.inputs.dataset_parquet_refs))
+    except StartupContractError as error:
+        yield Finding("training", "fail", str(error))
+    else:
+        yield Finding("training", "pass", "the hooks take their arguments, and Lightning takes the job's")
 
 
 def asks_for_devices(lightning: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What ``genlight doctor`` asks of the network: whether somebody answers, and whether inputs may be fetched."""
+"""What ``genlight doctor`` asks of the network: whether the servers answer, and whether inputs may be fetched."""
 
 from __future__ import annotations
 

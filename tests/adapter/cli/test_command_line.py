@@ -119,10 +119,13 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
         (["events", "none"], "no event log at none; name the file, or the artifacts directory of a run"),
         (["events", "."], "no event log at .; name the file, or the artifacts directory of a run"),
         (["uploads", "none"], "there is no directory none; name the artifacts directory of a run"),
-        (["uploads", "data.parquet"], "data.parquet is no directory; name the artifacts directory of a run"),
-        (["checkpoint", "ls", "data.parquet"], "data.parquet is no checkpoint; name a run's directory or a checkpoint"),
+        (["uploads", "data.parquet"], "data.parquet is not a directory; name the artifacts directory of a run"),
+        (
+            ["checkpoint", "ls", "data.parquet"],
+            "data.parquet is not a checkpoint; name a run's directory or a checkpoint",
+        ),
         (["checkpoint", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
-        (["check", "job.json"], "job.json is no trainer; name one as MODULE:CLASS, or a job by --job job.json"),
+        (["check", "job.json"], "job.json is not a trainer; name one as MODULE:CLASS, or a job by --job job.json"),
         (
             ["run", "fit.yaml"],
             " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration is ",

@@ -157,7 +157,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint; name the JSON record of a checkpoint, or the folder"),
         (
             ["--trainer.callbacks.dirpath", "fit.yaml"],
-            "`dirpath` 'fit.yaml' cannot be written: it is no directory. Choose another.",
+            "`dirpath` 'fit.yaml' cannot be written: it is not a directory. Choose another.",
         ),
         (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
@@ -228,7 +228,7 @@ def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
         ("fit.yaml/x", None, "The configuration 'fit.yaml/x' cannot be read: Not a directory."),
         ("x" * 300, None, "cannot be read: File name too long."),
         ("empty.yaml", b"", "The configuration 'empty.yaml' is empty."),
-        ("rows.parquet", b"PAR1\xff", "The configuration 'rows.parquet' is no text: byte 4 is not utf-8."),
+        ("rows.parquet", b"PAR1\xff", "The configuration 'rows.parquet' is not text: byte 4 is not utf-8."),
     ],
 )
 def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, tmp_path, option, name, content, said):
@@ -248,10 +248,10 @@ def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, 
     [
         (
             "trainer:\n\tx: 1",
-            "The configuration 'a.yaml' is no YAML: found character '\\t' that cannot start any token in ",
+            "The configuration 'a.yaml' is not YAML: found character '\\t' that cannot start any token in ",
         ),
-        ("a: *b", "The configuration 'a.yaml' is no YAML: found undefined alias 'b' in line 1."),
-        ("a: \x07", "The configuration 'a.yaml' is no YAML: special characters are not allowed."),
+        ("a: *b", "The configuration 'a.yaml' is not YAML: found undefined alias 'b' in line 1."),
+        ("a: \x07", "The configuration 'a.yaml' is not YAML: special characters are not allowed."),
         ("- a\n- b", "The configuration 'a.yaml' holds no settings. Name a YAML file with `trainer:`, "),
         ("t: {a: 1}\nu: 1\nt: 3", "The key 't' stands twice in 'a.yaml', in lines 1 and 3."),
         ("t:\n  - a: 1\n    a: 3", "The key 'a' stands twice in 'a.yaml', in lines 2 and 3."),

@@ -39,7 +39,7 @@ def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of,
         prepare_artifact_dirs(config_of())
     assert caught.value.code == "startup.invalid_artifact_paths"
     (fault,) = caught.value.message.splitlines()
-    assert fault.startswith(f"`artifacts_dir` '{tmp_path}/out' cannot be written: it is no directory. ")
+    assert fault.startswith(f"`artifacts_dir` '{tmp_path}/out' cannot be written: it is not a directory. ")
     assert "`TRAINER_ARTIFACTS_DIR`" in fault
 
 

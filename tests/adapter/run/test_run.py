@@ -249,7 +249,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
         ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
         ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
-        ({"validate": {"every_n_steps": 1}}, "model-load", "Summing has no evaluate(state, ctx)", 1),
+        ({"validate": {"every_n_steps": 1}}, "startup", "Summing has no `evaluate(state, ctx)`", 2),
         ({"uploads": {"targets": ["nothing://x"]}}, "startup", "Invalid upload target 'nothing://x'. Protocol not", 2),
         ({"dataset": ...}, "startup", "names no data", 2),
     ],

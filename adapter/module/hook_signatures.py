@@ -1,0 +1,46 @@
+"""Whether the hooks of a trainer can be called as the loop calls them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .plugin_loading import optional_hook
+
+__all__ = ["HOOK_ARGUMENTS", "signature_faults"]
+
+HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "setup": (("ctx",), ()),
+    "configure": (("ctx",), ()),
+    "prepare_batch": (("raw_batch", "state", "ctx"), ()),
+    "train_step": (("batch", "state", "ctx"), ()),
+    "state_dict": (("state",), ()),
+    "load_state_dict": (("state", "payload", "ctx"), ()),
+    "save_checkpoint": ((), ("state", "step", "output_dir", "final", "ctx")),
+    "load_checkpoint": ((), ("state", "checkpoint_dir", "payload", "ctx")),
+    "rollout": (("state", "ctx"), ()),
+    "evaluate": (("state", "ctx"), ()),
+}
+"""Positional and keyword arguments with which each hook is called."""
+
+
+def signature_faults(target: Any) -> list[str]:
+    """The hooks of `target`, a class or an instance, that do not take their arguments; a sentence each."""
+    faults = []
+    for name, (positional, keywords) in HOOK_ARGUMENTS.items():
+        hook = optional_hook(target, name)
+        if hook is None:
+            continue
+        # Of a class, a plain function still wants its instance.
+        is_unbound = inspect.isclass(target) and inspect.isfunction(inspect.getattr_static(target, name))
+        given = ["self", *positional] if is_unbound else positional
+        try:
+            signature = inspect.signature(hook)
+        except (TypeError, ValueError):  # written in C, without a signature
+            continue
+        try:
+            signature.bind(*given, **dict.fromkeys(keywords))
+        except TypeError as error:
+            arguments = ", ".join([*positional, *(f"{keyword}=…" for keyword in keywords)])
+            faults.append(f"{name}{signature} cannot be called as {name}({arguments}): {error}")
+    return faults

@@ -1,0 +1,237 @@
+"""Whatever ``genlight run`` refuses before it trains, ``genlight doctor`` finds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genlight.adapter.cli.doctor import command as doctor
+from genlight.adapter.job.environment import VARIABLES
+from genlight.adapter.run.run import RunOptions, run_job
+
+TRAINERS = """
+import abc
+from gen_worker.trainer import StepResult
+
+class Good:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw_batch, state, ctx): return raw_batch
+    def train_step(self, batch, state, ctx): return StepResult(metrics={"loss": 1.0})
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): ...
+
+class Lacking:
+    def setup(self, ctx): ...
+
+class WantsArguments(Good):
+    def __init__(self, lr): ...
+
+class Abstract(Good, abc.ABC):
+    @abc.abstractmethod
+    def loss(self): ...
+
+class Async(Good):
+    async def train_step(self, batch, state, ctx): ...
+
+class SetupWithoutContext(Good):
+    def setup(self): ...
+
+class ConfigureWithMore(Good):
+    def configure(self, ctx, model): ...
+
+class PreparesWithoutState(Good):
+    def prepare_batch(self, raw_batch): ...
+
+class StepWithoutContext(Good):
+    def train_step(self, batch, state): ...
+
+class StaticStep(Good):
+    @staticmethod
+    def train_step(batch): ...
+
+class StateOfNothing(Good):
+    def state_dict(self): ...
+
+class LoadsInTwo(Good):
+    def load_state_dict(self, state, payload): ...
+
+class SavesByOtherNames(Good):
+    def save_checkpoint(self, state, folder): ...
+
+class LoadsByOtherNames(Good):
+    def load_checkpoint(self, state, folder): ...
+
+class RollsOutAlone(Good):
+    def rollout(self): ...
+
+class EvaluatesAlone(Good):
+    def evaluate(self): ...
+
+def function(): ...
+"""
+
+
+def lightning(**arguments):
+    return {"lightning": {"accelerator": "cpu", **arguments}}
+
+
+def trainer(name):
+    return {"trainer": f"broken_jobs_trainer{name}"}
+
+
+def callback(path, **arguments):
+    return lightning(callbacks=[{"class_path": path, "init_args": arguments}])
+
+
+BROKEN = {
+    "no run id": {"run_id": ...},
+    "run id that is a number": {"run_id": 5},
+    "no trainer": {"trainer": ...},
+    "no steps": {"max_steps": ...},
+    "negative steps": {"max_steps": -1},
+    "steps as text": {"max_steps": "many"},
+    "negative cadence": {"metric_every": -1},
+    "cadence as text": {"checkpoint_every": "often"},
+    "misspelled key": {"checkpoint_evry": 5},
+    "hyperparameters as a list": {"hyperparams": [1]},
+    "negative runtime": {"max_runtime_seconds": -1},
+    "negative cadence of validate": {"validate": {"every_n_steps": -1}},
+    "validate without evaluate": {"validate": {"every_n_steps": 1}},
+    "trainer without a module": trainer("_that_is_not_there:Good"),
+    "trainer without such a class": trainer(":Godo"),
+    "trainer with a dot": trainer(".Good"),
+    "trainer as a file": {"trainer": "broken_jobs_trainer.py:Good"},
+    "module that raises": {"trainer": "raises_at_import:Good"},
+    "module that exits": {"trainer": "exits_at_import:Good"},
+    "module with a syntax error": {"trainer": "does_not_parse:Good"},
+    "trainer without hooks": trainer(":Lacking"),
+    "trainer that wants arguments": trainer(":WantsArguments"),
+    "abstract trainer": trainer(":Abstract"),
+    "async trainer": trainer(":Async"),
+    "function as a trainer": trainer(":function"),
+    "several trainers": trainer(""),
+    "setup without ctx": trainer(":SetupWithoutContext"),
+    "configure with more": trainer(":ConfigureWithMore"),
+    "prepare_batch without state": trainer(":PreparesWithoutState"),
+    "train_step without ctx": trainer(":StepWithoutContext"),
+    "static train_step": trainer(":StaticStep"),
+    "state_dict of nothing": trainer(":StateOfNothing"),
+    "load_state_dict in two": trainer(":LoadsInTwo"),
+    "save_checkpoint by other names": trainer(":SavesByOtherNames"),
+    "load_checkpoint by other names": trainer(":LoadsByOtherNames"),
+    "rollout of nothing": trainer(":RollsOutAlone"),
+    "evaluate of nothing": {**trainer(":EvaluatesAlone"), "validate": {"every_n_steps": 1}},
+    "unknown accelerator": lightning(accelerator="abacus"),
+    "more GPUs than there are": lightning(accelerator="gpu", devices=999),
+    "no devices": lightning(devices=0),
+    "unknown strategy": lightning(strategy="dpp"),
+    "strategy that spawns": lightning(strategy="ddp_spawn"),
+    "FSDP 1": lightning(strategy="fsdp"),
+    "DDP with a hook": lightning(strategy={"class_path": "DDPStrategy", "init_args": {"model_averaging_period": 3}}),
+    "unknown precision": lightning(precision="bf17"),
+    "unknown argument": lightning(device=1),
+    "accumulation": lightning(accumulate_grad_batches=2),
+    "clipping": lightning(gradient_clip_val=1.0),
+    "callback that cannot be imported": callback("no.such.Callback"),
+    "callback with a wrong argument": callback("lightning.pytorch.callbacks.Timer", durations=1),
+    "accumulation by a callback": callback(
+        "lightning.pytorch.callbacks.GradientAccumulationScheduler", scheduling={0: 2}
+    ),
+    "averaging by a callback": callback("lightning.pytorch.callbacks.StochasticWeightAveraging", swa_lrs=0.1),
+    "learning rate finder": callback("lightning.pytorch.callbacks.LearningRateFinder"),
+    "batch size finder": callback("lightning.pytorch.callbacks.BatchSizeFinder"),
+    "logger that cannot be imported": lightning(logger={"class_path": "no.such.Logger"}),
+    "no data": {"dataset": ...},
+    "no such file": {"dataset": {"parquet_paths": ["none.parquet"]}},
+    "file that is not Parquet": {"dataset": {"parquet_paths": ["text.parquet"]}},
+    "no such column": {"dataset": {"parquet_paths": ["a.parquet"], "columns": ["y"]}},
+    "no rows": {"dataset": {"parquet_paths": ["empty.parquet"]}},
+    "empty batches": {"dataset": {"parquet_paths": ["a.parquet"], "batch_size": 0}},
+    "checkpoint that is not there": {"resume_checkpoint_path": "none/step-00000001.json"},
+    "orchestrated without a token": {"orchestrated": True},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with trainers and data."""
+    monkeypatch.chdir(tmp_path)
+    for name in [*(variable.name for variable in VARIABLES), "HF_ENDPOINT"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "broken_jobs_trainer.py").write_text(TRAINERS)
+    (tmp_path / "raises_at_import.py").write_text("raise OSError('no weights')")
+    (tmp_path / "exits_at_import.py").write_text("raise SystemExit('bye')")
+    (tmp_path / "does_not_parse.py").write_text("class Good:\n  def")
+    (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "empty.parquet")
+    return tmp_path
+
+
+def write(folder, fields):
+    job = {
+        "run_id": "r",
+        "trainer": "broken_jobs_trainer:Good",
+        "max_steps": 2,
+        "dataset": {"parquet_paths": ["a.parquet"]},
+        "lightning": {"accelerator": "cpu"},
+        **fields,
+    }
+    path = folder / "job.json"
+    path.write_text(json.dumps({name: value for name, value in job.items() if value is not ...}))
+    return str(path)
+
+
+def diagnose(path):
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args([path]))
+
+
+@pytest.mark.parametrize("fields", BROKEN.values(), ids=BROKEN.keys())
+def test_what_run_refuses_doctor_finds(folder, capsys, fields):
+    """A doctor that calls a job sound, which then ends at once, has wasted a place in a queue."""
+    job = write(folder, fields)
+    assert diagnose(job) == 2, capsys.readouterr().out
+    assert "fault" in capsys.readouterr().out
+    assert run_job(RunOptions(spec_path=job)) in (1, 2)
+    assert not list(folder.rglob("checkpoints/*.json"))
+
+
+def test_artifacts_below_a_file_are_refused_by_both(folder):
+    """The folder of the run follows from the job file; a file of its name is in the way."""
+    job = write(folder, {})
+    (folder / "runs").write_text("")
+    assert diagnose(job) == 2
+    assert run_job(RunOptions(spec_path=job)) == 2
+
+
+def test_checkpoints_that_are_there_are_refused_by_both(folder):
+    """A second start without a word about resuming would overwrite what the first has trained."""
+    job = write(folder, {})
+    assert run_job(RunOptions(spec_path=job)) == 0
+    assert diagnose(job) == 2
+    assert run_job(RunOptions(spec_path=job)) == 2
+
+
+def test_a_job_that_doctor_finds_sound_is_run(folder, capsys):
+    """The table above is of no use if doctor finds a fault in every job."""
+    job = write(folder, {})
+    assert diagnose(job) == 0, capsys.readouterr().out
+    assert run_job(RunOptions(spec_path=job)) == 0
+
+
+def test_a_broken_checkpoint_that_a_resume_would_pass_over_is_a_warning(folder, capsys):
+    """The run starts some steps earlier than its user expects."""
+    job = write(folder, {"resume_from_latest": True, "checkpoint_every": 1})
+    assert run_job(RunOptions(spec_path=job)) == 0
+    checkpoints = folder / "runs" / "r" / "checkpoints"
+    (checkpoints / "final.json").write_text("{")
+    assert diagnose(job) == 0
+    out = capsys.readouterr().out
+    assert any(line.startswith("warning") and "final" in line for line in out.splitlines()), out
