@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from .schema import nearest_column
 
-__all__ = ["as_expression", "fault_of", "mask"]
+__all__ = ["as_expression", "error_of", "mask"]
 
 
 def as_expression(filters: Any) -> pc.Expression | None:
@@ -40,7 +40,7 @@ def _tuples(filters: Any) -> Any:
     return [_tuples(item) for item in filters]
 
 
-def fault_of(expression: pc.Expression, schema: pa.Schema) -> str | None:
+def error_of(expression: pc.Expression, schema: pa.Schema) -> str | None:
     """Why rows of `schema` cannot be filtered by `expression`, or None when they can."""
     try:
         mask(pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema), expression)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..job.errors import FaultList
+from ..job.errors import ConfigErrors
 from ..job.sources import artifact_paths, artifacts_template, read_settings
 from .artifact_dirs import untrusted_dirs
 
@@ -40,7 +40,7 @@ def resolve_failure_sinks(
 
     Every sound setting counts, whatever is wrong with the others.
     """
-    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, FaultList())
+    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, ConfigErrors())
     template = artifacts_template(spec_path, default_artifacts_dir)
     run_id = reading.spec.run_id
     paths = artifact_paths(reading, template, run_id or UNKNOWN_RUN_ID)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ...contract.exceptions import StartupContractError
 from ...contract.types import TrainingJobSpec
 from ...job.config import DEFAULT_UPLOAD_DEADLINE_S, dataset_of, inputs_of, private_hosts_of, token_origins_of
-from ...job.errors import FaultList
+from ...job.errors import ConfigErrors
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ...job.spec import UPLOAD_URLS, DatasetSpec
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
     began = time.monotonic()
-    faults = FaultList()
+    faults = ConfigErrors()
     settings = read_settings(args.job, args.set or (), os.environ, faults)
     require_settings(settings, faults)
     template = artifacts_template(args.job, None)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return FAULTY if any(finding.level == "fault" for finding in findings) else SOUND
 
 
-def diagnose(settings: Settings, faults: FaultList, template: str, deadline: float) -> Iterator[Finding]:
+def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: float) -> Iterator[Finding]:
     """Every finding about a job, whatever else is wrong with it.
 
     Args:
@@ -77,10 +77,10 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
         network = _ask_network(settings)
     except StartupContractError as problem:
         unusable = Finding("fault", "network", str(problem))
-    error = faults.error(secrets=settings.secrets)
+    error = faults.exception(secrets=settings.secrets)
     if error is None:
         yield Finding("ok", "settings", f"{settings.spec_path} and environment are sound")
-    for fault in faults.faults:
+    for fault in faults.found:
         yield Finding("fault", "settings", f"{fault.code}: {fault.text}")
     yield from (Finding("warning", "settings", warning) for warning in faults.warnings)
     yield from _check_token(settings)
