@@ -33,7 +33,7 @@ def as_expression(filters: Any) -> pc.Expression | None:
 
 def _tuples(filters: Any) -> Any:
     if not isinstance(filters, list | tuple):
-        raise TypeError(f"{filters!r} is no list")
+        raise TypeError(f"{filters!r} is not a list")
     if filters and isinstance(filters[0], str):
         column, operator, value = filters
         return column, operator, value

@@ -177,7 +177,7 @@ class ParquetSource:
             raise InputError(f"{_label(groups[-1])}: {rows} rows; the footer told another number")
 
     def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        """The rows after the first `skip`: what is sound before the group at fault, then its error."""
+        """The rows after the first `skip`: those before the group that cannot be read, then its error."""
         for group in groups:
             if skip >= group.rows:
                 skip -= group.rows

@@ -107,7 +107,7 @@ def _put(target: dict[str, Any], path: tuple[str, ...], value: Any, errors: Conf
     for depth, name in enumerate(path[:-1], start=1):
         inner = target.get(name)
         if inner is not None and not isinstance(inner, dict):
-            errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{'.'.join(path[:depth])}` is no object.")
+            errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{'.'.join(path[:depth])}` is not an object.")
             return
         target[name] = dict(inner or {})
         target = target[name]

@@ -188,8 +188,8 @@ def _refuse_contradictions(spec: JobSpec, errors: ConfigErrors) -> None:
         errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
     if spec.mock_batches is not None and (paths or refs):
         errors.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
-    unsound = errors.concern_part("dataset.parquet_paths") or errors.concern_part("inputs")
-    if spec.dataset and not paths and not refs and spec.mock_batches is None and not unsound:
+    has_errors = errors.concern_part("dataset.parquet_paths") or errors.concern_part("inputs")
+    if spec.dataset and not paths and not refs and spec.mock_batches is None and not has_errors:
         errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
     if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
         errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")

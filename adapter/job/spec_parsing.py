@@ -75,7 +75,7 @@ def _under_one_name(block: str, raw: Mapping[str, Any], errors: ConfigErrors) ->
 
 
 def _block(prefix: str, raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors) -> dict[str, Any]:
-    """The keys of one object that are present and sound; a blank text counts as absent."""
+    """The keys of one object that are present and valid; a blank text counts as absent."""
     values = {}
     for name, value in raw.items():
         if name not in keys:
