@@ -17,7 +17,7 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
-from ..job.environment import rank_faults
+from ..job.environment import rank_errors
 from . import INTERRUPTED
 from .config_files import config_file_fault
 from .operating_system import unsupported_system
@@ -95,7 +95,7 @@ def _run(words: list[str]) -> int:
         sys.stderr.write(f"error: {fault}\n")
         return WRONG_USAGE
     if words and words[0] in LIGHTNING_COMMANDS:
-        faults = [*filter(None, [config_file_fault(words)]), *rank_faults(os.environ)]
+        faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
         if faults:
             sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
             return WRONG_USAGE

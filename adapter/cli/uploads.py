@@ -27,7 +27,7 @@ from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
-from ..job.errors import FaultList
+from ..job.errors import ConfigErrors
 from ..job.sources import Settings, read_settings
 from ..plumbing.redaction import redact
 from ..plumbing.safe_open import open_regular
@@ -183,10 +183,10 @@ def _settings(job: str | None) -> Settings:
     Raises:
         UploadError: With everything in them that cannot be used.
     """
-    faults = FaultList()
+    faults = ConfigErrors()
     settings = read_settings(job, (), os.environ, faults)
     names_job = job is not None or bool(os.environ.get("TRAINER_JOB_SPEC_PATH", "").strip())
-    found = [fault.text for fault in faults.faults if names_job or fault.code != "startup.missing_job_spec_path"]
+    found = [fault.text for fault in faults.found if names_job or fault.code != "startup.missing_job_spec_path"]
     if found:
         raise UploadError(redact("; ".join(found), settings.secrets))
     return settings

@@ -128,7 +128,7 @@ class ArrowFeed:
         """Read the metadata, once.
 
         Raises:
-            InputError: Lists every fault that metadata can tell, and that there are rows for every rank.
+            InputError: Lists every error that metadata can tell, and that there are rows for every rank.
         """
         self._opened()
 

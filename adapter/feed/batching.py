@@ -87,7 +87,7 @@ def blocks(spec: Spec, position: Position, steps: int | None = None) -> Iterator
 
 
 class ChunkSize:
-    """How large the next chunk should be: small at first, because somebody waits for it, then growing."""
+    """How large the next chunk should be: small at first, because training waits for it, then growing."""
 
     def __init__(self, largest: int, first: int | None = None) -> None:
         self.largest = largest

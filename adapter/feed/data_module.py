@@ -86,7 +86,7 @@ class ArrowDataModule(LightningDataModule):
         """Make the feeds anew and read the metadata of all files.
 
         Raises:
-            InputError: Lists every fault that metadata can tell.
+            InputError: Lists every error that metadata can tell.
         """
         if stage == "fit":
             self._train = self._feed(self._paths, per_epoch=True, **self._training)

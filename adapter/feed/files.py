@@ -50,7 +50,7 @@ class DataFile:
         """Size in bytes and modification time in ns, to see whether the file changed.
 
         Raises:
-            InputError: There is no such file, or it is no regular one.
+            InputError: The file does not exist or is not a regular file.
         """
         info = self.filesystem.get_file_info(self.path)
         if info.type == fs.FileType.Directory:
@@ -90,7 +90,7 @@ def expand(
         suffixes: What counts as data in a folder.
 
     Raises:
-        InputError: No path was given, a pattern or folder matches nothing, or nobody knows the URL's scheme.
+        InputError: No path was given, a pattern or folder matches nothing, or the scheme of the URL is unknown.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from .schema import nearest_column
 
-__all__ = ["as_expression", "fault_of", "mask"]
+__all__ = ["as_expression", "error_of", "mask"]
 
 
 def as_expression(filters: Any) -> pc.Expression | None:
@@ -33,14 +33,14 @@ def as_expression(filters: Any) -> pc.Expression | None:
 
 def _tuples(filters: Any) -> Any:
     if not isinstance(filters, list | tuple):
-        raise TypeError(f"{filters!r} is no list")
+        raise TypeError(f"{filters!r} is not a list")
     if filters and isinstance(filters[0], str):
         column, operator, value = filters
         return column, operator, value
     return [_tuples(item) for item in filters]
 
 
-def fault_of(expression: pc.Expression, schema: pa.Schema) -> str | None:
+def error_of(expression: pc.Expression, schema: pa.Schema) -> str | None:
     """Why rows of `schema` cannot be filtered by `expression`, or None when they can."""
     try:
         mask(pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in schema.types], schema=schema), expression)

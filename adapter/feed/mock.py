@@ -45,7 +45,7 @@ class MockBatches:
         self._fresh = True
 
     wait_seconds = 0.0
-    """A list makes nobody wait."""
+    """Reading a list takes no time."""
 
     def check(self) -> None:
         """Nothing can be wrong with a list."""

@@ -25,7 +25,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filters: Any, file
 
     Raises:
         TypeError: `given` is none of these.
-        InputError: The data cannot be used; lists every fault that metadata can tell.
+        InputError: The data cannot be used; lists every error that metadata can tell.
     """
     if hasattr(given, "group_rows"):
         source: Source = given
@@ -82,17 +82,17 @@ def _hugging_face_table(dataset: Any) -> pa.Table:
 
 
 def _ipc_source(files: Iterable[DataFile], columns: Sequence[str] | None, filters: Any) -> TableSource:
-    tables, opened, faults = [], {}, []
+    tables, opened, errors = [], {}, []
     for file in files:
         try:
             opened[file.name] = file, file.stamp()
             tables.append((file.name, _ipc_table(file)))
         except InputError as error:
-            faults.append(str(error))
+            errors.append(str(error))
         except (pa.ArrowException, OSError) as error:
-            faults.append(f"{file.name}: not a whole Arrow IPC file ({error})")
-    if faults:
-        raise input_error(faults)
+            errors.append(f"{file.name}: not a whole Arrow IPC file ({error})")
+    if errors:
+        raise input_error(errors)
     return TableSource(tables, columns=columns, filters=filters, files=opened)
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..contract.exceptions import InputError
 from .files import DataFile
-from .filters import as_expression, fault_of
+from .filters import as_expression, error_of
 from .schema import conform, project
 from .sources import Decoded, fingerprint, input_error
 
@@ -69,7 +69,7 @@ class ParquetSource:
         filters: See `as_expression`; rows for which it is not true are left out.
 
     Raises:
-        InputError: Lists every fault that the metadata tells: files that are missing, truncated or no Parquet, columns
+        InputError: Lists every error that the metadata tells: files that are missing, truncated or no Parquet, columns
             that are missing, schemas that differ, no rows at all.
     """
 
@@ -81,16 +81,16 @@ class ParquetSource:
         filters: Any = None,
     ) -> None:
         self._filter = as_expression(filters)
-        footers, faults = _read_footers(files, columns)
+        footers, errors = _read_footers(files, columns)
         self.schema = pa.schema([])
         if footers:
             self.schema, mismatches = project([(f.file.name, f.schema) for f in footers], columns)
-            faults += mismatches
-            faults += self._filter_faults(footers)
-        if not faults and not any(sum(footer.group_rows) for footer in footers):
-            faults.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
-        if faults:
-            raise input_error(faults)
+            errors += mismatches
+            errors += self._filter_errors(footers)
+        if not errors and not any(sum(footer.group_rows) for footer in footers):
+            errors.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
+        if errors:
+            raise input_error(errors)
         # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
         footers = footers if len(footers) <= _OPEN_FILES else [replace(f, metadata=None) for f in footers]
         self._groups = [group for footer in footers for group in _groups(footer)]
@@ -102,11 +102,11 @@ class ParquetSource:
         filtered = [] if self._filter is None else [str(self._filter)]
         self.fingerprint = fingerprint([*sizes, str(self.group_rows), *filtered])
 
-    def _filter_faults(self, footers: Sequence[_Footer]) -> list[str]:
+    def _filter_errors(self, footers: Sequence[_Footer]) -> list[str]:
         if self._filter is None:
             return []
-        found = ((footer.file.name, fault_of(self._filter, footer.schema)) for footer in footers)
-        return [f"{name}: {fault}" for name, fault in found if fault is not None]
+        found = ((footer.file.name, error_of(self._filter, footer.schema)) for footer in footers)
+        return [f"{name}: {error}" for name, error in found if error is not None]
 
     def _count(self) -> tuple[int, ...]:
         if self._filter is None:
@@ -177,7 +177,7 @@ class ParquetSource:
             raise InputError(f"{_label(groups[-1])}: {rows} rows; the footer told another number")
 
     def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        """The rows after the first `skip`: what is sound before the group at fault, then its error."""
+        """The rows after the first `skip`: those before the group that cannot be read, then its error."""
         for group in groups:
             if skip >= group.rows:
                 skip -= group.rows

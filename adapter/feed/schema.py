@@ -29,7 +29,7 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
-    """The common schema of `columns` (None: all of the first) and every fault that stands against it.
+    """The common schema of `columns` (None: all of the first) and every error that stands against it.
 
     The order of columns may differ between files, and so may nullability and metadata; names and types may not.
     """
@@ -38,13 +38,13 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
         return pa.schema([]), ["no data: there is not one file or table"]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
-    faults = [fault for name, schema in schemas for fault in _missing(name, schema, wanted)]
-    if faults:
-        return first, faults
+    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]
+    if errors:
+        return first, errors
     for name, schema in schemas[1:]:
-        faults += _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
-    if faults:
-        return first, faults
+        errors += _differences(first_name, first, name, schema, wanted, all_columns=columns is None)
+    if errors:
+        return first, errors
     fields = [_merged([schema.field(column) for _, schema in schemas]) for column in wanted]
     return pa.schema(fields, metadata=first.metadata), []
 
@@ -81,14 +81,14 @@ def _merged(fields: Sequence[pa.Field]) -> pa.Field:
 
 def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> list[str]:
     known = schema.names
-    faults = []
+    errors = []
     for column in wanted:
         count = known.count(column)
         if count == 0:
-            faults.append(f"{name}: no column {column!r}; {nearest_column(column, known)}")
+            errors.append(f"{name}: no column {column!r}; {nearest_column(column, known)}")
         elif count > 1:
-            faults.append(f"{name}: {count} columns are named {column!r}")
-    return faults
+            errors.append(f"{name}: {count} columns are named {column!r}")
+    return errors
 
 
 def nearest_column(column: str, known: Sequence[str]) -> str:
@@ -105,12 +105,12 @@ def _listed(names: Sequence[str], most: int = 12) -> str:
 def _differences(
     first_name: str, first: pa.Schema, name: str, schema: pa.Schema, wanted: Sequence[str], *, all_columns: bool
 ) -> list[str]:
-    faults = [
+    errors = [
         f"{name}: column {column!r} is {schema.field(column).type}, but {first.field(column).type} in {first_name}"
         for column in wanted
         if not schema.field(column).type.equals(first.field(column).type)
     ]
     extra = [column for column in schema.names if column not in wanted] if all_columns else []
     if extra:
-        faults.append(f"{name}: columns {_listed(extra)} are not in {first_name}; name `columns` to leave them out")
-    return faults
+        errors.append(f"{name}: columns {_listed(extra)} are not in {first_name}; name `columns` to leave them out")
+    return errors

@@ -17,7 +17,7 @@ import xxhash
 
 from ..contract.exceptions import InputError
 from .files import DataFile
-from .filters import as_expression, fault_of, mask
+from .filters import as_expression, error_of, mask
 from .schema import conform, project
 
 __all__ = ["Decoded", "Numbers", "Part", "Source", "TableSource", "fingerprint", "input_error"]
@@ -31,7 +31,7 @@ Part: TypeAlias = tuple[str, Numbers]
 """A file, and the numbers of the rows in it that a batch, or a part of it, consists of."""
 
 
-_MOST_FAULTS = 40
+_MOST_ERRORS = 40
 
 
 class Source(Protocol):
@@ -92,12 +92,12 @@ class TableSource:
     ) -> None:
         given = list(tables)
         self._files = dict(files or {})
-        self.schema, faults = project([(name, table.schema) for name, table in given], columns)
+        self.schema, errors = project([(name, table.schema) for name, table in given], columns)
         expression = as_expression(filters)
-        if expression is not None and not faults:
-            faults = [f"{name}: {fault}" for name, t in given if (fault := fault_of(expression, t.schema)) is not None]
-        if faults:
-            raise input_error(faults)
+        if expression is not None and not errors:
+            errors = [f"{name}: {error}" for name, t in given if (error := error_of(expression, t.schema)) is not None]
+        if errors:
+            raise input_error(errors)
         groups = [(name, group) for name, table in given for group in self._decoded(table, expression)]
         self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
         self.group_rows = tuple(batch.num_rows for batch, _ in self._groups)
@@ -153,12 +153,12 @@ class TableSource:
         """See `Source`."""
 
 
-def input_error(faults: Sequence[str]) -> InputError:
-    """One error that lists `faults`, and of very many how many more there are."""
-    if len(faults) == 1:
-        return InputError(f"Cannot read the training data: {faults[0]}")
-    shown = [*faults[:_MOST_FAULTS], *([f"and {len(faults) - _MOST_FAULTS} more"] if faults[_MOST_FAULTS:] else [])]
-    return InputError("Cannot read the training data:" + "".join(f"\n- {fault}" for fault in shown))
+def input_error(errors: Sequence[str]) -> InputError:
+    """One error that lists `errors`, and of very many how many more there are."""
+    if len(errors) == 1:
+        return InputError(f"Cannot read the training data: {errors[0]}")
+    shown = [*errors[:_MOST_ERRORS], *([f"and {len(errors) - _MOST_ERRORS} more"] if errors[_MOST_ERRORS:] else [])]
+    return InputError("Cannot read the training data:" + "".join(f"\n- {error}" for error in shown))
 
 
 def fingerprint(facts: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """One frozen `RunConfig` from the command line, the environment and the job spec.
 
 Each setting is resolved on its own: ``--set`` first, then the environment, then the job spec, then the default. All
-faults of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
+errors of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
 asked here.
 """
 
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from ..contract.types import TrainingJobSpec
 from ..plumbing.urls import has_scheme, trusted_origins
-from .errors import FaultList
+from .errors import ConfigErrors
 from .identity import digest_of_fields, spec_fields
 from .refs import looks_like_path
 from .sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
@@ -109,27 +109,27 @@ def resolve_run_config(
             name. None means ``runs/{run_id}`` beside a spec given by path, ``/tmp/training`` for a pure environment.
 
     Raises:
-        StartupContractError: With every fault, under the code of the first documented one.
+        StartupContractError: With every error, under the code of the first documented one.
     """
-    faults = FaultList()
-    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, faults)
-    require_settings(reading, faults)
+    errors = ConfigErrors()
+    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, errors)
+    require_settings(reading, errors)
     template = artifacts_template(spec_path, default_artifacts_dir)
-    config = run_config_of(reading, template, faults) if not faults.faults else None
-    error = faults.error(secrets=reading.secrets)
+    config = run_config_of(reading, template, errors) if not errors.found else None
+    error = errors.exception(secrets=reading.secrets)
     if error is not None:
         raise error
     assert config is not None
     return config
 
 
-def run_config_of(reading: Settings, artifacts_template: str, faults: FaultList) -> RunConfig:
+def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErrors) -> RunConfig:
     """The configuration that sound settings stand for.
 
     Args:
         reading: What the sources say, without an error.
         artifacts_template: Where artifacts go by default.
-        faults: Holds the warnings about the settings.
+        errors: Holds the warnings about the settings.
     """
     spec = reading.spec
     job = _job(reading)
@@ -179,7 +179,7 @@ def run_config_of(reading: Settings, artifacts_template: str, faults: FaultList)
         shared_artifacts=reading.pick("shared_artifacts", False),
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
-        warnings=tuple(faults.warnings),
+        warnings=tuple(errors.warnings),
         sources=dict(reading.sources),
     )
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..plumbing.text import nearest
 from ..plumbing.urls import parse_origins, url_fault
-from .errors import FaultList
+from .errors import ConfigErrors
 
-__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "rank_faults", "read_environment"]
+__all__ = ["TRUE_WORDS", "VARIABLES", "Variable", "is_true", "parse_setting", "rank_errors", "read_environment"]
 
 TRUE_WORDS = frozenset({"1", "true", "t", "yes", "y"})
 FALSE_WORDS = frozenset({"0", "false", "f", "no", "n", "off", "none"})
@@ -117,15 +117,15 @@ _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 BY_SETTING = {variable.setting: variable for variable in VARIABLES}
 
 
-def parse_setting(name: str, variable: Variable, text: str, faults: FaultList) -> Any:
-    """The value of `text` for a variable's setting, or None when it is a fault; `name` is what the fault calls it."""
+def parse_setting(name: str, variable: Variable, text: str, errors: ConfigErrors) -> Any:
+    """The value of `text` for a variable's setting, or None when it is an error; `name` is what the error calls it."""
     stripped = text.strip()
     if variable.parse is is_true and stripped.lower() not in TRUE_WORDS | FALSE_WORDS:
-        faults.warn(f"`{name}` is none of the true words 1 true t yes y, so it counts as false.")
+        errors.warn(f"`{name}` is none of the true words 1 true t yes y, so it counts as false.")
     try:
         return variable.parse(stripped)
     except ValueError as error:
-        faults.add(
+        errors.add(
             f"Invalid `{name}`. Expected {error}, but received {_shown(stripped)}.",
             name=variable.setting,
             code=variable.code,
@@ -141,7 +141,7 @@ def _shown(text: str) -> str:
     return text if NUMBER_LIKE.fullmatch(text) else f"a text of length {len(text)}"
 
 
-def rank_faults(environ: Mapping[str, str]) -> list[str]:
+def rank_errors(environ: Mapping[str, str]) -> list[str]:
     """What is wrong with the variables by which Lightning, as soon as it is imported, tells a process's number."""
     return [
         f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
@@ -151,7 +151,7 @@ def rank_faults(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def read_environment(environ: Mapping[str, str], faults: FaultList) -> dict[str, Any]:
+def read_environment(environ: Mapping[str, str], errors: ConfigErrors) -> dict[str, Any]:
     """The settings that the environment gives, by setting name; a blank variable gives none.
 
     A variable that looks like a misspelled one of ours is a warning.
@@ -160,13 +160,13 @@ def read_environment(environ: Mapping[str, str], faults: FaultList) -> dict[str,
     for variable in VARIABLES:
         text = environ.get(variable.name, "")
         if text.strip():
-            value = parse_setting(variable.name, variable, text, faults)
+            value = parse_setting(variable.name, variable, text, errors)
             if value is not None:
                 values[variable.setting] = value
-    for fault in rank_faults(environ):
-        faults.add(fault)
+    for error in rank_errors(environ):
+        errors.add(error)
     known = [variable.name for variable in VARIABLES]
     for name in environ:
         if name.startswith("TRAINER_") and name not in known and nearest(name, known):
-            faults.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
+            errors.warn(f"Unknown environment variable `{name}` is ignored.{nearest(name, known)}")
     return values

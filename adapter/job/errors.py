@@ -1,4 +1,4 @@
-"""Faults of a job's settings, collected so that one start shows all of them."""
+"""Errors of a job's settings, collected so that one start shows all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact
 from ..plumbing.urls import hide_urls
 
-__all__ = ["Fault", "FaultList", "render_value"]
+__all__ = ["ConfigError", "ConfigErrors", "render_value"]
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -21,20 +21,20 @@ CODES = (
     "startup.invalid_timeout",
     "startup.missing_capability_token",
 )
-"""Startup codes of settings. Of several faults the error carries the code that stands first here."""
+"""Startup codes of settings. Of several errors the error carries the code that stands first here."""
 
 LONGEST_VALUE = 80
 MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigError:
     """One thing that is wrong, and the way out."""
 
     code: str
     text: str
     name: str = ""
-    """The setting, if the fault is about one."""
+    """The setting, if the error is about one."""
 
 
 def render_value(value: Any, *, secret: bool = False) -> str:
@@ -50,23 +50,23 @@ def render_value(value: Any, *, secret: bool = False) -> str:
 
 
 @dataclass
-class FaultList:
-    """Collects faults and warnings while settings are read."""
+class ConfigErrors:
+    """Collects errors and warnings while settings are read."""
 
-    faults: list[Fault] = field(default_factory=list)
+    found: list[ConfigError] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def add(self, text: str, *, name: str = "", code: str = "startup.invalid_job_spec") -> None:
-        """Note a fault in free words."""
-        self.faults.append(Fault(code, text, name))
+        """Note an error in free words."""
+        self.found.append(ConfigError(code, text, name))
 
     def concern(self, name: str) -> bool:
-        """Whether a fault of the setting `name` was noted."""
-        return any(fault.name == name for fault in self.faults)
+        """Whether an error of the setting `name` was noted."""
+        return any(error.name == name for error in self.found)
 
     def concern_part(self, name: str) -> bool:
-        """Whether a fault of the setting `name`, or of an element or key of it, was noted."""
-        return any(fault.name == name or fault.name.startswith((f"{name}[", f"{name}.")) for fault in self.faults)
+        """Whether an error of the setting `name`, or of an element or key of it, was noted."""
+        return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
 
     def invalid(
         self,
@@ -87,22 +87,22 @@ class FaultList:
         """Note something that has no effect or looks like a mistake."""
         self.warnings.append(text)
 
-    def error(self, *, secrets: Iterable[str | None] = ()) -> StartupContractError | None:
-        """All faults as one exception that holds none of `secrets`; None when there is no fault."""
-        if not self.faults:
+    def exception(self, *, secrets: Iterable[str | None] = ()) -> StartupContractError | None:
+        """All errors as one exception that holds none of `secrets`; None when there is no error."""
+        if not self.found:
             return None
         known = tuple(secrets)
-        code = min((fault.code for fault in self.faults), key=CODES.index)
-        lines = [_line(fault, code) for fault in self.faults]
+        code = min((error.code for error in self.found), key=CODES.index)
+        lines = [_line(error, code) for error in self.found]
         if len(lines) > MOST_SHOWN:
-            lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more faults."]
+            lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more errors."]
         message = (
-            lines[0] if len(lines) == 1 else "\n".join([f"{len(self.faults)} faults", *(f"  - {x}" for x in lines)])
+            lines[0] if len(lines) == 1 else "\n".join([f"{len(self.found)} errors", *(f"  - {x}" for x in lines)])
         )
         # A misspelled key is often why another one is missing.
         notes = [f"note: {warning}" for warning in self.warnings]
         return StartupContractError(code, redact("\n  ".join([message, *notes]), known))
 
 
-def _line(fault: Fault, code: str) -> str:
-    return fault.text if fault.code == code else f"{fault.code}: {fault.text}"
+def _line(error: ConfigError, code: str) -> str:
+    return error.text if error.code == code else f"{error.code}: {error.text}"

@@ -200,14 +200,14 @@ def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any
     # Reading the types of the other forty takes longer than making the trainer.
     others = set(trainer_arguments()).difference(arguments)
     parser.add_class_arguments(pl.Trainer, "lightning", instantiate=False, skip=others)
-    faults = [fault for name, value in arguments.items() if (fault := _argument_fault(parser, name, value))]
-    if faults:
-        raise ValueError("\n  - ".join(["", *faults]) if len(faults) > 1 else faults[0])
+    errors = [error for name, value in arguments.items() if (error := _argument_error(parser, name, value))]
+    if errors:
+        raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = parser.instantiate(parser.parse_object({"lightning": dict(arguments)})).lightning
     return {name: getattr(made, name) for name in arguments}
 
 
-def _argument_fault(parser: ArgumentParser, name: str, value: Any) -> str | None:
+def _argument_error(parser: ArgumentParser, name: str, value: Any) -> str | None:
     """What is wrong with one argument; jsonargparse stops at the first that is."""
     try:
         parser.parse_object({"lightning": {name: value}})

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plumbing.text import nearest
 from .environment import BY_SETTING, parse_setting
-from .errors import FaultList
+from .errors import ConfigErrors
 from .spec_keys import ALIASES, Key, inner_keys, spec_keys
 
 __all__ = ["COMMAND_LINE_SETTINGS", "Overrides", "apply_overrides", "parse_overrides"]
@@ -45,7 +45,7 @@ class Overrides:
         return name in self.settings or any(path[: len(key)] == key or key[: len(path)] == path for key in self.spec)
 
 
-def parse_overrides(texts: Sequence[str], faults: FaultList) -> Overrides:
+def parse_overrides(texts: Sequence[str], errors: ConfigErrors) -> Overrides:
     """Read every ``key.sub=value``. The value is JSON, else the text itself; later ones win."""
     spec: dict[tuple[str, ...], Any] = {}
     settings: dict[str, Any] = {}
@@ -55,9 +55,9 @@ def parse_overrides(texts: Sequence[str], faults: FaultList) -> Overrides:
         if not separator or not all(path):
             # Not what stands behind the sign: it may be a token.
             shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
-            faults.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
+            errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         elif name.strip() in COMMAND_LINE_SETTINGS:
-            settings[name.strip()] = parse_setting(f"--set {name.strip()}", BY_SETTING[name.strip()], value, faults)
+            settings[name.strip()] = parse_setting(f"--set {name.strip()}", BY_SETTING[name.strip()], value, errors)
         else:
             spec[_canonical(path)] = _decode(path, value)
     return Overrides(spec, {name: value for name, value in settings.items() if value is not None})
@@ -85,7 +85,7 @@ def _key(path: tuple[str, ...]) -> Key | None:
     return inner_keys(path[0]).get(ALIASES.get(path[0], {}).get(path[1], path[1]))
 
 
-def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, faults: FaultList) -> dict[str, Any]:
+def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, errors: ConfigErrors) -> dict[str, Any]:
     """The decoded job spec with the command line's values in place; `raw` stays as it is."""
     merged = dict(raw)
     for path, value in overrides.spec.items():
@@ -93,22 +93,22 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Overrides, faults: FaultL
             merged.pop("request_id", None)
         if path[0] not in spec_keys():
             offered = nearest(path[0], [*spec_keys(), *COMMAND_LINE_SETTINGS])
-            faults.add(f"Unknown key `{path[0]}` in `--set`.{offered}")
+            errors.add(f"Unknown key `{path[0]}` in `--set`.{offered}")
             continue
         inner = {*inner_keys(path[0]), *ALIASES.get(path[0], {})}
         if inner and len(path) > 1 and path[1] not in inner:
-            faults.add(f"Unknown key `{path[0]}.{path[1]}` in `--set`.{nearest(path[1], inner)}")
+            errors.add(f"Unknown key `{path[0]}.{path[1]}` in `--set`.{nearest(path[1], inner)}")
             continue
-        _put(merged, path, value, faults)
+        _put(merged, path, value, errors)
     return merged
 
 
-def _put(target: dict[str, Any], path: tuple[str, ...], value: Any, faults: FaultList) -> None:
+def _put(target: dict[str, Any], path: tuple[str, ...], value: Any, errors: ConfigErrors) -> None:
     """Put `value` at `path`, copying the objects on the way."""
     for depth, name in enumerate(path[:-1], start=1):
         inner = target.get(name)
         if inner is not None and not isinstance(inner, dict):
-            faults.add(f"`--set {'.'.join(path)}` cannot be applied: `{'.'.join(path[:depth])}` is no object.")
+            errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{'.'.join(path[:depth])}` is not an object.")
             return
         target[name] = dict(inner or {})
         target = target[name]

@@ -62,7 +62,7 @@ class HttpRef:
 
     @property
     def file_name(self) -> str:
-        """A sound local name for the file."""
+        """A safe local name for the file."""
         name = unquote(urlsplit(self.url).path).rpartition("/")[2]
         return re.sub(r"[^\w.=+-]", "_", name).lstrip(".")[-120:] or "download"
 
@@ -179,13 +179,13 @@ def _http_ref(text: str) -> HttpRef:
 def _hub_ref(text: str, whole: str) -> HubRef:
     match = HUB.fullmatch(text)
     if match is None:
-        raise _unknown(whole, "there is no such path, and it is no repository either")
+        raise _unknown(whole, "there is no such path, and it is not a repository")
     return HubRef(f"{match['owner']}/{match['name']}", match["revision"], match["path"])
 
 
 def _cozy_ref(text: str) -> CozyRef:
     match = COZY.fullmatch(text.removeprefix("cozy:").removeprefix("//"))
     if match is None or "" in (match["owner"].strip("."), match["name"].strip(".")):
-        raise _unknown(text, "it is no cozy:owner/repo[:tag][@digest]")
+        raise _unknown(text, "it is not of the form cozy:owner/repo[:tag][@digest]")
     digest = match["digest"]
     return CozyRef(match["owner"], match["name"], match["tag"], digest.lower() if digest else None)

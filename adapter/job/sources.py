@@ -15,7 +15,7 @@ from ..plumbing.folder_name import folder_name
 from ..plumbing.redaction import secrets_in
 from ..plumbing.text import nearest
 from .environment import BY_SETTING, read_environment
-from .errors import FaultList
+from .errors import ConfigErrors
 from .overrides import Overrides, apply_overrides, parse_overrides
 from .spec import JobSpec
 from .spec_file import read_job_spec
@@ -82,45 +82,45 @@ class Settings:
 
 
 def read_settings(
-    spec_path: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], faults: FaultList
+    spec_path: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
 ) -> Settings:
-    """Read all sources and note their faults; never raises because of what they hold."""
-    environment = read_environment(environ, faults)
-    path = _spec_path(spec_path, environment, faults)
-    raw = None if path is None else read_job_spec(path, faults)
-    set_by_hand = parse_overrides(overrides, faults)
-    merged = _without_half_characters("", apply_overrides(raw or {}, set_by_hand, faults), faults)
-    spec = parse_job_spec(merged, faults)
+    """Read all sources and note their errors; never raises because of what they hold."""
+    environment = read_environment(environ, errors)
+    path = _spec_path(spec_path, environment, errors)
+    raw = None if path is None else read_job_spec(path, errors)
+    set_by_hand = parse_overrides(overrides, errors)
+    merged = _without_half_characters("", apply_overrides(raw or {}, set_by_hand, errors), errors)
+    spec = parse_job_spec(merged, errors)
     tokens = (
         merged.get("capability_token"),
         (raw or {}).get("capability_token"),
         environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
     )
     secrets = [token for token in tokens if isinstance(token, str) and token]
-    if not faults.concern(WHOLE_SPEC):  # else it may be nested too deeply to be looked through
+    if not errors.concern(WHOLE_SPEC):  # else it may be nested too deeply to be looked through
         secrets += [*secrets_in(merged), *secrets_in(raw or {})]
-    readable = raw is not None and not faults.concern(WHOLE_SPEC)
+    readable = raw is not None and not errors.concern(WHOLE_SPEC)
     return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), tuple(secrets))
 
 
-def _without_half_characters(name: str, value: Any, faults: FaultList, levels: int = DEEPEST) -> Any:
-    """`value` with each half of a surrogate pair spelled out, which is a fault: nothing can be written with it.
+def _without_half_characters(name: str, value: Any, errors: ConfigErrors, levels: int = DEEPEST) -> Any:
+    """`value` with each half of a surrogate pair spelled out, which is an error: nothing can be written with it.
 
     Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
     """
     if levels < 0:
-        return value  # a fault of its own
+        return value  # an error of its own
     if isinstance(value, dict):
         return {
-            _whole(name, key, faults): _without_half_characters(f"{name}.{key}".lstrip("."), inner, faults, levels - 1)
+            _whole(name, key, errors): _without_half_characters(f"{name}.{key}".lstrip("."), inner, errors, levels - 1)
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [_without_half_characters(f"{name}[{at}]", inner, faults, levels - 1) for at, inner in enumerate(value)]
-    return _whole(name, value, faults) if isinstance(value, str) else value
+        return [_without_half_characters(f"{name}[{at}]", inner, errors, levels - 1) for at, inner in enumerate(value)]
+    return _whole(name, value, errors) if isinstance(value, str) else value
 
 
-def _whole(name: str, text: str, faults: FaultList) -> str:
+def _whole(name: str, text: str, errors: ConfigErrors) -> str:
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
@@ -128,7 +128,7 @@ def _whole(name: str, text: str, faults: FaultList) -> str:
         half = f"\\u{ord(text[error.start]):x}"
         shown = name.encode("utf-8", "backslashreplace").decode()
         where = f"Invalid `{shown}`. A text in it" if shown else "A key of the job spec"
-        faults.add(f"{where} holds {half}, one half of a surrogate pair. Write the whole character.", name=shown)
+        errors.add(f"{where} holds {half}, one half of a surrogate pair. Write the whole character.", name=shown)
         return spelled
     return text
 
@@ -140,10 +140,12 @@ def _names(raw: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{ALIASES.get(name, {}).get(inner, inner)}" for inner in value)
 
 
-def _spec_path(given: str | os.PathLike[str] | None, environment: Mapping[str, Any], faults: FaultList) -> Path | None:
+def _spec_path(
+    given: str | os.PathLike[str] | None, environment: Mapping[str, Any], errors: ConfigErrors
+) -> Path | None:
     text = environment.get("job_spec_path") if given is None else os.fspath(given)
     if not text:
-        faults.add(
+        errors.add(
             "No job spec was given. Name its path as an argument or in `TRAINER_JOB_SPEC_PATH`.",
             code="startup.missing_job_spec_path",
         )
@@ -159,72 +161,72 @@ def _field(spec: JobSpec, name: str) -> Any:
     return None if value in ((), {}) else value
 
 
-def require_settings(reading: Settings, faults: FaultList) -> None:
+def require_settings(reading: Settings, errors: ConfigErrors) -> None:
     """Note what must be there and is not, and settings that exclude each other."""
     if reading.readable:
         for name, example in (("run_id", '"run_id": "my-run"'), ("max_steps", '"max_steps": 1000')):
-            if getattr(reading.spec, name) is None and not faults.concern(name):
-                faults.add(f"`{name}` is missing. Add {example} to the job spec.", name=name)
-        if reading.pick("trainer") is None and not faults.concern("trainer"):
-            faults.add(
+            if getattr(reading.spec, name) is None and not errors.concern(name):
+                errors.add(f"`{name}` is missing. Add {example} to the job spec.", name=name)
+        if reading.pick("trainer") is None and not errors.concern("trainer"):
+            errors.add(
                 'No trainer is named. Add "trainer": "module:Class" to the job spec, or set `TRAINER_PLUGIN`.',
                 code="startup.missing_trainer_import",
             )
-    if reading.pick("orchestrated") and not reading.pick("capability_token") and not faults.concern("capability_token"):
-        faults.add(
+    if reading.pick("orchestrated") and not reading.pick("capability_token") and not errors.concern("capability_token"):
+        errors.add(
             "An orchestrated run needs a token. Set `TRAINER_CAPABILITY_TOKEN`, or `capability_token` in the job spec.",
             code="startup.missing_capability_token",
         )
-    _refuse_contradictions(reading.spec, faults)
-    _refuse_lightning_arguments(reading.spec.lightning, faults)
-    _warn_of_no_effect(reading, faults)
+    _refuse_contradictions(reading.spec, errors)
+    _refuse_lightning_arguments(reading.spec.lightning, errors)
+    _warn_of_no_effect(reading, errors)
 
 
-def _refuse_contradictions(spec: JobSpec, faults: FaultList) -> None:
+def _refuse_contradictions(spec: JobSpec, errors: ConfigErrors) -> None:
     paths = bool(spec.dataset and spec.dataset.parquet_paths)
     refs = bool(spec.inputs.dataset_parquet_refs)
     if paths and refs:
-        faults.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
+        errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
     if spec.mock_batches is not None and (paths or refs):
-        faults.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
-    unsound = faults.concern_part("dataset.parquet_paths") or faults.concern_part("inputs")
-    if spec.dataset and not paths and not refs and spec.mock_batches is None and not unsound:
-        faults.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
+        errors.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
+    has_errors = errors.concern_part("dataset.parquet_paths") or errors.concern_part("inputs")
+    if spec.dataset and not paths and not refs and spec.mock_batches is None and not has_errors:
+        errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
     if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
-        faults.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
+        errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
 
 
-def _refuse_lightning_arguments(arguments: Mapping[str, Any], faults: FaultList) -> None:
+def _refuse_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
     """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
     if "max_steps" in arguments:
-        faults.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
+        errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
     for name in ("max_epochs", "limit_train_batches"):
         if arguments.get(name, 1) in (0, "0"):
-            faults.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
+            errors.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
     if arguments.get("enable_checkpointing") is False:
-        faults.add(
+        errors.add(
             "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
             "`checkpoint_every` at 0 to save no other."
         )
     if launches_by_copy(arguments.get("strategy")):
-        faults.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
+        errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
     known = trainer_arguments() if arguments else ()
     for name in arguments if known else ():
         if name not in known:
-            faults.add(
+            errors.add(
                 f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
             )
 
 
-def _warn_of_no_effect(reading: Settings, faults: FaultList) -> None:
+def _warn_of_no_effect(reading: Settings, errors: ConfigErrors) -> None:
     """Note settings that another one makes pointless."""
     spec = reading.spec
     if spec.sample_prompts and not spec.sample_every:
-        faults.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
+        errors.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
     if reading.pick("uploads.sample_url") and not spec.sample_every:
-        faults.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
+        errors.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
     if reading.pick("token_origins") and not reading.pick("capability_token"):
-        faults.warn("`token_origins` has no effect, since there is no token.")
+        errors.warn("`token_origins` has no effect, since there is no token.")
 
 
 def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None) -> str:

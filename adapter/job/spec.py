@@ -258,7 +258,7 @@ class JobSpec:
     ] = None
     inputs: InputsSpec = InputsSpec()
     resume_from_latest: Annotated[
-        Flag | None, Meta(description="Whether a start goes on from the newest checkpoint that proves whole.")
+        Flag | None, Meta(description="Whether a start continues from the newest whole checkpoint.")
     ] = None
     resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to go on from.")] = None
     sample_prompts: Annotated[

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import FaultList
+from .errors import ConfigErrors
 
 __all__ = ["read_job_spec"]
 
@@ -20,39 +20,39 @@ MOST_DIGITS = 400
 _YAML = (".yaml", ".yml")
 
 
-def read_job_spec(path: Path, faults: FaultList) -> dict[str, Any] | None:
-    """The JSON object in the file at `path`; None when that is not possible, which is then a fault."""
+def read_job_spec(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
+    """The JSON object in the file at `path`; None when that is not possible, which is then an error."""
     try:
         content = _content(path) if path.is_file() else _content_of_pipe(path)
     except FileNotFoundError:
-        faults.add(
+        errors.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
         )
         return None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        faults.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
+        errors.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
         return None
     if len(content) > LARGEST_SPEC_BYTES:
-        faults.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
+        errors.add(f"The job spec {str(path)!r} has more than {LARGEST_SPEC_BYTES >> 20} MiB. Name a JSON file.")
         return None
     if not content.strip():
         pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
-        faults.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
+        errors.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
         return None
     try:
         decoded = json.loads(
             content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
         )
     except RecursionError:
-        faults.add(f"The job spec {str(path)!r} is nested too deeply.")
+        errors.add(f"The job spec {str(path)!r} is nested too deeply.")
         return None
     except ValueError as error:
         way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
-        faults.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{way_out}")
+        errors.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{way_out}")
         return None
     if not isinstance(decoded, dict):
-        faults.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
+        errors.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
         return None
     return decoded
 
@@ -82,7 +82,7 @@ def _integer(digits: str) -> int:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def spec_keys() -> Mapping[str, Key]:
 
 
 def inner_keys(name: str) -> Mapping[str, Key]:
-    """The keys of the block `name`, such as ``dataset``; empty where it is no block."""
+    """The keys of the block `name`, such as ``dataset``; empty where it is not a block."""
     key = spec_keys().get(name)
     return keys_of(key.block) if key is not None and key.block is not None else {}
 

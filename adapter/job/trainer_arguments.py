@@ -1,6 +1,6 @@
 """Names of the arguments of ``lightning.pytorch.Trainer``, and what some of them mean, without importing Lightning.
 
-Importing it takes seconds, and a misspelled name should be told with the other faults of a job spec.
+Importing it takes seconds, and a misspelled name should be reported with the other errors of a job spec.
 """
 
 from __future__ import annotations

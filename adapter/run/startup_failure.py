@@ -12,7 +12,7 @@ from pathlib import Path
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
-from ..job.errors import FaultList
+from ..job.errors import ConfigErrors
 from ..job.sources import artifact_paths, artifacts_template, read_settings
 from ..plumbing.failures import EXIT_STARTUP, Failure, describe_failure
 from .artifact_dirs import untrusted_dirs
@@ -53,7 +53,7 @@ def resolve_failure_sinks(
 
     Every sound setting counts, whatever is wrong with the others.
     """
-    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, FaultList())
+    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, ConfigErrors())
     template = artifacts_template(spec_path, default_artifacts_dir)
     run_id = reading.spec.run_id
     paths = artifact_paths(reading, template, run_id or UNKNOWN_RUN_ID)

@@ -21,7 +21,7 @@ from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.progress import Tracker
 from genlight.adapter.inputs.tensorhub import HttpResolveClient, Manifest, fetch_from_cozy
 from genlight.adapter.job.environment import read_environment
-from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.refs import parse_ref
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
@@ -414,8 +414,8 @@ def test_the_job_spec_cannot_allow_itself_anything(config_of):
 
 @pytest.mark.parametrize("text", ["http://h/", "10.0.0.0/99", "a b/c", "-x"])
 def test_a_list_that_holds_something_else_is_a_fault(config_of, text):
-    faults = FaultList()
+    faults = ConfigErrors()
     read_environment({"TRAINER_PRIVATE_HOSTS": text}, faults)
-    assert "host names, addresses or networks" in faults.faults[0].text
+    assert "host names, addresses or networks" in faults.found[0].text
     with pytest.raises(StartupContractError):
         config_of(environ={"TRAINER_PRIVATE_HOSTS": text})

@@ -23,7 +23,7 @@ from ...job.config import (
     run_config_of,
     token_origins_of,
 )
-from ...job.errors import FaultList
+from ...job.errors import ConfigErrors
 from ...job.overrides import COMMAND_LINE_SETTINGS
 from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
 from ...job.spec import UPLOAD_URLS, DatasetSpec
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
     began = time.monotonic()
-    faults = FaultList()
+    faults = ConfigErrors()
     settings = read_settings(args.job, args.set or (), os.environ, faults)
     require_settings(settings, faults)
     template = artifacts_template(args.job, None)
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
 
-def diagnose(settings: Settings, faults: FaultList, template: str, deadline: float) -> Iterator[Finding]:
+def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: float) -> Iterator[Finding]:
     """Every finding about a job, whatever else is wrong with it.
 
     Args:
@@ -95,11 +95,11 @@ def diagnose(settings: Settings, faults: FaultList, template: str, deadline: flo
         network = _ask_network(settings)
     except StartupContractError as problem:
         unusable = Finding("network", "fail", str(problem))
-    error = faults.error(secrets=settings.secrets)
+    error = faults.exception(secrets=settings.secrets)
     config = run_config_of(settings, template, faults) if error is None else None
     if error is None:
         yield Finding("settings", "pass", f"{settings.spec_path} and environment are sound")
-    for fault in faults.faults:
+    for fault in faults.found:
         yield Finding("settings", "fail", f"{fault.code}: {fault.text}")
     yield from (Finding("settings", "warn", warning) for warning in faults.warnings)
     yield from _check_token(settings)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import RunConfig, resolve_run_config
 from genlight.adapter.job.environment import VARIABLES
-from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.sources import folder_name, read_settings
 from genlight.adapter.job.spec import SampleRequest
 from genlight.adapter.job.spec_keys import inner_keys, spec_keys
@@ -325,7 +325,7 @@ def test_no_secret_is_in_the_repr_or_in_an_error(job):
 def test_no_secret_is_in_the_repr_of_what_the_sources_say(job):
     path = job(capability_token="canary-1", uploads={"metrics_url": "http://h/?canary-2"})
     environ = {"TRAINER_CAPABILITY_TOKEN": "canary-3", "TENSORHUB_URL": "http://u:canary-4@h"}
-    settings = read_settings(path, ["capability_token=canary-5", "hyperparams.x=canary-6"], environ, FaultList())
+    settings = read_settings(path, ["capability_token=canary-5", "hyperparams.x=canary-6"], environ, ConfigErrors())
     assert "canary" not in repr((settings.overrides, settings.spec.uploads, settings.spec.inputs))
     assert "canary" not in repr(settings).replace("'x': 'canary-6'", "")
     assert {"canary-1", "canary-3", "canary-5"} <= set(settings.secrets)
@@ -476,7 +476,7 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("override", "fault"),
+    ("override", "message"),
     [
         ("dataset.batchsize=3", "Unknown key `dataset.batchsize` in `--set`. Did you mean `batch_size`?"),
         ("validate.every_n_step=3", "Unknown key `validate.every_n_step` in `--set`. Did you mean `every_n_steps`?"),
@@ -485,13 +485,12 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
         ("a..b=hush", "Invalid `--set a..b=…`. Expected key=value or key.sub=value."),
     ],
 )
-def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_value(job, override, fault):
-    error = refused(job(), override)
-    assert error.message == fault
+def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_value(job, override, message):
+    assert refused(job(), override).message == message
 
 
 @pytest.mark.parametrize(
-    ("fields", "faults"),
+    ("fields", "errors"),
     [
         ({"dataset": {"parquet_paths": "a.parquet"}}, 1),
         ({"dataset": {"parquet_paths": [7]}}, 1),
@@ -500,8 +499,8 @@ def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_val
         ({"dataset": {}}, 1),
     ],
 )
-def test_one_mistake_is_one_fault(job, fields, faults):
-    assert len(refused(job(**fields)).message.splitlines()) == faults
+def test_one_mistake_is_one_fault(job, fields, errors):
+    assert len(refused(job(**fields)).message.splitlines()) == errors
 
 
 def test_a_spec_that_is_nested_too_deeply_has_no_missing_fields(job):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.job.environment import VARIABLES, is_true, read_environment
-from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.errors import ConfigErrors
 
 
 def read(**environ):
-    faults = FaultList()
-    return read_environment(environ, faults), faults
+    errors = ConfigErrors()
+    return read_environment(environ, errors), errors
 
 
 @pytest.mark.parametrize("word", ["1", "true", "t", "yes", "y", "TRUE", " Yes "])
@@ -24,9 +24,9 @@ def test_every_other_word_is_false(word):
 
 
 def test_a_word_that_is_neither_true_nor_false_is_a_warning():
-    values, faults = read(TRAINER_ORCHESTRATED="maybe")
+    values, errors = read(TRAINER_ORCHESTRATED="maybe")
     assert values == {"orchestrated": False}
-    assert "`TRAINER_ORCHESTRATED`" in faults.warnings[0]
+    assert "`TRAINER_ORCHESTRATED`" in errors.warnings[0]
 
 
 def test_the_documented_variables_are_read():
@@ -50,36 +50,36 @@ def test_the_documented_variables_are_read():
 
 
 def test_blank_variables_give_nothing_and_values_are_stripped():
-    values, faults = read(TRAINER_PLUGIN="  ", TRAINER_CANCEL_FILE=" stop ", TRAINER_MAX_RUNTIME_SECONDS=" 1.5e1 ")
+    values, errors = read(TRAINER_PLUGIN="  ", TRAINER_CANCEL_FILE=" stop ", TRAINER_MAX_RUNTIME_SECONDS=" 1.5e1 ")
     assert values == {"cancel_file_path": "stop", "max_runtime_seconds": 15.0}
-    assert faults.faults == []
+    assert errors.found == []
 
 
 @pytest.mark.parametrize("text", ["-1", "nan", "inf", "1h", "1,5"])
 @pytest.mark.parametrize("name", ["TRAINER_MAX_RUNTIME_SECONDS", "TRAINER_UPLOAD_DEADLINE_SECONDS"])
 def test_a_time_that_is_no_number_of_seconds_is_an_invalid_timeout(name, text):
-    values, faults = read(**{name: text})
+    values, errors = read(**{name: text})
     assert values == {}
-    assert [fault.code for fault in faults.faults] == ["startup.invalid_timeout"]
-    assert f"Invalid `{name}`. Expected a number of seconds >= 0, but received" in faults.faults[0].text
+    assert [error.code for error in errors.found] == ["startup.invalid_timeout"]
+    assert f"Invalid `{name}`. Expected a number of seconds >= 0, but received" in errors.found[0].text
 
 
 def test_a_number_is_shown_and_any_other_text_is_not_since_it_may_be_a_token():
-    assert "received -3." in read(TRAINER_MAX_RUNTIME_SECONDS="-3")[1].faults[0].text
+    assert "received -3." in read(TRAINER_MAX_RUNTIME_SECONDS="-3")[1].found[0].text
     for name in ("TRAINER_MAX_RUNTIME_SECONDS", "TRAINER_UPLOAD_METRICS_URL", "TENSORHUB_URL", "TRAINER_TOKEN_ORIGINS"):
-        text = read(**{name: "canary://x y"})[1].faults[0].text
+        text = read(**{name: "canary://x y"})[1].found[0].text
         assert f"`{name}`" in text
         assert "canary" not in text
 
 
 def test_a_token_that_no_header_can_carry_is_refused_without_showing_it():
-    values, faults = read(TRAINER_CAPABILITY_TOKEN="canary\r\nX: y")
+    values, errors = read(TRAINER_CAPABILITY_TOKEN="canary\r\nX: y")
     assert values == {}
-    assert "canary" not in faults.faults[0].text
+    assert "canary" not in errors.found[0].text
 
 
 def test_a_misspelled_variable_is_a_warning_with_the_nearest_name_and_a_foreign_one_is_none():
-    _, faults = read(TRAINER_CHECKPOINT_DIR="/x", TRAINER_REGION_OF_THE_MOON="z", PATH="/bin")
-    assert faults.warnings == [
+    _, errors = read(TRAINER_CHECKPOINT_DIR="/x", TRAINER_REGION_OF_THE_MOON="z", PATH="/bin")
+    assert errors.warnings == [
         "Unknown environment variable `TRAINER_CHECKPOINT_DIR` is ignored. Did you mean `TRAINER_CHECKPOINTS_DIR`?"
     ]

@@ -1,46 +1,46 @@
-"""Faults are collected, shown short, and hold no secret."""
+"""Errors are collected, shown short, and hold no secret."""
 
 from __future__ import annotations
 
 import pytest
 
-from genlight.adapter.job.errors import CODES, FaultList, render_value
+from genlight.adapter.job.errors import CODES, ConfigErrors, render_value
 
 
 def test_without_a_fault_there_is_no_error():
-    faults = FaultList()
-    faults.warn("odd")
-    assert faults.error() is None
+    errors = ConfigErrors()
+    errors.warn("odd")
+    assert errors.exception() is None
 
 
 def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by_line():
-    faults = FaultList()
-    faults.add("late", code="startup.missing_capability_token")
-    faults.invalid("max_steps", "an integer >= 1", 0)
-    error = faults.error()
+    errors = ConfigErrors()
+    errors.add("late", code="startup.missing_capability_token")
+    errors.invalid("max_steps", "an integer >= 1", 0)
+    error = errors.exception()
     assert error is not None
     assert error.code == "startup.invalid_job_spec"
     assert str(error) == (
-        "startup.invalid_job_spec: 2 faults\n"
+        "startup.invalid_job_spec: 2 errors\n"
         "  - startup.missing_capability_token: late\n"
         "  - Invalid `max_steps`. Expected an integer >= 1, but received 0."
     )
 
 
 def test_a_single_fault_is_the_message():
-    faults = FaultList()
-    faults.add("no trainer", code="startup.missing_trainer_import")
-    assert str(faults.error()) == "startup.missing_trainer_import: no trainer"
+    errors = ConfigErrors()
+    errors.add("no trainer", code="startup.missing_trainer_import")
+    assert str(errors.exception()) == "startup.missing_trainer_import: no trainer"
 
 
 def test_a_flood_of_faults_is_cut_and_counted():
-    faults = FaultList()
+    errors = ConfigErrors()
     for number in range(1000):
-        faults.add(f"fault {number}")
-    message = str(faults.error())
-    assert "1000 faults" in message
+        errors.add(f"error {number}")
+    message = str(errors.exception())
+    assert "1000 errors" in message
     assert message.count("\n") == 41
-    assert message.endswith("and 960 more faults.")
+    assert message.endswith("and 960 more errors.")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_value_that_contains_itself_is_still_shown():
 
 def test_the_error_holds_no_secret_not_even_the_part_of_it_that_a_short_message_has_room_for():
     token = "canary" * 30
-    faults = FaultList()
-    faults.invalid("run_id", "a name", token)
-    message = str(faults.error(secrets=[token]))
+    errors = ConfigErrors()
+    errors.invalid("run_id", "a name", token)
+    message = str(errors.exception(secrets=[token]))
     assert "canary" not in message
     assert "Invalid `run_id`" in message
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, schema_text
 from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
 from genlight.adapter.job.spec_parsing import parse_job_spec
@@ -40,15 +40,15 @@ def test_the_job_of_the_demo_fits_the_schema():
 def test_what_the_schema_refuses_the_parser_refuses(job):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(job, job_schema())
-    errors = FaultList()
+    errors = ConfigErrors()
     parse_job_spec(job, errors)
-    assert errors.faults
+    assert errors.found
 
 
 def test_a_job_may_name_its_schema_for_editors():
-    errors = FaultList()
+    errors = ConfigErrors()
     parse_job_spec({"$schema": "job.schema.json", "request_id": "r"}, errors)
-    assert (errors.faults, errors.warnings) == ([], [])
+    assert (errors.found, errors.warnings) == ([], [])
     assert "$schema" in job_schema()["properties"]
     assert set(ALIASES[""]) < set(job_schema()["properties"])
 

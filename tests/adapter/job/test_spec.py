@@ -1,4 +1,4 @@
-"""The job spec: every fault at once, by name, value and way out."""
+"""The job spec: every error at once, by name, value and way out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.job.errors import FaultList
+from genlight.adapter.job.errors import ConfigErrors
 from genlight.adapter.job.spec import JobSpec, SampleRequest, ValidateSpec
 from genlight.adapter.job.spec_file import read_job_spec
 from genlight.adapter.job.spec_keys import ALIASES, inner_keys, keys_of, spec_keys
@@ -15,8 +15,8 @@ from genlight.adapter.job.spec_parsing import parse_job_spec
 
 
 def parse(**fields):
-    faults = FaultList()
-    return parse_job_spec(fields, faults), [fault.text for fault in faults.faults], faults.warnings
+    errors = ConfigErrors()
+    return parse_job_spec(fields, errors), [error.text for error in errors.found], errors.warnings
 
 
 def test_every_documented_key_is_known():
@@ -47,11 +47,11 @@ def test_every_documented_key_is_known():
 
 
 def test_further_targets_of_uploads_are_urls():
-    spec, faults, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
-    assert (spec.uploads.targets, faults) == (("hf://me/digits", "s3://bucket/runs"), [])
+    spec, errors, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
+    assert (spec.uploads.targets, errors) == (("hf://me/digits", "s3://bucket/runs"), [])
     wrong = ["/tmp/x", "s3://", "hf://me", "hf://a/b/c", "hf:///b"]
-    _, faults, _ = parse(uploads={"targets": [*wrong, "hf://me/d@main"]})
-    assert faults == [
+    _, errors, _ = parse(uploads={"targets": [*wrong, "hf://me/d@main"]})
+    assert errors == [
         f"Invalid `uploads.targets[{index}]`. Expected a URL such as hf://owner/name or s3://bucket/folder, "
         f'but received "{url}".'
         for index, url in enumerate(wrong)
@@ -86,10 +86,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "value", "text"), WRONG)
 def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name, value, text):
-    _, faults, _ = parse(**{name: value})
-    assert len(faults) == 1
-    assert faults[0].startswith(f"Invalid `{name}`. Expected ")
-    assert text in faults[0]
+    _, errors, _ = parse(**{name: value})
+    assert len(errors) == 1
+    assert errors[0].startswith(f"Invalid `{name}`. Expected ")
+    assert text in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name,
     ],
 )
 def test_a_fault_within_a_block_is_named_by_its_dotted_name(block, name, value):
-    _, faults, _ = parse(**{block: {name: value}})
-    assert len(faults) == 1
-    assert faults[0].startswith(f"Invalid `{block}.{name}`. Expected ")
+    _, errors, _ = parse(**{block: {name: value}})
+    assert len(errors) == 1
+    assert errors[0].startswith(f"Invalid `{block}.{name}`. Expected ")
 
 
 def test_entries_of_lists_are_named_by_their_place():
-    _, faults, _ = parse(dataset={"parquet_paths": ["a", 2, ""]}, sample_prompts=["3", 4, {"prompt": 5, "seed": "x"}])
-    assert [fault.split("`")[1] for fault in faults] == [
+    _, errors, _ = parse(dataset={"parquet_paths": ["a", 2, ""]}, sample_prompts=["3", 4, {"prompt": 5, "seed": "x"}])
+    assert [error.split("`")[1] for error in errors] == [
         "dataset.parquet_paths[1]",
         "dataset.parquet_paths[2]",
         "sample_prompts[1]",
@@ -128,22 +128,22 @@ def test_entries_of_lists_are_named_by_their_place():
 
 
 def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
-    _, faults, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
-    assert sorted(faults) == [
+    _, errors, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
+    assert sorted(errors) == [
         "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
         'Invalid `dataset.columns`. Expected different columns, but received ["a"] more than once. Name each once.',
     ]
 
 
 def test_all_faults_of_a_spec_are_found_in_one_go():
-    _, faults, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
-    assert len(faults) == len({name for name, _, _ in WRONG})
+    _, errors, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
+    assert len(errors) == len({name for name, _, _ in WRONG})
 
 
 def test_an_unknown_key_is_a_warning_and_at_the_top_an_error_where_a_known_one_is_near():
     """A run that drops `checkpoint_evry` in silence would train without checkpoints."""
-    _, faults, warnings = parse(metrics_every=3, zzz=1, dataset={"batchsize": 4}, uploads={"metric_url": "http://h"})
-    assert faults == ["Unknown key `metrics_every`. Did you mean `metric_every`?"]
+    _, errors, warnings = parse(metrics_every=3, zzz=1, dataset={"batchsize": 4}, uploads={"metric_url": "http://h"})
+    assert errors == ["Unknown key `metrics_every`. Did you mean `metric_every`?"]
     assert warnings == [
         "Unknown key `zzz` is ignored.",
         "Unknown key `dataset.batchsize` is ignored. Did you mean `batch_size`?",
@@ -152,21 +152,21 @@ def test_an_unknown_key_is_a_warning_and_at_the_top_an_error_where_a_known_one_i
 
 
 def test_null_and_blank_texts_count_as_absent():
-    spec, faults, warnings = parse(run_id=None, owner="  ", max_steps=None, dataset=None, uploads={"sample_url": ""})
-    assert (spec, faults, warnings) == (JobSpec(), [], [])
+    spec, errors, warnings = parse(run_id=None, owner="  ", max_steps=None, dataset=None, uploads={"sample_url": ""})
+    assert (spec, errors, warnings) == (JobSpec(), [], [])
 
 
 def test_request_id_is_an_alias_that_run_id_beats_with_a_warning():
     assert parse(request_id="r")[0].run_id == "r"
-    spec, faults, warnings = parse(request_id="r", run_id="x")
-    assert (spec.run_id, faults) == ("x", [])
+    spec, errors, warnings = parse(request_id="r", run_id="x")
+    assert (spec.run_id, errors) == ("x", [])
     assert "alias" in warnings[0]
     assert parse(request_id="r", run_id="r")[2] == []
 
 
 def test_sample_prompts_are_texts_or_objects():
-    spec, faults, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
-    assert faults == []
+    spec, errors, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
+    assert errors == []
     assert spec.sample_prompts == (
         SampleRequest(name="sample-00", prompt="3"),
         SampleRequest(name="cat", task="i2i", prompt="cat", seed=4),
@@ -174,12 +174,12 @@ def test_sample_prompts_are_texts_or_objects():
 
 
 def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fault():
-    spec, faults, _ = parse(inputs={"base_model_url": "http://h/m", "dataset_parquet_urls": ["http://h/a"]})
-    assert faults == []
+    spec, errors, _ = parse(inputs={"base_model_url": "http://h/m", "dataset_parquet_urls": ["http://h/a"]})
+    assert errors == []
     assert spec.inputs.base_model_ref == "http://h/m"
     assert spec.inputs.dataset_parquet_refs == ("http://h/a",)
-    _, faults, _ = parse(inputs={"base_model_url": "http://h/m", "base_model_ref": "a/b"})
-    assert faults == [
+    _, errors, _ = parse(inputs={"base_model_url": "http://h/m", "base_model_ref": "a/b"})
+    assert errors == [
         "`inputs.base_model_ref` and `inputs.base_model_url` name two different things. Give one of them."
     ]
 
@@ -187,14 +187,14 @@ def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fau
 def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
     spec, _, _ = parse(capability_token="canary-1")
     assert "canary" not in repr(spec)
-    _, faults, _ = parse(
+    _, errors, _ = parse(
         capability_token=["canary-2"],
         uploads={"metrics_url": "ftp://user:canary-3@host/x?sig=canary-4", "sample_url": 5},
         max_steps="http://canary-5:x@h/p?canary-6",
     )
-    assert len(faults) == 4
-    assert "canary" not in "".join(faults)
-    assert "ftp://host/x" in "".join(faults)
+    assert len(errors) == 4
+    assert "canary" not in "".join(errors)
+    assert "ftp://host/x" in "".join(errors)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b"", "is empty. Expected a JSON object, {...}."),
         (b" \n", "is empty. Expected a JSON object, {...}."),
         (b'{"a": 1,}', "is not JSON"),
-        (b'{"a": NaN}', "NaN is no JSON number"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
         (b"[1]", "holds a list"),
         (b"null", "holds null"),
@@ -217,33 +217,33 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
 def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, reason):
     path = tmp_path / "job.json"
     path.write_bytes(content)
-    faults = FaultList()
-    assert read_job_spec(path, faults) is None
-    assert len(faults.faults) == 1
-    assert reason in faults.faults[0].text
-    assert str(path) in faults.faults[0].text
-    assert faults.faults[0].code == "startup.invalid_job_spec"
+    errors = ConfigErrors()
+    assert read_job_spec(path, errors) is None
+    assert len(errors.found) == 1
+    assert reason in errors.found[0].text
+    assert str(path) in errors.found[0].text
+    assert errors.found[0].code == "startup.invalid_job_spec"
 
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
-    faults = FaultList()
-    assert read_job_spec(tmp_path / "none.json", faults) is None
-    assert read_job_spec(tmp_path, faults) is None
-    assert [fault.code for fault in faults.faults] == ["startup.missing_job_spec_path", "startup.invalid_job_spec"]
+    errors = ConfigErrors()
+    assert read_job_spec(tmp_path / "none.json", errors) is None
+    assert read_job_spec(tmp_path, errors) is None
+    assert [error.code for error in errors.found] == ["startup.missing_job_spec_path", "startup.invalid_job_spec"]
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = tmp_path / "job.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
-    assert read_job_spec(path, FaultList()) == {"run_id": "r"}
+    assert read_job_spec(path, ConfigErrors()) == {"run_id": "r"}
 
 
 def test_a_validate_block_names_its_cadence():
-    _, faults, warnings = parse(validate={"every_n_step": 10})
-    assert faults == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
+    _, errors, warnings = parse(validate={"every_n_step": 10})
+    assert errors == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
     assert warnings == ["Unknown key `validate.every_n_step` is ignored. Did you mean `every_n_steps`?"]
-    spec, faults, _ = parse(validate={"every_n_steps": 10, "critical": True})
-    assert (spec.validate, faults) == (ValidateSpec(every_n_steps=10, critical=True), [])
+    spec, errors, _ = parse(validate={"every_n_steps": 10, "critical": True})
+    assert (spec.validate, errors) == (ValidateSpec(every_n_steps=10, critical=True), [])
     assert parse(validate={})[1] == []
     assert parse(validate={"every_n_steps": "x"})[1] == [
         'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
@@ -252,8 +252,6 @@ def test_a_validate_block_names_its_cadence():
 
 def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):
     monkeypatch.setattr("genlight.adapter.job.spec_file.LARGEST_SPEC_BYTES", 1 << 20)
-    faults = FaultList()
-    assert read_job_spec(Path("/dev/zero"), faults) is None
-    assert [fault.text for fault in faults.faults] == [
-        "The job spec '/dev/zero' has more than 1 MiB. Name a JSON file."
-    ]
+    errors = ConfigErrors()
+    assert read_job_spec(Path("/dev/zero"), errors) is None
+    assert [error.text for error in errors.found] == ["The job spec '/dev/zero' has more than 1 MiB. Name a JSON file."]

@@ -49,7 +49,7 @@ FAULTS = {
     # settings
     "no max_steps": Fault("startup", "startup.invalid_job_spec", 2, fields={"max_steps": ...}),
     "max_steps of a wrong type": Fault("startup", "`max_steps`", 2, fields={"max_steps": "many"}),
-    "several faults": Fault("startup", "2 faults", 2, fields={"max_steps": 0, "metric_every": -1}),
+    "several faults": Fault("startup", "2 errors", 2, fields={"max_steps": 0, "metric_every": -1}),
     "another version": Fault("startup", "trainer_api_version", 2, fields={"trainer_api_version": "v2"}),
     "no trainer": Fault("startup", "startup.missing_trainer_import", 2, fields={"trainer": ...}),
     "no token": Fault("startup", "startup.missing_capability_token", 2, environ={"TRAINER_ORCHESTRATED": "1"}),
