@@ -27,7 +27,7 @@ from ...callbacks.checkpoint.sharded.strategy import save_through_plugin
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, Found
 from ..discovery.parameter_aliases import Alias
-from . import shard_writes
+from . import shard_writes, sharded_values
 from .gradient_sync import broadcast_from_zero
 from .shard_hooks import adopt_hooks
 from .shard_layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
@@ -198,6 +198,11 @@ def _check_shardable(
         if getattr(sub, "sparse", False) is True
     ]
     faults += [
+        f"{found.path} is a module of TorchScript, which cannot be sharded; leave out torch.jit, or use ddp"
+        for found in modules
+        if isinstance(found.value, torch.jit.ScriptModule)
+    ]
+    faults += [
         f"{found.path} is LBFGS, which needs all parameters in one vector"
         for found in discovered.optimizers
         if isinstance(found.value, LBFGS)
@@ -251,6 +256,7 @@ def _give_whole_state_dicts(module: nn.Module) -> None:
 def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module._parameters.items():
         if prefix + name in state_dict and parameter is not None:
+            sharded_values.announce("state_dict", parameter)
             state_dict[prefix + name] = whole(state_dict[prefix + name])
             shard_writes.gave(parameter, state_dict[prefix + name])
 

@@ -206,10 +206,13 @@ class StepRouter:
             self._agree = RankAgreement(self._gradients.group, self._device)
             self._of_shards = ShardGradients(self._units, self._gradients.group, self._device)
         for unit in self._units:
-            unit.begin_training(self._touched)
+            try:
+                unit.begin_training(self._touched)
+            except AssertionError as error:  # parameters of several types in one unit, for example
+                raise about_sharding(error, "The trainer cannot be sharded") or error from error
             unit.scale = self._factors
             unit.agree = self._agreed
-        if self._sharded:
+        if self._units:
             sharded_values.hold(self, self._agreed)
             sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
         self._is_open = True
@@ -220,7 +223,7 @@ class StepRouter:
         if self._is_open:
             self._is_open = False
             interception.release(self)
-            if self._sharded:
+            if self._units:
                 sharded_values.release(self)
 
     def __enter__(self) -> StepRouter:
@@ -267,7 +270,7 @@ class StepRouter:
             self._accumulation.abandon()
         if exc is None:
             return
-        explained = (about_sharding(exc) if self._sharded else None) or about_types(exc, self._precision)
+        explained = (about_sharding(exc) if self._units else None) or about_types(exc, self._precision)
         if explained is not None:
             raise explained from exc
 

@@ -13,7 +13,7 @@ import torch
 
 from genlight.adapter.cli import main
 from genlight.adapter.conformance.checks import run_checks
-from genlight.adapter.conformance.halves import halves
+from genlight.adapter.conformance.ranks import halves
 from genlight.adapter.conformance.snapshot import differences, snapshot
 from genlight.adapter.conformance.source import check_source
 from genlight.adapter.conformance.subject import Subject
