@@ -125,6 +125,20 @@ def test_two_processes_are_compared_with_one(monkeypatch, name, said):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["self_supervised:MomentumContrast", "vision:SplatDensification"])
+def test_a_queue_of_own_keys_and_parameters_replaced_alike_are_no_fault_of_ranks(name):
+    theme, _, attribute = name.partition(":")
+    cls = getattr(importlib.import_module(f"zoo.{theme}"), attribute)
+    subject = Subject(f"zoo.{name}", tuple(cls.rows(step) for step in range(4)), steps=2, search_path=(str(HERE),))
+
+    found = {finding.check: finding for finding in run_checks(subject)}
+
+    assert found["ranks"].level == "pass", found["ranks"].detail
+    assert found["resume"].level == "pass", found["resume"].detail
+    assert not [finding for finding in found.values() if finding.level == "fail"]
+
+
+@pytest.mark.slow
 def test_what_several_threads_round_otherwise_is_no_difference_of_ranks(monkeypatch):
     rng = np.random.default_rng(0)
     rows = tuple({"x": rng.normal(size=(32, 2)).tolist(), "y": rng.normal(size=(32, 1)).tolist()} for _ in range(4))
