@@ -24,8 +24,7 @@ from ..module.hook_signatures import HOOK_ARGUMENTS, signature_faults
 from ..module.module import ContractModule
 from ..plumbing.finding import Finding
 from .forgotten import Snapshots, forgotten_values
-from .halves import halves
-from .ranks import SHARDED, RanksError, Refused, train_on_ranks
+from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
 from .snapshot import differences, flatten, snapshot
 from .source import check_source
 from .subject import Subject, Trained

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from .subject import Subject
 
-__all__ = ["SHARDED", "RanksError", "Refused", "train_on_ranks"]
+__all__ = ["SHARDED", "RanksError", "Refused", "halves", "train_on_ranks"]
 
 WORLD_SIZE = 2
 SHARDED = "sharded"
@@ -78,6 +79,40 @@ def train_on_ranks(
         name: [Refused(result[name]) if isinstance(result[name], str) else result[name] for result in results]
         for name in jobs
     }
+
+
+def halves(batch: Any) -> tuple[Any, Any] | None:
+    """The first and the second half of the rows of a raw batch, or None where it has no rows that can be told apart.
+
+    Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns are cut; an odd row is left out.
+    """
+    rows = _rows(batch)
+    if rows is None or rows < 2:
+        return None
+    middle = rows // 2
+    return _cut(batch, 0, middle), _cut(batch, middle, middle)
+
+
+def _rows(batch: Any) -> int | None:
+    if hasattr(batch, "num_rows"):
+        return int(batch.num_rows)
+    if isinstance(batch, Mapping):
+        counts = {_rows(column) for column in batch.values()}
+        return counts.pop() if len(counts) == 1 else None
+    if isinstance(batch, str | bytes):
+        return None
+    if isinstance(batch, Sequence):
+        return len(batch)
+    shape = getattr(batch, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+def _cut(batch: Any, start: int, length: int) -> Any:
+    if hasattr(batch, "num_rows"):
+        return batch.slice(start, length)
+    if isinstance(batch, Mapping):
+        return {name: _cut(column, start, length) for name, column in batch.items()}
+    return batch[start : start + length]
 
 
 def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:

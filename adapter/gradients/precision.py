@@ -190,6 +190,8 @@ class TrueUnitScaler(GradScaler):
         self._found[id(optimizer)] = found
         if id(optimizer) in self._stepped:
             self.adapt()
+        if self._scale is None:  # all gradients so far were written by the trainer
+            self._lazy_init_scale_growth_tracker(found.device)
         self.unscale_(optimizer)
         result = self.step(optimizer)
         self._stepped.add(id(optimizer))

@@ -50,6 +50,7 @@ class Unscaling:
         parameters = [p for found in discovered.modules for p in found.value.parameters()]
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._whole = {id(p) for p in parameters if not isinstance(p, DTensor)}
+        self._whole |= {id(found.value) for found in discovered.tensors}
         self._had: list[tuple[DTensor, Tensor | None]] = []
 
     @property

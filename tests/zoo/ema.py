@@ -147,6 +147,7 @@ class BestWeights(Base):
 
     differs = "the best step is one by each rank's own loss"
     per_rank = ("best",)
+    rank_local = ("best",)
 
     def configure(self, ctx):
         return {**super().configure(ctx), "best": mlp().requires_grad_(False), "lowest": float("inf")}

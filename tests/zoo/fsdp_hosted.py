@@ -461,7 +461,52 @@ class PrunedWeights(Base):
         return result
 
 
+class AveragesInWholeModules(Base):
+    """Averages of a part of a network and of all of it, in modules that are no copies of a trained one by their names.
+
+    They stay whole, and operations in place on their tensors take the sharded weights.
+    """
+
+    def configure(self, ctx):
+        parts = nn.ModuleDict({"encoder": mlp(6, 5), "head": nn.Linear(5, 1)})
+        averages = nn.ModuleList([copy.deepcopy(parts), copy.deepcopy(parts["encoder"])]).requires_grad_(False)
+        return {"parts": parts, "averages": averages, "optimizer": torch.optim.Adam(parts.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        parts, (all_of_it, encoder) = state["parts"], state["averages"]
+        loss = mse_loss(parts["head"](parts["encoder"](batch["x"])), batch["y"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            for a, p in zip(all_of_it.parameters(), parts.parameters(), strict=True):
+                a.lerp_(p, 0.1)
+            for a, p in zip(encoder.parameters(), parts["encoder"].parameters(), strict=True):
+                a *= 0.9
+                a += 0.1 * p
+        return StepResult({"loss": loss.detach()})
+
+
+class CentersMovedByHand(Base):
+    """A bare parameter in the state, beside a sharded network, is moved by its gradient."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "center": nn.Parameter(torch.zeros(2))}
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        state["center"].grad = None
+        loss = (state["model"](batch["x"]) - batch["y"] - state["center"]).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            state["center"] -= 0.1 * state["center"].grad
+        return StepResult({"loss": loss.detach()})
+
+
 CLASSES = (
+    AveragesInWholeModules,
+    CentersMovedByHand,
     Clip,
     DiffusersEma,
     DictEma,

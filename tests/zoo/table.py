@@ -89,8 +89,9 @@ def _short(text: str, notes: dict[str, str]) -> str:
 
 
 def _general(message: str) -> str:
-    """A message without the names of one class in it, so that equal ones are told once."""
+    """A message without the names, addresses and values of one run in it, so that equal ones are told once."""
     message = re.sub(r'(state\["\w+"\]|trainer\.\w+)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
+    message = re.sub(r"\[\d{6,}\]", "[…]", re.sub(r"-?\d+\.\d+(e-?\d+)?", "…", message))
     return " ".join(message.partition("; `…`")[0].split())[:300]
 
 

@@ -9,6 +9,7 @@ from zoo import fsdp_hosted, runs
 
 MODULE = "zoo.fsdp_hosted"
 NAMES = list(fsdp_hosted.ZOO)
+HALF = ("CentersMovedByHand", "HookedGradients", "OptimizerInBackward")
 RESUMED = ("DiffusersEma", "Clip", "SharedEncoder", "Dino", "OptimizerInBackward")
 
 
@@ -22,7 +23,7 @@ def two_ranks(tmp_path_factory):
     ]
     jobs += [
         {"key": f"half {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "precision": "16-mixed"}
-        for name in ("HookedGradients", "OptimizerInBackward")
+        for name in HALF
     ]
     return runs.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
 
@@ -45,7 +46,7 @@ def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["HookedGradients", "OptimizerInBackward"])
+@pytest.mark.parametrize("name", HALF)
 def test_in_fp16_they_agree_within_its_rounding(two_ranks, name):
     for rank in two_ranks:
         actual = rank[f"half {name}"]

@@ -43,6 +43,7 @@ REASONS = {
     "WithGatheringMuon": r"rank 0 is about to compute `norm` .* rank 1 to call torch.distributed.all_gather in",
     "WithGatheringMuonOfOneShape": r"for parameter 0 of the sharded ones, rank 1 .* for parameter 1 of the",
     "WithOwnCollective": r"OwnCollective.step\(\) calls torch.distributed.all_reduce on rank \d, but .* sharded",
+    "KeepsItsBestWeights": r"compute `state_dict` of a sharded tensor of shape \(12, 6\)",
     "ReadsNormOnOneRank": r"rank 0 is about to compute `norm` of a sharded tensor .* rank 1 to update by Adam",
 }
 

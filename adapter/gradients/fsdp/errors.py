@@ -96,15 +96,15 @@ def without_collectives(what: str, agree: Callable[[str], None]) -> Iterator[Non
             setattr(dist, name, function)
 
 
-def about_sharding(error: BaseException) -> ContractError | None:
-    """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
+def about_sharding(
+    error: BaseException, what: str = "`train_step` does what sharded modules cannot"
+) -> ContractError | None:
+    """An error that says `what` went wrong and what to do about `error`; None where it is not about sharding."""
     if isinstance(error, ContractError):
         return None
     for pattern, advice in _ADVICE.items():
         if re.search(pattern, str(error)):
-            return ContractError(
-                f"`train_step` does what sharded modules cannot: {advice}. torch says: {_first(error)}"
-            )
+            return ContractError(f"{what}: {advice}. torch says: {_first(error)}")
     return None
 
 

@@ -29,6 +29,7 @@ from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
 from ..gradient_sync import broadcast_from_zero
 from ..torch_internals import require_fsdp
+from . import values as sharded_values
 from . import writes as shard_writes
 from .hooks import adopt_hooks
 from .layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
@@ -200,6 +201,11 @@ def _check_shardable(
         if getattr(sub, "sparse", False) is True
     ]
     faults += [
+        f"{found.path} is a module of TorchScript, which cannot be sharded; leave out torch.jit, or use ddp"
+        for found in modules
+        if isinstance(found.value, torch.jit.ScriptModule)
+    ]
+    faults += [
         f"{found.path} is LBFGS, which needs all parameters in one vector"
         for found in discovered.optimizers
         if isinstance(found.value, LBFGS)
@@ -253,6 +259,7 @@ def _give_whole_state_dicts(module: nn.Module) -> None:
 def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for name, parameter in module._parameters.items():
         if prefix + name in state_dict and parameter is not None:
+            sharded_values.announce("state_dict", parameter)
             state_dict[prefix + name] = whole(state_dict[prefix + name])
             shard_writes.gave(parameter, state_dict[prefix + name])
 

@@ -85,16 +85,19 @@ class ShardedStep:
             self._agreement = RankAgreement(group, device)
             self._gradients = ShardGradients(self._units, group, device)
         for unit in self._units:
-            unit.begin_training(self._touched)
+            try:
+                unit.begin_training(self._touched)
+            except AssertionError as error:  # parameters of several types in one unit, for example
+                raise about_sharding(error, "The trainer cannot be sharded") or error from error
             unit.scale = self._scale_factors
             unit.agree = self.agree
-        if self._modules:
+        if self._units:
             sharded_values.hold(self, self.agree)
             sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
 
     def close(self) -> None:
         """Training is over; operations on sharded tensors are torch's own again."""
-        if self._modules:
+        if self._units:
             sharded_values.release(self)
 
     def begin(self, step: int) -> None:
@@ -170,7 +173,7 @@ class ShardedStep:
 
     def explained(self, error: BaseException) -> ContractError | None:
         """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
-        return about_sharding(error) if self._modules else None
+        return about_sharding(error) if self._units else None
 
     def _touched(self, shard: DTensor) -> None:
         if self._gradients is not None:

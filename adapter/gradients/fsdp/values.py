@@ -7,6 +7,7 @@ an empty shard fails, and a plain tensor of the same shape is refused. While thi
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
     p.grad.abs().max() with an empty shard     of the whole tensor
     p.grad += noise, p.copy_(kept)             the plain tensor counts as whole: each rank takes its slice
+    kept.copy_(p), kept.lerp_(p, 0.1)          of the whole value
     loss + penalty                             of a scalar that is sharded, the whole value
 
 All ranks have to do it, as they do all that talks to the others.
@@ -31,7 +32,7 @@ from ..torch_internals import TensorBase, without_torch_function_of_subclasses
 from . import hooks as shard_hooks
 from . import writes as shard_writes
 
-__all__ = ["hold", "number", "release"]
+__all__ = ["announce", "hold", "number", "release"]
 
 _READS = frozenset({"item", "tolist", "numpy", "__array__", "__format__"})
 _READS |= {"__float__", "__int__", "__bool__", "__index__", "__complex__", "is_nonzero"}
@@ -106,7 +107,8 @@ def number(parameters: Iterable[Tensor]) -> None:
         _numbers[parameter] = f", for parameter {index} of the sharded ones"
 
 
-def _agree(name: str, tensor: Any) -> None:
+def announce(name: str, tensor: Any) -> None:
+    """Say that this rank is about to compute `name` of `tensor`, which all ranks have to, where somebody holds this."""
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
     for _, agree in _holders[-1:]:
         agree(f"compute `{name}` of a sharded tensor of shape {shape}{_last_parameter}")
@@ -139,7 +141,7 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if name == "__get__":
         return _got(func, first)
     if name in _TOGETHER:
-        _agree(name, first)
+        announce(name, first)
     if name in _READS:
         return func(*_whole(args), **kwargs)
     if name in _RANDOM and isinstance(first, DTensor):
@@ -165,6 +167,9 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: list[DTensor]) -> Any:
+    if _is_written_whole(name, args, kwargs):
+        announce(name, sharded[0])
+        return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
     if all(t.dim() == 0 for t in sharded):
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
     base = name.removeprefix("_foreach_").strip("_")
@@ -186,6 +191,14 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
             (a for a in args if isinstance(a, list | tuple) and any(isinstance(t, DTensor) for t in a)), sharded[0]
         )
     return func(*(place(a, like) for a in args), **{k: place(v, like) for k, v in kwargs.items()})
+
+
+def _is_written_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the result goes into a plain tensor, where a slice of it would be lost."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    target = kwargs.get("out", args[0] if in_place and args else None)
+    targets = target if isinstance(target, list | tuple) else [target]
+    return all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in targets)
 
 
 def _placed(value: Any, like: DTensor) -> Any:

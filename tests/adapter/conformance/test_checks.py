@@ -13,7 +13,7 @@ import torch
 
 from genlight.adapter.cli import main
 from genlight.adapter.conformance.checks import run_checks
-from genlight.adapter.conformance.halves import halves
+from genlight.adapter.conformance.ranks import halves
 from genlight.adapter.conformance.snapshot import differences, snapshot
 from genlight.adapter.conformance.source import check_source
 from genlight.adapter.conformance.subject import Subject
@@ -122,6 +122,20 @@ def test_two_processes_are_compared_with_one(monkeypatch, name, said):
         level, _, detail = expected.partition(": ")
         assert found[check].level == level
         assert detail in found[check].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["self_supervised:MomentumContrast", "vision:SplatDensification"])
+def test_a_queue_of_own_keys_and_parameters_replaced_alike_are_no_fault_of_ranks(name):
+    theme, _, attribute = name.partition(":")
+    cls = getattr(importlib.import_module(f"zoo.{theme}"), attribute)
+    subject = Subject(f"zoo.{name}", tuple(cls.rows(step) for step in range(4)), steps=2, search_path=(str(HERE),))
+
+    found = {finding.check: finding for finding in run_checks(subject)}
+
+    assert found["ranks"].level == "pass", found["ranks"].detail
+    assert found["resume"].level == "pass", found["resume"].detail
+    assert not [finding for finding in found.values() if finding.level == "fail"]
 
 
 @pytest.mark.slow
