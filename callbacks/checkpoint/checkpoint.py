@@ -525,6 +525,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             world_size=trainer.world_size,
             metrics=self._monitored(trainer),
             writer=WRITER,
+            parameters=frozenset(name for name, _ in pl_module.named_parameters()),
         )
         asynchronous = self.asynchronous and not wait
         self._io.expect(path, SaveRequest(meta, staging, asynchronous, self._on_durable))
