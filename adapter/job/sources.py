@@ -208,7 +208,7 @@ def _refuse_lightning_arguments(arguments: Mapping[str, Any], faults: FaultList)
     if arguments.get("logger") is True:
         faults.add(
             "Invalid `lightning.logger`. A job has its event log already, and `true` would add none. Name a logger, "
-            'such as {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}, or leave '
+            'such as {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, or leave '
             "it out."
         )
     if launches_by_copy(arguments.get("strategy")):
