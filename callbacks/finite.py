@@ -11,20 +11,29 @@ from torch.distributed.tensor import DTensor
 __all__ = ["are_finite"]
 
 
+_NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+_WIDENED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+"""Types of which torch computes no norm."""
+
+
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every element of `tensors` is finite; waits for each device once."""
-    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    """Whether every element of `tensors` is finite; waits for each device once.
+
+    Sparse tensors and types without infinities count as finite.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.numel() and (local.is_floating_point() or local.is_complex()):
-            by_device[local.device].append(local.detach())
-    return all(bool(torch.isfinite(_largest(group)).all()) for group in by_device.values())
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        if local.numel() and local.layout == torch.strided and local.dtype in _NORMED | _WIDENED:
+            groups[local.device, local.dtype].append(local)
+    verdicts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for (device, dtype), group in groups.items():
+        verdicts[device].append(torch.isfinite(_magnitudes(group, dtype)).all())
+    return all(bool(torch.stack(of_device).all()) for of_device in verdicts.values())
 
 
-def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _magnitudes(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The largest magnitude of each tensor, nan where it holds one; a sum of squares could overflow."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_dtype[tensor.dtype].append(tensor)
-    norms = [norm.float() for group in by_dtype.values() for norm in torch._foreach_norm(group, float("inf"))]
-    return torch.stack(norms)
+    if dtype in _WIDENED:
+        return torch.stack([tensor.float().abs().max() for tensor in tensors])
+    return torch.stack(list(torch._foreach_norm(tensors, float("inf"))))

@@ -85,6 +85,9 @@ def _listed(path: Path) -> list[Listed]:
         return [Listed(record, None, error.reason)]
 
 
+_NOT_FINITE = "weights NOT finite"
+
+
 def _list(path: Path, *, as_json: bool) -> int:
     rows = [_row(listed) for listed in _listed(path)]
     if not rows:
@@ -122,15 +125,21 @@ def _note(record: CheckpointRecord) -> str:
     except BrokenCheckpointError as error:
         return f"broken: {error.reason}"
     notes = [f"{name}={value:g}" for name, value in record.metrics.items() if value is not None]
-    return ", ".join((["older runtime"] if record.is_old else []) + (["final"] if record.final else []) + notes)
+    bad = [_NOT_FINITE] if record.finite_weights is False else []
+    return ", ".join((["older runtime"] if record.is_old else []) + (["final"] if record.final else []) + bad + notes)
 
 
 def _verify(path: Path, *, as_json: bool) -> int:
-    outcomes = [_verdict(listed) for listed in _listed(path)]
+    found = _listed(path)
+    outcomes = [_verdict(listed) for listed in found]
     if not outcomes:
         return _complain(_NOTHING.format(path), _USAGE)
     if as_json:
-        _write_lines(json.dumps({"name": name, "problem": problem}) for name, problem, _ in outcomes)
+        finite = [None if listed.record is None else listed.record.finite_weights for listed in found]
+        _write_lines(
+            json.dumps({"name": name, "problem": problem, "finite_weights": known})
+            for (name, problem, _), known in zip(outcomes, finite, strict=True)
+        )
     else:
         _write_lines(f"{name}: {f'broken: {problem}' if problem else summary}" for name, problem, summary in outcomes)
     return _BROKEN if any(problem for _, problem, _ in outcomes) else _SOUND
@@ -147,7 +156,8 @@ def _verdict(listed: Listed) -> tuple[str, str, str]:
         return name, error.reason, ""
     if listed.record.is_old:
         return name, "", "readable (an older runtime's record has no digests)"
-    return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)})"
+    known = {True: ", weights finite", False: f", {_NOT_FINITE}", None: ""}[listed.record.finite_weights]
+    return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)}{known})"
 
 
 def _show(record: CheckpointRecord, *, as_json: bool) -> int:
@@ -157,7 +167,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps(facts) + "\n")
         return _SOUND
     lines = [f"{record.name}  ({record.path})", ""]
-    lines += [f"  {name:<20}{_text(getattr(record, name))}" for name in _FACTS if getattr(record, name)]
+    lines += [f"  {name:<20}{_text(getattr(record, name))}" for name in _FACTS if _is_told(record, name)]
     lines += ["", "  files"]
     lines += [f"    {size_text(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
     lines += ["", f"  tensors ({len(tensors)})"]
@@ -180,7 +190,13 @@ _FACTS = (
     "metrics",
     "versions",
     "trainer_checkpoint",
+    "finite_weights",
 )
+
+
+def _is_told(record: CheckpointRecord, fact: str) -> bool:
+    value = getattr(record, fact)
+    return value is not None if fact == "finite_weights" else bool(value)
 
 
 def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:

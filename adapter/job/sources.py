@@ -208,6 +208,12 @@ def _refuse_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErro
             "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
             "`checkpoint_every` at 0 to save no other."
         )
+    if arguments.get("logger") is True:
+        faults.add(
+            "Invalid `lightning.logger`. A job has its event log already, and `true` would add none. Name a logger, "
+            'such as {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, or leave '
+            "it out."
+        )
     if launches_by_copy(arguments.get("strategy")):
         errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
     known = trainer_arguments() if arguments else ()

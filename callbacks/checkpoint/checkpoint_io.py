@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from typing_extensions import override
 
@@ -22,7 +23,7 @@ from ...adapter.contract.exceptions import CheckpointError
 from . import remote
 from .format.ckpt_file import CKPT_FILE_START
 from .format.layout import record_path
-from .format.record import CheckpointRecord, RecordMeta, is_torch_file
+from .format.record import CheckpointRecord, RecordMeta, is_torch_file, read_record
 from .lightning_reader import let_lightning_read
 from .loading import MapLocation, load, load_for_slices
 from .ownership import is_stock_sharded
@@ -226,6 +227,8 @@ class DurableCheckpointIO(CheckpointIO):
         try:
             self.wait()
             record = find_checkpoint(_local(path))
+            if channel.rank == 0:
+                _warn_of_nonfinite(record)
             share = slice(channel.rank, None, channel.size)
             checkpoint = _load_torch_file(record) if _is_torch_file(record) else load_for_slices(record, share=share)
         except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
@@ -251,6 +254,7 @@ class DurableCheckpointIO(CheckpointIO):
             with tempfile.TemporaryDirectory(prefix="genlight-") as scratch:
                 return self.load_checkpoint(remote.fetch(os.fspath(path), Path(scratch)), map_location)
         record = find_checkpoint(_local(path))
+        _warn_of_nonfinite(record)
         return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
 
     @override
@@ -330,6 +334,16 @@ def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, 
     location = "cpu" if map_location is None else map_location
     loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
     return loaded
+
+
+@rank_zero_only
+def _warn_of_nonfinite(path: Path) -> None:
+    if not _is_torch_file(path) and read_record(path).finite_weights is False:
+        log.warning(
+            "The weights in %s are not finite: what goes on from them is lost. Name an earlier checkpoint; "
+            "`genlight checkpoint verify` says which are finite",
+            path,
+        )
 
 
 def _remove(path: Path) -> None:

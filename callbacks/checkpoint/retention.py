@@ -47,12 +47,15 @@ class Retention:
 def to_delete(records: Sequence[CheckpointRecord], retention: Retention) -> list[CheckpointRecord]:
     """The records of one run that `retention` does not keep, oldest first.
 
-    A final checkpoint, and one that an older runtime wrote, is never among them.
+    A final checkpoint, and one that an older runtime wrote, is never among them. Nor is the newest whose weights are
+    finite: of a run that diverged it is the only one worth going on from.
     """
     if retention.keep_last is None:
         return []
     steps = sorted((r for r in records if not r.final and not r.is_old), key=lambda r: (r.step, r.created_at_ms))
     keep = {record.path for record in steps[-retention.keep_last :]}
+    sound = [r for r in steps if r.finite_weights] or [r for r in steps if r.finite_weights is not False]
+    keep |= {record.path for record in sound[-1:]}
     keep |= {record.path for record in best(steps, retention)}
     keep |= {r.path for r in steps if retention.keep_every and r.step and r.step % retention.keep_every == 0}
     return [record for record in steps if record.path not in keep]

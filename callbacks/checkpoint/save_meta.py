@@ -47,6 +47,7 @@ def meta_of_save(
         world_size=trainer.world_size,
         metrics={} if monitor is None else _monitored(trainer, monitor),
         writer=WRITER,
+        parameters=frozenset(name for name, _ in trainer.lightning_module.named_parameters()),
     )
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ...adapter.contract.exceptions import CheckpointError, UnstorableStateError
+from ..finite import are_finite
 from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
-from .format.layout import STATE_FILE, TRAINER_FOLDER, record_path
+from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
 from .format.record import CheckpointRecord, FileEntry, RecordMeta, in_file, read_record, serialise_record
 from .format.safetensors_header import build_header
 from .ownership import STATE_MARKER, choose_folder
@@ -30,6 +31,7 @@ __all__ = [
     "CONTRACT_KEY",
     "SPACE_FOR_THE_REST",
     "Prepared",
+    "finite_weights",
     "header_of",
     "in_order",
     "prepare",
@@ -132,14 +134,37 @@ def write(path: Path, prepared: Prepared, *, staging: Staging | None = None) -> 
         with naming_the_checkpoint(path, prepared.nbytes):
             require_space(path.parent, prepared.nbytes + SPACE_FOR_THE_REST)
             staging = staging or stage(path)
-            return publish(path, prepared, staging, write_files(staging, prepared))
+            files = write_files(staging, prepared)
+            return publish(path, prepared, staging, files, finite_weights=finite_weights(prepared))
     except BaseException:
         if staging is not None:
             staging.discard()
         raise
 
 
-def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[FileEntry]) -> CheckpointRecord:
+def finite_weights(prepared: Prepared) -> bool | None:
+    """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
+
+    An infinite buffer is nothing unusual: a mask is one.
+    """
+    slices = [entry.source for entry in prepared.slices if entry.file == MODEL_FILE]
+    entries = [entry for entry in prepared.entries if entry.file == MODEL_FILE]
+    if not are_finite(slices):
+        return False
+    if are_finite([entry.source for entry in entries]):
+        return True if entries or slices else None
+    names = prepared.meta.parameters
+    return are_finite([entry.source for entry in entries if entry.key in names]) if names else None
+
+
+def publish(
+    path: Path,
+    prepared: Prepared,
+    staging: Staging,
+    files: Iterable[FileEntry],
+    *,
+    finite_weights: bool | None,
+) -> CheckpointRecord:
     """Commit what was staged; `files` are named relative to the staging folder.
 
     Raises:
@@ -155,6 +180,7 @@ def publish(path: Path, prepared: Prepared, staging: Staging, files: Iterable[Fi
         files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
         created_at_ms=time.time_ns() // 1_000_000,
         is_sharded=bool(prepared.wholes),
+        finite_weights=finite_weights,
     )
     commit(staging, folder, in_file(path, record))
     return read_record(path)

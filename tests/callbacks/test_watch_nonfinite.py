@@ -73,10 +73,10 @@ def test_unknown_policies_are_refused_and_skip_with_what_to_do_instead(arguments
         WatchNonfinite(*arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2])
 def test_large_values_are_finite_and_one_bad_element_is_found(dtype):
-    large = torch.full((5,), torch.finfo(torch.float32 if dtype == torch.float64 else dtype).max, dtype=dtype)
+    large = torch.full((5,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
     rest = [torch.ones(2), torch.arange(3), torch.empty(0)]
     assert are_finite([large, *rest])
     for bad in (float("nan"), float("inf"), float("-inf")):
-        assert not are_finite([*rest, torch.tensor([1.0, bad], dtype=dtype)])
+        assert not are_finite([*rest, torch.tensor([1.0, bad]).to(dtype)])

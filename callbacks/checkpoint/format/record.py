@@ -112,6 +112,7 @@ class _StoredRecord(msgspec.Struct, frozen=True):
     files: list[_StoredFile]
     digest: str
     writer: str | None = None
+    finite_weights: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,8 @@ class RecordMeta:
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
+    parameters: frozenset[str] = frozenset()
+    """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +170,8 @@ class CheckpointRecord:
     writer: str | None = None
     """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
+    finite_weights: bool | None = None
+    """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
 
     @property
     def name(self) -> str:
@@ -231,6 +236,7 @@ def serialise_record(
     files: Sequence[FileEntry],
     created_at_ms: int,
     is_sharded: bool = False,
+    finite_weights: bool | None = None,
 ) -> bytes:
     """The bytes of a record."""
     content: dict[str, Any] = {
@@ -249,6 +255,7 @@ def serialise_record(
         "metrics": {name: value if math.isfinite(value) else None for name, value in meta.metrics.items()},
         "versions": dict(library_versions()),
         "writer": meta.writer,
+        "finite_weights": finite_weights,
         "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
         "state": state,
         "folder": folder,

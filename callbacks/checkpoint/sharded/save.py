@@ -37,7 +37,16 @@ from ..format.shard_index import (
     rank_of,
     serialise_part,
 )
-from ..saving import SPACE_FOR_THE_REST, Prepared, header_of, in_order, publish, write_files, write_tensors
+from ..saving import (
+    SPACE_FOR_THE_REST,
+    Prepared,
+    finite_weights,
+    header_of,
+    in_order,
+    publish,
+    write_files,
+    write_tensors,
+)
 from ..storage.commit import Staging, require_space, stage
 from ..storage.write_file import naming_the_checkpoint, write_file
 from .boxes import Box, make_whole
@@ -116,7 +125,7 @@ def write_together(channel: Channel, record: Path, prepared: Prepared, staging: 
     """
     files, problem = _try_to_write_part(channel, prepared, staging)
     try:
-        said = channel.gather((text_of(problem), files))
+        said = channel.gather((text_of(problem), files, finite_weights(prepared)))
         if channel.rank == 0:
             return _commit_and_tell(channel, record, prepared, staging, said, problem)
         verdict = channel.share(None)
@@ -206,18 +215,23 @@ def _commit_and_tell(
     record: Path,
     prepared: Prepared,
     staging: Staging,
-    said: list[tuple[str | None, list[FileEntry]]],
+    said: list[tuple[str | None, list[FileEntry], bool | None]],
     problem: Exception | None,
 ) -> CheckpointRecord:
     """On rank zero: commit if all parts are there, and tell the others either way."""
     written = None
-    verdict = first_problem([text for text, _ in said], f"write its part of {record.name}")
+    verdict = first_problem([text for text, _, _ in said], f"write its part of {record.name}")
     if verdict is None:
         try:
-            files = [file for _, part in said for file in part]
+            files = [file for _, part, _ in said for file in part]
+            # A rank other than zero that holds no slice of a parameter says nothing.
+            verdicts = [
+                is_finite for rank, (_, part, is_finite) in enumerate(said) if is_finite is not None or not rank
+            ]
+            finite = False if False in verdicts else None if None in verdicts else True
             _check_parts(staging, prepared, files)
             with naming_the_checkpoint(record, sum(file.size for file in files)):
-                written = publish(record, prepared, staging, files)
+                written = publish(record, prepared, staging, files, finite_weights=finite)
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
             problem, verdict = error, f"rank 0 could not commit {record.name}: {text_of(error)}"
     try:

@@ -68,6 +68,11 @@ def test_skipping_an_update_from_outside_is_refused_with_what_to_do_instead(job)
     assert "leave it out there" in str(refused(job(on_nonfinite="skip")))
 
 
+def test_a_logger_that_is_only_true_is_refused_since_it_would_add_none(job):
+    assert "Invalid `lightning.logger`" in str(refused(job(lightning={"logger": True})))
+    assert resolve(job(lightning={"logger": False})).lightning == {"logger": False}
+
+
 def test_a_jobs_runs_folder_is_beside_its_file_wherever_it_is_started_from(job, tmp_path, monkeypatch):
     """A start from another folder finds the checkpoints of the one before."""
     path = job()

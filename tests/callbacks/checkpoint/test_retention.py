@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps."""
 
+import dataclasses
 from pathlib import Path
 
 from hypothesis import given
@@ -31,6 +32,14 @@ def test_all_but_the_newest_two_go():
 
 def test_none_goes_when_all_are_kept():
     assert to_delete([record(step) for step in range(9)], Retention(keep_last=None)) == []
+
+
+def test_the_newest_with_finite_weights_stays_whatever_came_after():
+    finite = [True, True, False, False, False]
+    records = [dataclasses.replace(record(at), finite_weights=known) for at, known in enumerate(finite)]
+    assert steps(to_delete(records, Retention(keep_last=1))) == [0, 2, 3]
+    unknown = [dataclasses.replace(r, finite_weights=r.finite_weights and None) for r in records]
+    assert steps(to_delete(unknown, Retention(keep_last=1))) == [0, 2, 3]
 
 
 def test_multiples_stay():
