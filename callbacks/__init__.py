@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint.checkpoint import Checkpoint
-    from .checkpoint.checkpoint_io import DurableCheckpointIO
-    from .evaluate import Evaluate
-    from .hook.hook import Hook
-    from .job_progress import JobProgress
-    from .log_metrics import LogMetrics
-    from .record_events import RecordEvents
-    from .replica_guard import ReplicaGuard
-    from .stop.stop_requests import StopRequests
-    from .upload_artifacts import UploadArtifacts
-    from .watch_hangs import WatchHangs
-    from .watch_nonfinite import WatchNonfinite
-    from .write_samples import WriteSamples
+    from .checkpoint.checkpoint import Checkpoint as Checkpoint
+    from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
+    from .evaluate import Evaluate as Evaluate
+    from .hook.hook import Hook as Hook
+    from .job_progress import JobProgress as JobProgress
+    from .log_metrics import LogMetrics as LogMetrics
+    from .record_events import RecordEvents as RecordEvents
+    from .replica_guard import ReplicaGuard as ReplicaGuard
+    from .stop.stop_requests import StopRequests as StopRequests
+    from .upload_artifacts import UploadArtifacts as UploadArtifacts
+    from .watch_hangs import WatchHangs as WatchHangs
+    from .watch_nonfinite import WatchNonfinite as WatchNonfinite
+    from .write_samples import WriteSamples as WriteSamples
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             ".checkpoint.checkpoint": ("Checkpoint",),
@@ -43,19 +43,3 @@ else:
             ".write_samples": ("WriteSamples",),
         },
     )
-
-__all__ = [
-    "Checkpoint",
-    "DurableCheckpointIO",
-    "Evaluate",
-    "Hook",
-    "JobProgress",
-    "LogMetrics",
-    "RecordEvents",
-    "UploadArtifacts",
-    "ReplicaGuard",
-    "StopRequests",
-    "WatchHangs",
-    "WatchNonfinite",
-    "WriteSamples",
-]

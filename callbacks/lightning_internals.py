@@ -15,11 +15,9 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher, _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
-from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
-from lightning.pytorch.loops.progress import _Progress as Progress
+from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker, _Progress as Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .events.event_log import EventLog
-    from .events.event_logger import EventLogger
-    from .events.reader import follow, read_events
-    from .events.schema import event_schema
-    from .events.validation import Violation, validate_events
+    from .events.event_log import EventLog as EventLog
+    from .events.event_logger import EventLogger as EventLogger
+    from .events.reader import follow as follow, read_events as read_events
+    from .events.schema import event_schema as event_schema
+    from .events.validation import Violation as Violation, validate_events as validate_events
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             ".events.event_log": ("EventLog",),
@@ -26,13 +26,3 @@ else:
             ".events.validation": ("Violation", "validate_events"),
         },
     )
-
-__all__ = [
-    "EventLog",
-    "EventLogger",
-    "Violation",
-    "event_schema",
-    "follow",
-    "read_events",
-    "validate_events",
-]

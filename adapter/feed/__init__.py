@@ -10,34 +10,23 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .arrow_feed import ArrowFeed
-    from .collate import to_torch
-    from .data_module import ArrowDataModule
-    from .ledger import Ledger, trained_rows
-    from .mock import MockBatches
-    from .parquet_feeder import ParquetArrowBatchFeeder
-    from .sources import Source
+    from .arrow_feed import ArrowFeed as ArrowFeed
+    from .collate import to_torch as to_torch
+    from .data_module import ArrowDataModule as ArrowDataModule
+    from .ledger import Ledger as Ledger, trained_rows as trained_rows
+    from .mock import MockBatches as MockBatches
+    from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
+    from .sources import Source as Source
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             ".arrow_feed": ("ArrowFeed",),
-            ".parquet_feeder": ("ParquetArrowBatchFeeder",),
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
-            ".mock": ("MockBatches",),
             ".ledger": ("Ledger", "trained_rows"),
+            ".mock": ("MockBatches",),
+            ".parquet_feeder": ("ParquetArrowBatchFeeder",),
             ".sources": ("Source",),
         },
     )
-
-__all__ = [
-    "ArrowDataModule",
-    "ArrowFeed",
-    "Ledger",
-    "MockBatches",
-    "ParquetArrowBatchFeeder",
-    "Source",
-    "to_torch",
-    "trained_rows",
-]

@@ -10,29 +10,19 @@ from typing import TYPE_CHECKING
 from ..plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ..helpers.components import SafetensorsLoader, load_components
-    from ..job.refs import parse_ref
-    from .materialize import MaterializedInputs, materialize_inputs
-    from .progress import InputProgress
-    from .tensorhub import HttpResolveClient
+    from ..helpers.components import SafetensorsLoader as SafetensorsLoader, load_components as load_components
+    from ..job.refs import parse_ref as parse_ref
+    from .materialize import MaterializedInputs as MaterializedInputs, materialize_inputs as materialize_inputs
+    from .progress import InputProgress as InputProgress
+    from .tensorhub import HttpResolveClient as HttpResolveClient
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "..helpers.components": ("SafetensorsLoader", "load_components"),
-            ".tensorhub": ("HttpResolveClient",),
+            "..job.refs": ("parse_ref",),
             ".materialize": ("MaterializedInputs", "materialize_inputs"),
             ".progress": ("InputProgress",),
-            "..job.refs": ("parse_ref",),
+            ".tensorhub": ("HttpResolveClient",),
         },
     )
-
-__all__ = [
-    "HttpResolveClient",
-    "InputProgress",
-    "MaterializedInputs",
-    "SafetensorsLoader",
-    "load_components",
-    "materialize_inputs",
-    "parse_ref",
-]

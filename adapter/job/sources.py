@@ -209,7 +209,7 @@ def _refuse_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErro
             "`checkpoint_every` at 0 to save no other."
         )
     if arguments.get("logger") is True:
-        faults.add(
+        errors.add(
             "Invalid `lightning.logger`. A job has its event log already, and `true` would add none. Name a logger, "
             'such as {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, or leave '
             "it out."

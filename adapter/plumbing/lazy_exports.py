@@ -1,9 +1,10 @@
 """Public names of a package, each imported when it is first used (PEP 562).
 
-A package's ``__init__`` lists its names for type checkers under ``if TYPE_CHECKING:`` and hands them out with::
+A package's ``__init__`` lists its names for type checkers under ``if TYPE_CHECKING:``, each as itself (``Name as
+Name``, which exports it), and hands them out with::
 
     else:
-        __getattr__, __dir__ = lazy_exports(__name__, {".module": ("Name", "other_name")})
+        __getattr__, __dir__, __all__ = lazy_exports(__name__, {".module": ("Name", "other_name")})
 
 In the ``else``, because a type checker that sees a module's ``__getattr__`` takes every misspelled name for a good one.
 """
@@ -20,8 +21,8 @@ __all__ = ["lazy_exports"]
 
 def lazy_exports(
     package: str, names: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of `package`.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`.
 
     Args:
         package: Its ``__name__``.
@@ -39,4 +40,4 @@ def lazy_exports(
     def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home})
 
-    return get_attribute, list_names
+    return get_attribute, list_names, sorted(home)

@@ -11,59 +11,48 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .checkpoint_io import DurableCheckpointIO, SaveRequest
-    from .format.record import CheckpointRecord, FileEntry, RecordMeta, read_record
-    from .format.verification import verify
-    from .loading import load, load_weights
-    from .rank_state import capture_rng, restore_rng
-    from .retention import Retention
-    from .saving import save
-    from .selection import Listed, find_checkpoint, find_final, list_checkpoints, newest_valid
-    from .storage.commit import Staging, delete_checkpoint, require_space, stage, sweep
-    from .trainer_files import WritesTrainerFiles
+    from .checkpoint import Checkpoint as Checkpoint
+    from .checkpoint_io import DurableCheckpointIO as DurableCheckpointIO, SaveRequest as SaveRequest
+    from .format.record import (
+        CheckpointRecord as CheckpointRecord,
+        FileEntry as FileEntry,
+        RecordMeta as RecordMeta,
+        read_record as read_record,
+    )
+    from .format.verification import verify as verify
+    from .loading import load as load, load_weights as load_weights
+    from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
+    from .retention import Retention as Retention
+    from .saving import save as save
+    from .selection import (
+        Listed as Listed,
+        find_checkpoint as find_checkpoint,
+        find_final as find_final,
+        list_checkpoints as list_checkpoints,
+        newest_valid as newest_valid,
+    )
+    from .storage.commit import (
+        Staging as Staging,
+        delete_checkpoint as delete_checkpoint,
+        require_space as require_space,
+        stage as stage,
+        sweep as sweep,
+    )
+    from .trainer_files import WritesTrainerFiles as WritesTrainerFiles
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             ".checkpoint": ("Checkpoint",),
             ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
-            ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
-            ".loading": ("load", "load_weights"),
             ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
-            ".retention": ("Retention",),
+            ".format.verification": ("verify",),
+            ".loading": ("load", "load_weights"),
             ".rank_state": ("capture_rng", "restore_rng"),
+            ".retention": ("Retention",),
             ".saving": ("save",),
             ".selection": ("Listed", "find_checkpoint", "find_final", "list_checkpoints", "newest_valid"),
-            ".format.verification": ("verify",),
+            ".storage.commit": ("Staging", "delete_checkpoint", "require_space", "stage", "sweep"),
             ".trainer_files": ("WritesTrainerFiles",),
         },
     )
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointRecord",
-    "DurableCheckpointIO",
-    "FileEntry",
-    "Listed",
-    "RecordMeta",
-    "Retention",
-    "SaveRequest",
-    "Staging",
-    "WritesTrainerFiles",
-    "capture_rng",
-    "delete_checkpoint",
-    "find_checkpoint",
-    "find_final",
-    "list_checkpoints",
-    "load",
-    "load_weights",
-    "newest_valid",
-    "read_record",
-    "require_space",
-    "restore_rng",
-    "save",
-    "stage",
-    "sweep",
-    "verify",
-]

@@ -7,27 +7,17 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from .config import SPOOL_DIRECTORY, UploadConfig
-    from .outcome import SettleResult, Undelivered
-    from .payloads import TerminalPayload, UploadedFile
-    from .uploader import Uploader
+    from .config import SPOOL_DIRECTORY as SPOOL_DIRECTORY, UploadConfig as UploadConfig
+    from .outcome import SettleResult as SettleResult, Undelivered as Undelivered
+    from .payloads import TerminalPayload as TerminalPayload, UploadedFile as UploadedFile
+    from .uploader import Uploader as Uploader
 else:
-    __getattr__, __dir__ = lazy_exports(
+    __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             ".config": ("SPOOL_DIRECTORY", "UploadConfig"),
             ".outcome": ("SettleResult", "Undelivered"),
-            ".uploader": ("Uploader",),
             ".payloads": ("TerminalPayload", "UploadedFile"),
+            ".uploader": ("Uploader",),
         },
     )
-
-__all__ = [
-    "SPOOL_DIRECTORY",
-    "SettleResult",
-    "TerminalPayload",
-    "Undelivered",
-    "UploadConfig",
-    "UploadedFile",
-    "Uploader",
-]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Evaluate, Hook, WriteSamples

@@ -25,8 +25,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
 )
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
-from genlight.callbacks.checkpoint.storage import commit as commit_module
-from genlight.callbacks.checkpoint.storage import write_file as file_writing
+from genlight.callbacks.checkpoint.storage import commit as commit_module, write_file as file_writing
 
 
 def state(step):

@@ -9,8 +9,7 @@ import os
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.cli import uploads as command
 from genlight.adapter.contract.exceptions import UploadError

@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError
 from genlight.adapter.inputs import materialize_inputs

@@ -8,8 +8,7 @@ import threading
 import warnings
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.plumbing.log_redaction import redacted_logs
 

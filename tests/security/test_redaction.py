@@ -6,8 +6,7 @@ import json
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.plumbing.failures import describe_failure, safe_text

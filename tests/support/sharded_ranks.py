@@ -28,8 +28,7 @@ from two_ranks import Ranks
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, checkpoint_io, newest_valid
-from genlight.callbacks.checkpoint.sharded import rank_channel as rank_groups
-from genlight.callbacks.checkpoint.sharded import read as slice_reading
+from genlight.callbacks.checkpoint.sharded import rank_channel as rank_groups, read as slice_reading
 
 WIDTH = 300
 

@@ -6,8 +6,7 @@ import copy
 
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits as bce
-from torch.nn.functional import relu
+from torch.nn.functional import binary_cross_entropy_with_logits as bce, relu
 
 from genlight.adapter.contract.types import StepResult
 

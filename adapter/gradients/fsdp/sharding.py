@@ -29,8 +29,7 @@ from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
 from ..gradient_sync import broadcast_from_zero
 from ..torch_internals import require_fsdp
-from . import values as sharded_values
-from . import writes as shard_writes
+from . import values as sharded_values, writes as shard_writes
 from .hooks import adopt_hooks
 from .layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
 from .units import govern

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
-from . import values as sharded_values
-from . import writes as shard_writes
+from . import values as sharded_values, writes as shard_writes
 from .errors import about_sharding, without_collectives
 from .gradients import ShardGradients
 from .rank_agreement import RankAgreement

@@ -29,8 +29,7 @@ from ..torch_internals import (
     set_requires_grad_if_needed,
     without_torch_function_of_subclasses,
 )
-from . import hooks as shard_hooks
-from . import writes as shard_writes
+from . import hooks as shard_hooks, writes as shard_writes
 
 __all__ = ["ShardUnit", "govern", "units_of"]
 

@@ -29,8 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....callbacks.checkpoint.sharded.boxes import sharded_like
 from ...contract.exceptions import ContractError
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
-from . import hooks as shard_hooks
-from . import writes as shard_writes
+from . import hooks as shard_hooks, writes as shard_writes
 
 __all__ = ["announce", "hold", "number", "release"]
 

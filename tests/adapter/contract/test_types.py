@@ -6,8 +6,7 @@ import dataclasses
 import inspect
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract import types as contract
 from genlight.adapter.contract.types import (

@@ -12,8 +12,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import buckets as gradient_buckets
-from genlight.adapter.gradients import gradient_sync as replication
+from genlight.adapter.gradients import buckets as gradient_buckets, gradient_sync as replication
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
@@ -20,11 +19,11 @@ from genlight.adapter.helpers import (
     OptimizerBundle,
     build_default_adamw_bundle,
     load_trainable_module_checkpoint,
+    lora_checkpoint as module_checkpoint,
     save_trainable_module_checkpoint,
     seed_everything,
     to_float_scalar,
 )
-from genlight.adapter.helpers import lora_checkpoint as module_checkpoint
 
 
 def draw_everywhere() -> tuple[float, float, float]:

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import RunConfig, resolve_run_config

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
 from genlight.adapter.plumbing.failures import failure_category, safe_text, stop_reason

@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import (

@@ -3,8 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.retention import Retention, to_delete

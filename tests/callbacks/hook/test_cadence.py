@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.hook.cadence import crossed, next_multiple, suppressed

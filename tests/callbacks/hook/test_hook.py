@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
 from genlight.callbacks.hook.events import HOOK_EVENTS, callbacks_of, fire, run_state_of

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from genlight.callbacks.stop.rank_agreement import MOST_STEPS, ROUND_S, Agreement, steps_within
 

@@ -7,8 +7,7 @@ import math
 
 import jsonschema
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.event_log import EventLog

@@ -5,8 +5,7 @@ import random
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.plumbing.retry import LONGEST_RETRY_AFTER_S, backoff_s, retry_after_s
 from genlight.reporters.uploads.payloads import encode, file_url, idempotency_key, metrics_payload, remote_name

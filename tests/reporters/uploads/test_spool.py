@@ -9,8 +9,7 @@ import threading
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads.journal import JOURNAL, Line, read_description, read_journal

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from genlight.adapter.cli.doctor import command as doctor
-from genlight.adapter.cli.doctor import network_checks as doctor_network
+from genlight.adapter.cli.doctor import command as doctor, network_checks as doctor_network
 from genlight.adapter.cli.doctor.local_checks import asks_for_devices, check_devices
 from genlight.adapter.job.environment import VARIABLES
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from genlight.callbacks.checkpoint import load, save
