@@ -14,6 +14,7 @@
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RankFailed                another rank failed or died
     ├── TrainingHung              no step was finished for far longer than steps take
     └── TrainingCanceled          the run was told to stop; exit code 75

@@ -31,7 +31,8 @@ _LARGEST_LIST = 1_000
 _PLAIN = (bool, int, float, str, type(None))
 _PIECE = 1 << 22
 """Elements of a tensor on a device whose digest is taken at once; each takes 16 bytes meanwhile."""
-_MULTIPLIERS = (-7046029254386353131, 6364136223846793005)
+_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""Of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as signed integers."""
 
 Digests = dict[Path, str]
 """Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
@@ -97,8 +98,16 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
         piece = words[start : start + _PIECE].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
         # By place, or two buffers with the same rows in another order would be taken for equal.
-        total += ((piece + place.mul_(_MULTIPLIERS[0])).mul_(_MULTIPLIERS[1])).bitwise_xor_(piece).sum()
+        total += _mixed(place.mul_(_GOLDEN).add_(piece)).sum()
     return total
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64, in place: every bit of a word changes half of those of the result."""
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        low_bits = (1 << (64 - shift)) - 1  # shifts of signed integers bring the sign along
+        words.bitwise_xor_((words >> shift).bitwise_and_(low_bits)).mul_(factor)
+    return words
 
 
 def _with_value(node: Any, path: Path, value: Any) -> Any:

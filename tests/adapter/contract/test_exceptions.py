@@ -25,6 +25,7 @@ EXAMPLES = [
     exceptions.EventLogError("locked"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
+    exceptions.NonfiniteError("the loss is nan at step 3"),
     exceptions.RankFailed("rank 1 was killed by signal 9"),
     exceptions.TrainingHung(1, 300.0, Path("hangs/rank-1-1.txt")),
     exceptions.TrainingCanceled("preempted"),

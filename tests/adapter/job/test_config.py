@@ -417,7 +417,7 @@ def test_other_strategies_pass(job, strategy):
 
 def test_resolving_imports_neither_torch_nor_lightning():
     code = (
-        "import sys; import genlight.adapter.job.config, genlight.adapter.run.startup_failure,"
+        "import sys; import genlight.adapter.job.config,"
         "genlight.adapter.inputs.materialize, genlight.adapter.run.artifacts_lock, genlight.adapter.run.artifact_dirs;"
         "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
     )

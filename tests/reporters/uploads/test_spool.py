@@ -268,7 +268,7 @@ def test_the_description_tells_whose_spool_it_is(open_spool, tmp_path):
     spool = open_spool()
     spool.describe({"run_id": "r", "owner": "me", "targets": []})
     assert read_description(spool.directory).run_id == "r"
-    with pytest.raises(UploadError, match="no upload spool"):
+    with pytest.raises(UploadError, match="not an upload spool"):
         read_description(tmp_path)
 
 

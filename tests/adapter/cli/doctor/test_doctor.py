@@ -272,7 +272,7 @@ def test_what_has_not_answered_by_the_deadline_is_a_fault(job, diagnose, silent,
 def test_an_existing_checkpoint_is_a_fault_unless_the_run_resumes(job, diagnose, tmp_path):
     record = tmp_path / "runs" / "r" / "checkpoints" / "step-00000003.json"
     record.parent.mkdir(parents=True)
-    record.write_text("{}")
+    record.write_text('{"step": 3, "state": {}}')  # as an older runtime wrote one
     code, text = diagnose(job())
     assert code == 2
     assert "startup.artifacts_in_use" in text
