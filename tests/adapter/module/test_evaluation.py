@@ -191,7 +191,8 @@ def test_what_is_due_at_a_checkpoint_is_evaluated_once_by_the_run_that_resumes(f
     resumed, scores = type(evaluated)(), []
     resumed.evaluate = lambda state, ctx: scores.append(state["steps"]) or {"half": 0.5}
 
-    trainer = pl.Trainer(**{**quiet, **settings}, max_steps=6, plugins=[DurableCheckpointIO()])
+    quiet = {**quiet, **settings, "default_root_dir": tmp_path}
+    trainer = pl.Trainer(**quiet, max_steps=6, plugins=[DurableCheckpointIO()])
     trainer.fit(ContractModule(resumed), BatchStream(range(100)), ckpt_path=str(tmp_path / "step-00000002.json"))
     assert scores == [2, 4, 6], "the checkpoint of step 2 was written before its validation"
 
