@@ -21,6 +21,10 @@ WRITTEN, USAGE = 0, 2
 _DATA_SCRIPT, _SAMPLE_TRAINER = "make_data.py", "my_trainer.py"
 
 
+_TEMPLATES = ("README.md", "job.json", "make_data.py", "my_trainer.py")
+"""By name: an editor or a profiler may leave files of its own beside them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("directory", metavar="DIR", help="the folder to write; it must be new or empty")
@@ -58,7 +62,7 @@ def _write_project(folder: Path, source: str | None, data: Sequence[str]) -> lis
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder; name a new one")
     templates = resources.files(__package__) / "project"
-    files = {path.name: path.read_text(encoding="utf-8") for path in templates.iterdir() if path.is_file()}
+    files = {path.name: path.read_text(encoding="utf-8") for path in templates.iterdir() if path.name in _TEMPLATES}
     files["job.schema.json"] = (resources.files("genlight.adapter.job") / "job.schema.json").read_text(encoding="utf-8")
     job = json.loads(files["job.json"])
     if source is not None:

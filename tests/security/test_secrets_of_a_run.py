@@ -38,7 +38,7 @@ SAYINGS = {
     "log": "logging.getLogger('a').warning('%s', said)",
     "malformed log": "logging.getLogger('a').warning('%d', said)",
     "extra": "logging.getLogger('a').warning('x', extra={'said': said, 'in': {'a': [said]}})",
-    "thread": "t = threading.Thread(target=lambda: int(said)); t.start(); t.join()",
+    "thread": "t = threading.Thread(target=int, args=(said,)); t.start(); t.join()",
 }
 
 

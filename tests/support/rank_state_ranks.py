@@ -40,6 +40,8 @@ class RunningMoments(nn.Module):
 class OfItsOwn:
     """A generator seeded by rank, a replay buffer as long as it likes, a hidden state, moments of its own rows."""
 
+    rank_local = ("moments",)
+
     def setup(self, ctx):
         torch.manual_seed(0)
         self.noise = torch.Generator().manual_seed(100 + ctx.rank)

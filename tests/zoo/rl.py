@@ -181,6 +181,7 @@ class NormalizedObservations(Base):
 
     differs = "observations are normalised by each rank's own moments"
     per_rank = ("moments",)
+    rank_local = ("moments",)
 
     class Moments(nn.Module):
         def __init__(self):

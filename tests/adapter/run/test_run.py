@@ -745,6 +745,7 @@ def test_the_orchestrated_path_from_end_to_end(
         **os.environ,
         "TRAINER_JOB_SPEC_PATH": str(job),
         "TRAINER_ORCHESTRATED": "1",
+        "TRAINER_PRIVATE_HOSTS": "127.0.0.1",  # where the data and the checkpoint of this test are
         "TRAINER_CAPABILITY_TOKEN": "token-canary",
         "TRAINER_ARTIFACTS_DIR": str(tmp_path / "out"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
