@@ -20,12 +20,14 @@ from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker, _Progress as Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 
 __all__ = [
     "SUPPORTED",
+    "CheckpointConnector",
     "DataFetcher",
     "FitLoop",
     "PrefetchDataFetcher",
@@ -41,7 +43,6 @@ __all__ = [
     "received_sigterm",
     "require_names",
     "set_callback_metrics",
-    "set_logged_metrics",
     "set_validation_source",
     "share_data_source",
     "tensor_parallel_size",
@@ -94,6 +95,7 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (EvaluationLoop, ("_data_source",)),
     (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
+    (CheckpointConnector, ("_parse_ckpt_path",)),
     (SignalConnector, ("register_signal_handlers", "teardown", "received_sigterm")),
     (
         LoggerConnector,
@@ -133,11 +135,6 @@ def set_callback_metrics(trainer: pl.Trainer, callback: dict[str, Any], progress
     connector = trainer._logger_connector
     connector._callback_metrics.update(callback)
     connector._progress_bar_metrics.update(progress_bar)
-
-
-def set_logged_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-    """Leave numbers in ``trainer.logged_metrics``, without Lightning's search for tensors among them."""
-    trainer._logger_connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
 
 
 def attach_loaders(trainer: pl.Trainer, module: pl.LightningModule, **loaders: Any) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from ...adapter.contract.exceptions import CheckpointError
+from ..lightning_internals import CheckpointConnector
 from .format.layout import is_record_of_callback
 from .ownership import is_checkpoint_file
 from .retention import own_records
@@ -59,7 +59,7 @@ def find_ours(directories_of: Callable[[Any], list[Path]]) -> None:
     Args:
         directories_of: The directories of a trainer, empty where it has no such callback.
     """
-    original = _CheckpointConnector._parse_ckpt_path
+    original = CheckpointConnector._parse_ckpt_path
 
     @functools.wraps(original)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def find_ours(directories_of: Callable[[Any], list[Path]]) -> None:
         theirs = original(self, state_fn, ckpt_path, *args, **options)
         return theirs if theirs is not None and os.path.getmtime(theirs) > os.path.getmtime(ours) else ours
 
-    _CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
+    CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
 
 
 def _newest(directories: list[Path]) -> str | None:
