@@ -17,10 +17,11 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.events import callbacks_of, run_state_of
+from ..hook.events import run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
+from ..hook.run_context import RunContext
 from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, install_plugin
 from .durable_reports import DurableReports
 from .earlier_runs import find_ours
@@ -264,6 +265,11 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     # What the runtime calls as well
 
+    @override
+    def join_run(self, run: RunContext) -> None:
+        self.run = run.record
+        self.replace_existing = True  # the run has decided already what it goes on from
+
     def place_under(self, trainer: pl.Trainer) -> Path:
         """Decide where checkpoints of `trainer` go, and say it."""
         if self.dirpath is None:
@@ -391,9 +397,4 @@ class Checkpoint(Hook, LightningCheckpoint):
         return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
 
-def _directories(trainer: pl.Trainer) -> list[Path]:
-    """Where the callbacks of `trainer` keep their checkpoints."""
-    return [callback.place_under(trainer) for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-
-
-find_ours(_directories)
+find_ours(Checkpoint)
