@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 
 Policy = Literal["warn", "stop", "skip"]
 
+MOST_IN_A_ROW = 100
+"""Updates left out one after the other, after which nothing says that there will be another one."""
+
+_KEPT = ("left_out", "left_out_in_a_row", "first_left_out_at", "has_spoken")
+"""What a resumed run goes on with."""
+
 NONFINITE_STEP = "trainer/nonfinite_step"
 """Metric: the step at whose end something was first found not to be finite."""
 
@@ -39,7 +45,8 @@ class WatchNonfinite(Hook):
     gradients that is the update of the whole window. Buffers, such as running statistics, get back what they had before
     a step whose loss or update was not finite. Schedulers and what the trainer does by hand go on. The first such
     update is told like the above at the next cadence, their number at the end. Weights that are not finite all the same
-    end the run. Beside a wait for the device at each update, it costs a copy of the buffers in each step.
+    end the run, and so do a hundred updates in a row that were left out. Beside a wait for the device at each update,
+    it costs a copy of the buffers in each step.
 
     Args:
         policy: ``warn`` says it and goes on; ``stop`` ends the run with an error that names step and tensor, before a
@@ -65,36 +72,30 @@ class WatchNonfinite(Hook):
         self._seen_finite_at = 0
         self._has_spoken = False
         self._uses_gradients = True
-        self._left_out = 0
-        self._first_left_out_at = 0
+        self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # a resume restores them after this
-            self._left_out = self._first_left_out_at = 0
+            self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
             self._has_spoken = False
 
-    def update_left_out(self, trainer: pl.Trainer) -> None:
-        """An update of the step that is running was left out; called where updates are, under ``skip``."""
-        self._left_out += 1
-        self._first_left_out_at = self._first_left_out_at or trainer.global_step + 1
+    def on_update(self, trainer: pl.Trainer, *, left_out: bool) -> None:
+        """An update of the step that is running was made or left out; called where updates are, under ``skip``."""
+        self._left_out_in_a_row = self._left_out_in_a_row + 1 if left_out else 0
+        if left_out:
+            self._left_out += 1
+            self._first_left_out_at = self._first_left_out_at or trainer.global_step + 1
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self.policy != "skip":
-            return {}
-        return {
-            "left_out": self._left_out,
-            "first_left_out_at": self._first_left_out_at,
-            "has_spoken": self._has_spoken,
-        }
+        return {name: getattr(self, f"_{name}") for name in _KEPT} if self.policy == "skip" else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._left_out = state_dict.get("left_out", 0)
-        self._first_left_out_at = state_dict.get("first_left_out_at", 0)
-        self._has_spoken = state_dict.get("has_spoken", False)
+        for name in _KEPT:
+            setattr(self, f"_{name}", state_dict.get(name, 0))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,6 +121,7 @@ class WatchNonfinite(Hook):
             return
         if self.policy == "skip":
             self._tell_left_out(trainer)
+            self._refuse_to_train_nothing(step)
             self._refuse_nonfinite_weights(trainer, pl_module)
             return
         if self._has_spoken:
@@ -158,6 +160,16 @@ class WatchNonfinite(Hook):
                 "a loss or gradient was not finite at step %d, and its update was left out; training goes on without "
                 "such updates, and tells their number at the end",
                 self._first_left_out_at,
+            )
+
+    def _refuse_to_train_nothing(self, step: int) -> None:
+        if self._left_out_in_a_row >= MOST_IN_A_ROW:
+            raise ending_the_run(
+                NonfiniteError(
+                    f"the last {self._left_out_in_a_row} updates before step {step} were left out because a loss or "
+                    "gradient was not finite: nothing is trained any more. Resume from an earlier checkpoint after "
+                    "the cause is mended, such as a learning rate that is too high"
+                )
             )
 
     def _refuse_nonfinite_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -73,10 +73,10 @@ def _update_guard(
     watch = next(watches, None)
     if watch is None:
         return None
-    left_out = functools.partial(watch.update_left_out, trainer)
+    tell = functools.partial(watch.on_update, trainer)
     if gradients is None:
-        return UpdateGuard(discovered, left_out)
-    return UpdateGuard(discovered, left_out, group=gradients.group, shared=gradients.shared, rank_local=rank_local)
+        return UpdateGuard(discovered, tell)
+    return UpdateGuard(discovered, tell, group=gradients.group, shared=gradients.shared, rank_local=rank_local)
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:

@@ -30,7 +30,7 @@ class UpdateGuard:
 
     Args:
         discovered: What the trainer built.
-        left_out: Called for each update that is left out.
+        tell: Called for each update, with ``left_out``.
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
         rank_local: Ids of the parameters whose gradients are each rank's own.
@@ -42,14 +42,14 @@ class UpdateGuard:
     def __init__(
         self,
         discovered: Discovered,
-        left_out: Callable[[], None],
+        tell: Callable[..., None],
         *,
         group: dist.ProcessGroup | None = None,
         shared: Collection[int] = (),
         rank_local: Collection[int] = (),
     ) -> None:
         _check_can_skip(discovered)
-        self._left_out = left_out
+        self._tell = tell
         self._group = group
         self._shared = shared
         self._rank_local = rank_local
@@ -89,9 +89,8 @@ class UpdateGuard:
             verdict = torch.tensor(float(is_finite), device=parameters[0].device)
             dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._group)
             is_finite = bool(verdict)
-        if not is_finite:
-            self._has_left_out = True
-            self._left_out()
+        self._has_left_out = self._has_left_out or not is_finite
+        self._tell(left_out=not is_finite)
         return is_finite
 
     def _is_of_this_rank(self, parameter: Tensor) -> bool:
@@ -107,8 +106,8 @@ class UpdateGuard:
                 those from the overflows that make a scaler lower its scale.
         """
         is_finite = are_finite(self._losses)
-        if scales and not is_finite:
-            self._left_out()
+        if scales:
+            self._tell(left_out=not is_finite)
         if self._has_left_out or not is_finite:
             for buffer, copy in self._saved:
                 buffer.copy_(copy)

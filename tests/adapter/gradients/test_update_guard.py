@@ -18,19 +18,25 @@ STEPS = 8
 
 
 class Batches:
-    """Rows by number, from `first` on."""
+    """A loader that knows where it is."""
 
-    def __init__(self, first=0, bad=(BAD,)):
-        self.first, self.bad = first, bad
+    def __init__(self, bad=()):
+        self.bad, self.next_step = bad, 0
 
     def __len__(self):
-        return STEPS - self.first
+        return STEPS
 
     def __iter__(self):
-        for number in range(self.first, STEPS):
-            generator = torch.Generator().manual_seed(number)
-            x = torch.randn(4, 3, generator=generator)
+        while self.next_step < STEPS:
+            number, self.next_step = self.next_step, self.next_step + 1
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
             yield x * torch.inf if number in self.bad else x
+
+    def state_dict(self):
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state):
+        self.next_step = state["next_step"]
 
 
 class Normalized:
@@ -102,12 +108,14 @@ class ByHand(Normalized):
         return {"model": nn.Linear(3, 1), "step": 0}
 
 
-class TooFast(Normalized):
-    def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=1e38)
+class Spoils(Normalized):
+    def train_step(self, batch, state, ctx):
+        with torch.no_grad():
+            state["model"][0].weight[0, 0] = torch.inf
+        return super().train_step(batch, state, ctx)
 
 
-def fit(tmp_path, trainer_class, *, first=0, bad=(BAD,), steps=STEPS, callbacks=(), watch=None, ckpt_path=None, **more):
+def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), watch=None, ckpt_path=None, **more):
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -118,7 +126,7 @@ def fit(tmp_path, trainer_class, *, first=0, bad=(BAD,), steps=STEPS, callbacks=
         **{"logger": False, "enable_checkpointing": bool(callbacks), **more},
     )
     module = ContractModule(trainer_class(), TrainingJobSpec(run_id="r", max_steps=steps, metric_every=0))
-    trainer.fit(module, Batches(first, bad), ckpt_path=ckpt_path)
+    trainer.fit(module, Batches(bad), ckpt_path=ckpt_path)
     return module.contract_state
 
 
@@ -126,7 +134,7 @@ def plain(trainer_class, *, left_out=(BAD,)):
     """A plain loop that never sees the batches `left_out`."""
     trainer = trainer_class()
     state = trainer.configure(None)
-    for number, batch in enumerate(Batches(bad=())):
+    for number, batch in enumerate(Batches()):
         if number not in left_out:
             trainer.train_step(batch, state, None)
     return state
@@ -152,24 +160,28 @@ def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
 
 @pytest.mark.parametrize("bad", [2, 3], ids=["first", "last"])
 def test_of_accumulated_gradients_the_whole_window_is_left_out(tmp_path, bad):
-    """The statistics of its good batch stay."""
+    """The statistics of a good batch stay, unless it is that of the update."""
     trainer = Accumulating()
     state = trainer.configure(None)
-    for number, batch in enumerate(Batches(bad=())):
+    for number, batch in enumerate(Batches()):
         if number == bad:
             continue
-        if number == bad ^ 1:  # the good batch of its window
+        if number == bad + 1 and bad % 2 == 0:  # the update is left out in its step
+            continue
+        if number == bad - 1 and bad % 2 == 1:
             trainer.loss(batch, state)
             continue
         trainer.train_step(batch, state, None)
     assert_equal(fit(tmp_path, Accumulating, bad=(bad,)), state)
 
 
-def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp_path, caplog):
+def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp_path):
     """What makes the update one to leave out is in the gradients, which a checkpoint keeps."""
     through = fit(tmp_path / "through", Accumulating, bad=(2,))
-    fit(tmp_path, Accumulating, bad=(2,), steps=3, callbacks=[Checkpoint(tmp_path / "c", every_n_steps=3)])
-    resumed = fit(tmp_path, Accumulating, bad=(2,), first=3, ckpt_path=tmp_path / "c" / "step-00000003.json")
+    every_3 = [Checkpoint(tmp_path / "c", every_n_steps=3)]
+    fit(tmp_path, Accumulating, bad=(2,), steps=3, callbacks=every_3)
+    saved = tmp_path / "c" / "step-00000003.json"
+    resumed = fit(tmp_path, Accumulating, bad=(2,), callbacks=every_3, ckpt_path=saved)
     assert_equal(resumed, through)
 
 
@@ -190,7 +202,6 @@ def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_pat
     fit(
         tmp_path,
         Normalized,
-        first=6,
         bad=(1, 5, 6),
         ckpt_path=tmp_path / "c" / "step-00000006.json",
         logger=logger,
@@ -201,7 +212,13 @@ def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_pat
 
 def test_weights_that_are_not_finite_all_the_same_end_the_run(tmp_path):
     with pytest.raises(NonfiniteError, match=r"weights '.*' are not finite at step \d, .* learning rate"):
-        fit(tmp_path, TooFast, bad=())
+        fit(tmp_path, Spoils, bad=())
+
+
+def test_a_run_that_trains_nothing_any_more_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlight.callbacks.watch_nonfinite.MOST_IN_A_ROW", 3)
+    with pytest.raises(NonfiniteError, match="the last 3 updates before step 6 were left out"):
+        fit(tmp_path, Normalized, bad=(0, 3, 4, 5, 7))
 
 
 def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(tmp_path, caplog):
@@ -213,7 +230,7 @@ def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(t
 
 @pytest.mark.parametrize(
     ("trainer_class", "words"),
-    [(Lbfgs, r"state\['optimizer'\].*LBFGS evaluates"), (ByHand, "needs an optimizer")],
+    [(Lbfgs, r'state\["optimizer"\].*LBFGS evaluates'), (ByHand, "needs an optimizer")],
 )
 def test_what_cannot_leave_out_an_update_is_refused(tmp_path, trainer_class, words):
     with pytest.raises(ContractError, match=words):
