@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError, StartupContractError
 from ...adapter.contract.run_state import RunState
+from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook, ending_the_run
@@ -172,6 +174,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
+            if not self.run.metadata:
+                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
             if self.save_final:  # or the run would fail only at its end
                 require_replaceable(self.directory / f"{FINAL_NAME}.json")
             require_space(self.directory, size_of_first_checkpoint(pl_module))
