@@ -96,7 +96,7 @@ def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(proje
 
 def test_a_plain_fit_says_it_too(tmp_path, quiet):
     trainer = pl.Trainer(
-        **{**quiet, "logger": EventLogger("events.jsonl", run_id="plain", save_dir=tmp_path)},
+        **{**quiet, "enable_checkpointing": True, "logger": EventLogger(run_id="plain", save_dir=tmp_path)},
         max_steps=2,
         callbacks=[Checkpoint(tmp_path / "checkpoints")],
     )
