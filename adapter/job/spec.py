@@ -240,6 +240,20 @@ class JobSpec:
     ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
     release_ref: Annotated[Text | None, Meta(description="What the trainer was released as; handed to it.")] = None
+    tags: Annotated[
+        tuple[Text, ...],
+        Meta(
+            description="Words to find the run by; in its events and in every checkpoint record.",
+            examples=[["baseline"]],
+        ),
+    ] = ()
+    notes: Annotated[
+        Prose | None,
+        Meta(
+            description="What there is to say about the run; in its events and in every checkpoint record.",
+            examples=["wider layers"],
+        ),
+    ] = None
     hyperparams: Annotated[
         Object, Meta(description="Handed to the trainer as `ctx.job.hyperparams`.", examples=[{"lr": 0.001}])
     ] = field(default_factory=dict)
