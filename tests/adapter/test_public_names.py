@@ -43,8 +43,8 @@ PUBLIC = {
         seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint DurableCheckpointIO Evaluate Hook JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests
-        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents ReplicaGuard
+        StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
