@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
+from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
@@ -167,6 +169,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             replaces = self.replace_existing or self._trained_in == self.directory
             check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
             self._trained_in = self.directory
+            if trainer.is_global_zero and not self.run.metadata:
+                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
 
     @skippable
     @override
