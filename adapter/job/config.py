@@ -69,7 +69,7 @@ class RunConfig:
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
-    on_nonfinite: Literal["warn", "stop"]
+    on_nonfinite: Literal["warn", "stop", "skip"]
     tags: tuple[str, ...]
     notes: str
     artifacts_dir: Path
