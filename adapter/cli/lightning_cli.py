@@ -27,9 +27,9 @@ from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
-from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..module import alias
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..plumbing.log_redaction import redact_uncaught, redacted_logs
 from ..plumbing.redaction import secrets_in
@@ -331,7 +331,7 @@ class GenlightCLI(LightningCLI):
 
 def run_lightning_cli(arguments: Sequence[str]) -> int:
     """Run one of LightningCLI's subcommands and return genlight's exit code for it."""
-    compat.install()
+    alias.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     with redacted_logs(()):
