@@ -29,7 +29,7 @@ from .format.record import RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best, own_records
-from .save_meta import meta_of_save
+from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin
@@ -167,6 +167,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             replaces = self.replace_existing or self._trained_in == self.directory
             check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
             self._trained_in = self.directory
+            if trainer.is_global_zero and self._io is not None:
+                self._io.look(self.directory, said_to_stay(pl_module))
 
     @skippable
     @override
