@@ -78,6 +78,7 @@ class Averaging:
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, where a collective would hang."""
+        self._gradients.abandon()
         if self._accumulation is not None:
             self._accumulation.abandon()
 
@@ -88,11 +89,15 @@ class Averaging:
 
     def before_backward(self) -> None:
         """A backward call begins."""
+        ordinal = 0
         if self._accumulation is not None:
             self._accumulation.before_backward()
+            ordinal = self._accumulation.settled
+        self._gradients.before_backward(Point(Why.BACKWARD, self._completed_steps() + 1, ordinal, self._updates))
 
     def leave_backward(self) -> None:
         """A backward call is over, or has raised; the trainer may go on."""
+        self._gradients.after_backward()
         if self._accumulation is not None:
             self._accumulation.leave_backward()
 

@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import Bucket, grouped, read_gradient, write_gradient
+from .buckets import FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .early_buckets import EarlyBuckets, Habit, Place
 from .rank_points import NUMBERS, Point, are_together, parted
-from .torch_internals import NormBase
+from .torch_internals import NormBase, group_timeout
 
 __all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
 
@@ -61,6 +62,7 @@ class GradientSync:
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
+        self._buckets_group = _group_of_buckets(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._sent: deque[_SentPoint] = deque()
         self._previous: Point | None = None
@@ -70,12 +72,37 @@ class GradientSync:
         self._others: list[Tensor] = []
         self._all: list[Tensor] = []
         self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._pending_plan: _Plan | None = None
+        """Of the parameters as they were in the first backward call since gradients were averaged."""
+        self._early = EarlyBuckets(self._buckets_group)
+        self._step = -1
+        self._updates_before = 0
+        self._is_small = True
         self._was_replaced = False
         self.by_hand: frozenset[int] = frozenset()
         """Ids of the tensors that no optimizer updates."""
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
         self.parameters()
+
+    def before_backward(self, at: Point) -> None:
+        """A backward call begins, whose gradients may be sent before it ends."""
+        if self._pending_plan is None:
+            self._refresh()
+            if not self._is_small:
+                plan = self._current_plan()
+                self._pending_plan = plan if len(plan.buckets) > 1 else None
+        if self._pending_plan is not None:
+            self._early.before_backward(self._pending_plan.buckets, self._pending_plan.habits, self._place(at))
+
+    def after_backward(self) -> None:
+        """A backward call has ended or failed."""
+        self._early.after_backward()
+
+    def abandon(self) -> None:
+        """The step failed: the other ranks may not come this far."""
+        self._pending_plan = None
+        self._early.abandon()
 
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
@@ -86,8 +113,12 @@ class GradientSync:
         Raises:
             ContractError: It is not, and what was averaged does not belong together.
         """
-        for parameter, gradient in self._average(read_gradient, at):
-            write_gradient(parameter, gradient)
+        pending, self._pending_plan = self._pending_plan, None
+        if pending is not None:
+            self._write_averages(pending, at)
+        plan = self._current_plan()
+        if plan is not pending:
+            self._write_averages(plan, at)
 
     def average_given(self, gradients: Mapping[int, Tensor | None], at: Point) -> dict[int, Tensor]:
         """Replace `gradients`, by the ids of their parameters, by their mean; in place, as far as there were any.
@@ -95,7 +126,9 @@ class GradientSync:
         Returns:
             What other ranks have and this one does not.
         """
-        new = self._average(lambda p: gradients.get(id(p)), at)
+        if self._pending_plan is not None:  # its buckets are on their way
+            self(at)
+        new = self._average(self._current_plan(), lambda p: gradients.get(id(p)), at)
         return {id(p): gradient for p, gradient in new if id(p) in gradients}
 
     def take_no_part(self, at: Point) -> None:
@@ -104,20 +137,26 @@ class GradientSync:
         Raises:
             ContractError: It is not.
         """
-        plan = self._current_plan()
+        pending, self._pending_plan = self._pending_plan, None  # of a backward call that failed
+        plan = pending or self._current_plan()
         if plan.buckets:
             self._exchange(plan, None, at)
 
+    def _write_averages(self, plan: _Plan, at: Point) -> None:
+        for parameter, gradient in self._average(plan, read_gradient, at):
+            write_gradient(parameter, gradient)
+
     @torch.no_grad()
-    def _average(self, gradient_of: Callable[[Tensor], Tensor | None], at: Point) -> list[tuple[Tensor, Tensor]]:
+    def _average(
+        self, plan: _Plan, gradient_of: Callable[[Tensor], Tensor | None], at: Point
+    ) -> list[tuple[Tensor, Tensor]]:
         """Average in place; gives the gradients that are to be put in the place of others, or of none."""
-        plan = self._current_plan()
         if not plan.buckets:
             return []
         others_used = self._exchange(plan, gradient_of, at)
         buckets = [*plan.buckets]
         if any(others_used):
-            seconds = plan.of_others(others_used, self.group)
+            seconds = plan.of_others(others_used, self._buckets_group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
@@ -126,29 +165,46 @@ class GradientSync:
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
     def _exchange(self, plan: _Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
-        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds."""
+        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds.
+
+        Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
+        sent again, on this rank or another.
+        """
         if self._was_replaced:
             self._was_replaced = False
             _check_same(_shapes([*self._candidates, *self._others]), self.group, _REPLACED)
-        first = plan.buckets[0]
-        points, others = first.extra[: NUMBERS * self._world_size], first.extra[NUMBERS * self._world_size :]
-        first.extra.zero_()
-        mine = points[NUMBERS * self._rank :][:NUMBERS]
-        mine.copy_(torch.tensor(at.numbers()))
+        *firsts, last = plan.buckets
+        window = self._early.window
+        order = plan.order(self._place(at))
+        for bucket in (firsts[position] for position in order if window is None or position not in window.sent):
+            bucket.send_or_take_part(gradient_of)
+        points, repeats, others = torch.split(last.extra, [NUMBERS * self._world_size, 1, len(plan.others)])
+        last.extra.zero_()
+        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        if window is not None and window.must_repeat():
+            repeats.fill_(1)
         if gradient_of is not None and plan.others:
             others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
-        for bucket in plan.buckets:
-            if gradient_of is None:
-                bucket.send_as_it_is()
-            else:
-                bucket.send([gradient_of(p) for p in bucket.parameters])
+        last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
             bucket.wait()
         self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
         self._previous = at
         used = [flag > 0 for flag in others.tolist()]
-        self._check_points(0 if used or self._sent[-1].ready is None else LATE_CALLS)
+        self._check_points(0 if used or firsts or self._sent[-1].ready is None else LATE_CALLS)
+        if firsts:
+            repeated = repeats.item() > 0
+            for bucket in firsts if repeated else ():
+                bucket.send_or_take_part(gradient_of)
+                bucket.wait()
+            self._early.close(plan.habits, self._place(at), buckets=len(firsts), repeated=repeated)
         return used
+
+    def _place(self, at: Point) -> Place:
+        """Where in its step `at` is; what happens there is likely to happen there in the next step."""
+        if at.step != self._step:
+            self._step, self._updates_before = at.step, at.updates
+        return at.updates - self._updates_before, at.ordinal
 
     def _check_points(self, most_left: int) -> None:
         """Compare where the ranks were; on a GPU some calls later, so that the host need not wait for the device.
@@ -190,6 +246,7 @@ class GradientSync:
         self._was_replaced = before is not None
         self._optimized = optimized
         self._plans.clear()
+        self._early.forget()
         left_out = self._foreign | self._rank_local.ids(self._discovered)
         held = {id(p) for p in optimized}
         others = [p for _, p in self._outside_of_optimizers() if id(p) not in held]
@@ -201,6 +258,7 @@ class GradientSync:
             self._candidates, self._others = self._others, []
         modules = [m for found in self._discovered.modules for m in found.value.modules()]
         self._all = self._candidates + self._others
+        self._is_small = sum(p.numel() * p.element_size() for p in self._all) <= FIRST_BUCKET_BYTES
         self._slots = [
             (m._parameters, name, p)
             for m in modules
@@ -222,7 +280,7 @@ class GradientSync:
             # Backward makes the last parameters' gradients first; so does the order of the buckets.
             wanted = [p for p in reversed(self._candidates) if p.requires_grad]
             others = [p for p in self._others if p.requires_grad]
-            plan = _plan(wanted or others, others if wanted else [], self.group)
+            plan = _plan(wanted or others, others if wanted else [], self._buckets_group)
             self._plans[pattern] = plan
         return plan
 
@@ -242,7 +300,14 @@ class _Plan:
 
     buckets: list[Bucket]
     others: list[Tensor]
+    habits: dict[Place, Habit] = field(default_factory=dict)
+    """What was learned about when gradients are wanted, by the place in a step."""
     _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
+
+    def order(self, place: Place) -> Sequence[int]:
+        """Positions of the buckets in the order in which they are sent, without the last."""
+        habit = self.habits.get(place)
+        return range(len(self.buckets) - 1) if habit is None or habit.order is None else habit.order
 
     def of_others(self, used: Sequence[bool], group: dist.ProcessGroup | None) -> list[Bucket]:
         key = tuple(used)
@@ -253,9 +318,22 @@ class _Plan:
 
 
 def _plan(always: list[Tensor], others: list[Tensor], group: dist.ProcessGroup | None) -> _Plan:
-    extra = NUMBERS * dist.get_world_size(group) + len(others)
-    pieces = enumerate(grouped(always))
-    return _Plan([Bucket(parameters, group, 0 if i else extra) for i, parameters in pieces], others)
+    extra = NUMBERS * dist.get_world_size(group) + 1 + len(others)
+    groups = list(grouped(always, first_bytes=FIRST_BUCKET_BYTES))
+    last = len(groups) - 1
+    return _Plan([Bucket(group_, group, extra if i == last else 0) for i, group_ in enumerate(groups)], others)
+
+
+def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks for gradients alone.
+
+    They are sent inside of backward, where they could come before or after a collective of the trainer (of a
+    synchronized BatchNorm, say): in a group of their own the order does not matter.
+    """
+    parent = group or dist.group.WORLD
+    assert parent is not None
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
+    return made
 
 
 class BufferSync:
