@@ -15,7 +15,8 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import BrokenCheckpointError, UploadError
 from ..reporters.uploads import Uploader
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.format.record import CheckpointRecord, read_record
+from .checkpoint.format.record import CheckpointRecord
+from .checkpoint.format.record_file import read_record
 from .checkpoint.selection import find_checkpoint
 from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, settle_fit
 from .hook.cadence import crossed

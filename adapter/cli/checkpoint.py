@@ -13,7 +13,8 @@ from typing import Any
 
 from ...callbacks.checkpoint.format.contents import read_header
 from ...callbacks.checkpoint.format.layout import name_of, record_path
-from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, read_record
+from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
+from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.shard_index import PART_FILE, SliceEntry, parse_part, rank_of
 from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import RecordMeta, read_record
+from ...callbacks.checkpoint.format.record import RecordMeta
+from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
 from ..inputs import MaterializedInputs, materialize_inputs
