@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
 from .early_buckets import EarlyBuckets, Habit, Place
 from .rank_points import NUMBERS, Point, are_together, parted
 from .torch_internals import NormBase, group_timeout
@@ -49,6 +49,7 @@ class GradientSync:
             are left to those.
         group: Process group; None means all ranks.
         rank_local: What is each rank's own.
+        bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
     """
 
     def __init__(
@@ -56,7 +57,11 @@ class GradientSync:
         discovered: Discovered,
         group: dist.ProcessGroup | None = None,
         rank_local: RankLocal = EVERYTHING_SHARED,
+        *,
+        bucket_bytes: int | None = None,
     ) -> None:
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self._first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self._discovered = discovered
         self._rank_local = rank_local
         self.group = group
@@ -258,7 +263,7 @@ class GradientSync:
             self._candidates, self._others = self._others, []
         modules = [m for found in self._discovered.modules for m in found.value.modules()]
         self._all = self._candidates + self._others
-        self._is_small = sum(p.numel() * p.element_size() for p in self._all) <= FIRST_BUCKET_BYTES
+        self._is_small = sum(p.numel() * p.element_size() for p in self._all) <= self._first_bytes
         self._slots = [
             (m._parameters, name, p)
             for m in modules
@@ -280,9 +285,15 @@ class GradientSync:
             # Backward makes the last parameters' gradients first; so does the order of the buckets.
             wanted = [p for p in reversed(self._candidates) if p.requires_grad]
             others = [p for p in self._others if p.requires_grad]
-            plan = _plan(wanted or others, others if wanted else [], self._buckets_group)
+            plan = self._plan(wanted or others, others if wanted else [])
             self._plans[pattern] = plan
         return plan
+
+    def _plan(self, always: list[Tensor], others: list[Tensor]) -> _Plan:
+        extra = NUMBERS * self._world_size + 1 + len(others)
+        groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
+        last = len(groups) - 1
+        return _Plan([Bucket(g, self._buckets_group, extra if i == last else 0) for i, g in enumerate(groups)], others)
 
 
 class _SentPoint(NamedTuple):
@@ -315,13 +326,6 @@ class _Plan:
             wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
             self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
         return self._others_buckets[key]
-
-
-def _plan(always: list[Tensor], others: list[Tensor], group: dist.ProcessGroup | None) -> _Plan:
-    extra = NUMBERS * dist.get_world_size(group) + 1 + len(others)
-    groups = list(grouped(always, first_bytes=FIRST_BUCKET_BYTES))
-    last = len(groups) - 1
-    return _Plan([Bucket(group_, group, extra if i == last else 0) for i, group_ in enumerate(groups)], others)
 
 
 def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
