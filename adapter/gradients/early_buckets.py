@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .buckets import Bucket, read_gradient
+from .buckets import Bucket, grouped, read_gradient
 
-__all__ = ["EarlyBuckets", "Habit", "Place", "Window"]
+__all__ = ["EarlyBuckets", "Habit", "Place", "Plan", "Window"]
 
 Place = tuple[int, int]
 """Where in a step gradients are exchanged: its updates until then, and how often they were exchanged since the last."""
@@ -44,6 +44,30 @@ class Habit:
     mistakes: int = 0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How gradients travel: some always, others once it is known that some rank has one."""
+
+    buckets: list[Bucket]
+    others: list[Tensor]
+    habits: dict[Place, Habit] = field(default_factory=dict)
+    """What was learned about when gradients are wanted, by the place in a step."""
+    _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
+
+    def order(self, place: Place) -> Sequence[int]:
+        """Positions of the buckets in the order in which they are sent, without the last."""
+        habit = self.habits.get(place)
+        return range(len(self.buckets) - 1) if habit is None or habit.order is None else habit.order
+
+    def of_others(self, used: Sequence[bool], group: dist.ProcessGroup | None) -> list[Bucket]:
+        """Buckets of those of `others` that are used."""
+        key = tuple(used)
+        if key not in self._others_buckets:
+            wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
+            self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
+        return self._others_buckets[key]
+
+
 @dataclass
 class Window:
     """From a backward call until gradients are wanted.
@@ -57,8 +81,6 @@ class Window:
     calls: int = 0
     sent: dict[int, list[tuple[Tensor | None, int]]] = field(default_factory=dict)
     """By the position of a bucket: its gradients when it was sent, and their versions."""
-    is_stale: bool = False
-    """Whether a backward call came after the first bucket was sent."""
     ready: list[int] = field(default_factory=list)
     """Positions of the buckets whose gradients are there, in the order in which they came."""
     _missing: list[int] = field(default_factory=list)
@@ -68,8 +90,7 @@ class Window:
     def before_backward(self) -> None:
         """A backward call begins."""
         self.calls += 1
-        if self.sent:  # too early: whatever this call adds, all ranks send those buckets again
-            self.is_stale = True
+        if self.sent:  # too early; whatever this call adds shows in `must_repeat`
             return
         habit = self.habit
         is_last = self.calls == habit.calls and habit.mistakes < MOST_MISTAKES
@@ -100,9 +121,7 @@ class Window:
             self._send(following)
 
     def must_repeat(self) -> bool:
-        """Whether a gradient has changed since its bucket was sent, or may have."""
-        if self.is_stale:
-            return True
+        """Whether a gradient has changed since its bucket was sent."""
         for position, gradients in self.sent.items():
             for parameter, (sent, version) in zip(self.buckets[position].parameters, gradients, strict=True):
                 now = read_gradient(parameter)
@@ -133,19 +152,18 @@ class EarlyBuckets:
         self._device = torch.device("cpu")
         self.window: Window | None = None
 
-    def before_backward(self, buckets: Sequence[Bucket], habits: dict[Place, Habit], place: Place) -> None:
+    def before_backward(self, plan: Plan, place: Place) -> None:
         """A backward call begins.
 
         Args:
-            buckets: Those whose parameters it may give gradients to.
-            habits: What was learned about them.
+            plan: Of the parameters that it may give gradients to.
             place: Where in a step this is; all ranks must give the same.
         """
         if self.window is None:
-            if len(buckets) < 2:  # nothing would be sent before gradients are wanted
+            if len(plan.buckets) < 2:  # nothing would be sent before gradients are wanted
                 return
-            self._watch(buckets)
-            self.window = Window(buckets, habits.setdefault(place, Habit()))
+            self._watch(plan.buckets)
+            self.window = Window(plan.buckets, plan.habits.setdefault(place, Habit()))
         self.window.before_backward()
 
     def after_backward(self) -> None:
@@ -153,22 +171,21 @@ class EarlyBuckets:
         if self.window is not None:
             self.window.after_backward()
 
-    def close(self, habits: dict[Place, Habit], place: Place, *, buckets: int, repeated: bool) -> None:
+    def close(self, plan: Plan, place: Place, *, repeated: bool) -> None:
         """Gradients were exchanged: learn from what was seen. To be called on all ranks.
 
         Args:
-            habits: What was learned about the buckets that were sent.
+            plan: What was sent.
             place: Where in the step that was.
-            buckets: How many can be sent early.
-            repeated: Whether they were sent twice.
+            repeated: Whether buckets were sent twice.
         """
         window, self.window = self.window, None
-        habit = habits.setdefault(place, Habit())
+        habit = plan.habits.setdefault(place, Habit())
         habit.mistakes += repeated
         if window is not None:
             habit.calls = window.calls
         if habit.order is None:
-            habit.order = self._agreed_order([] if window is None else window.ready, buckets)
+            habit.order = self._agreed_order([] if window is None else window.ready, len(plan.buckets) - 1)
 
     def abandon(self) -> None:
         """The step failed; what was sent is left to itself."""

@@ -22,9 +22,10 @@ from .buckets import read_gradient, write_gradient
 from .rank_points import Why
 from .torch_internals import disabled_torch_function
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "post_accumulate_hooks"]
 
-_post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
 
 
 class Accumulation:
@@ -140,7 +141,7 @@ class Accumulation:
             kinds = {type(p) for p in parameters}
             can_be_guarded = kinds <= self._classes.keys()
             self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
-        if (parameters and not self._guarded) or any(map(_post_accumulate_hooks, parameters)):
+        if (parameters and not self._guarded) or any(map(post_accumulate_hooks, parameters)):
             self._unguard()
             return False
         if not self._is_on:

@@ -9,8 +9,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ...callbacks.lightning_internals import ddp_settings
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
-from .gradient_sync import BufferSync, GradientSync, broadcast_from_zero, check_same_on_all_ranks
+from .gradient_sync import GradientSync
 from .lightning_hooks import step_hooks
 from .precision import cast_inputs, step_precision
 from .router import StepRouter

@@ -5,8 +5,8 @@
 
 Two network namespaces, joined by a pair of virtual interfaces whose rate `tc` shapes, with one rank and one thread in
 each: an MLP of 23.6 M parameters at batch 128, over gloo. Each host and bare ``DistributedDataParallel`` (with
-``no_sync`` by hand where a step has several backward calls) take turns in the same two processes. Needs root, iproute2 and
-two cores; nothing of it is left when the script ends.
+``no_sync`` by hand where a step has several backward calls) take turns in the same two processes. Needs root, iproute2
+and two cores; nothing of it is left when the script ends.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def measure(chosen: argparse.Namespace) -> None:
 def record(chosen: argparse.Namespace) -> Iterator[None]:
     """Write down when each backward call of genlight ran, and when each of its buckets was on its way."""
     import torch
+
     from genlight.adapter.gradients.buckets import Bucket
     from genlight.adapter.gradients.router import StepRouter
 
@@ -259,7 +260,8 @@ def main() -> None:
                     )
                     for rank in range(2)
                 ]
-                if any([process.wait() for process in ranks]):
+                codes = [process.wait() for process in ranks]
+                if any(codes):
                     sys.exit("a rank failed")
                 print(f"{rate}, backward calls in a step: {calls}")
                 for name, row in json.loads(results.read_text()).items():
