@@ -8,10 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import AttributeDict
+from typing_extensions import override
 
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
-from ..contract.types import StepContext
+from ..contract.types import StepContext, TrainingJobSpec
 from ..loop.fit_loop import own_epoch_loop
 from .step_metrics import values_on_device
 
@@ -27,6 +29,8 @@ class ReportingModule(pl.LightningModule):
         ctx: The context of the trainer; its ``is_canceled`` is the caller's own check.
     """
 
+    job: TrainingJobSpec | None = None
+
     def __init__(self, ctx: StepContext) -> None:
         super().__init__()
         self.ctx = ctx
@@ -37,6 +41,17 @@ class ReportingModule(pl.LightningModule):
         self.ended = False
         self._restored_step = 0
         self._cancel_checks: list[Callable[[], bool]] = [] if ctx.is_canceled is None else [ctx.is_canceled]
+
+    @property
+    def given_job(self) -> TrainingJobSpec:
+        """The job, without what the Lightning trainer knows of it."""
+        return self.job or self.ctx.job
+
+    @property
+    @override
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
+        return AttributeDict({**self.given_job.hyperparams, **super().hparams_initial})
 
     @property
     def completed_steps(self) -> int:
