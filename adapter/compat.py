@@ -4,13 +4,17 @@ They say ``from gen_worker.trainer import StepResult``. Where that package is no
 ``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
 it is first asked for, or of `module.old_names`, which has what only the old package had. The old package spread its
 names over its modules differently from release to release, so each module here answers to all of them.
+
+``worldflux.telemetry.wasr`` is made importable in the same way.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -46,17 +50,47 @@ MODULES = (
 _OWN = ("run_training_runtime_from_env",)
 _PACKAGE = "gen_worker"
 _TRAINER = "gen_worker.trainer"
+_WORLDFLUX = {
+    "worldflux.telemetry.wasr": ("genlight.reporters.telemetry", ("make_run_id", "read_events", "write_event")),
+}
+"""Modules of ``worldflux``: the module of ours that each stands for, and its names."""
 
 
 def install() -> None:
-    """Make ``gen_worker.trainer`` importable, unless the real one is; does nothing the second time."""
+    """Make ``gen_worker.trainer`` and ``worldflux.telemetry.wasr`` importable, unless the real packages are there.
+
+    Does nothing the second time.
+    """
+    _install_trainer()
+    _install_worldflux()
+
+
+def _install_trainer() -> None:
     if _TRAINER in sys.modules or _is_installed(_TRAINER):
         return
-    parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register(_PACKAGE, None)
-    trainer = _register(_TRAINER, parent)
+    parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register_package(_PACKAGE)
+    names = sorted({*_genlight().__all__, *old_names.__all__, *_OWN})
+    _register(_TRAINER, parent, names, _resolve, is_package=True)
     for name in MODULES:
         folder, _, _ = name.rpartition(".")
-        _register(f"{_TRAINER}.{name}", sys.modules[f"{_TRAINER}.{folder}"] if folder else trainer)
+        parent = sys.modules[f"{_TRAINER}.{folder}" if folder else _TRAINER]
+        is_package = any(other.startswith(f"{name}.") for other in MODULES)
+        _register(f"{_TRAINER}.{name}", parent, names, _resolve, is_package=is_package)
+
+
+def _install_worldflux() -> None:
+    if "worldflux" in sys.modules or _is_installed("worldflux"):
+        return
+    for name, (own, names) in _WORLDFLUX.items():
+        parent: ModuleType | None = None
+        for package in _packages_of(name):
+            parent = sys.modules.get(package) or _register_package(package, parent)
+        _register(name, parent, names, functools.partial(_resolve_in, own))
+
+
+def _packages_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _is_installed(name: str) -> bool:
@@ -66,36 +100,45 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _register(name: str, parent: ModuleType | None) -> ModuleType:
-    module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.adapter.")
-    is_package = name in (_PACKAGE, _TRAINER) or any(f"{_TRAINER}.{part}".startswith(f"{name}.") for part in MODULES)
+def _register_package(name: str, parent: ModuleType | None = None) -> ModuleType:
+    return _register(name, parent, (), lambda _: None, is_package=True)
+
+
+def _register(
+    name: str,
+    parent: ModuleType | None,
+    names: Sequence[str],
+    resolve: Callable[[str], Any],
+    *,
+    is_package: bool = False,
+) -> ModuleType:
+    """A module that is importable as `name`, whose `names` are looked up by `resolve` when they are asked for."""
+
+    def attribute(wanted: str) -> Any:
+        if wanted not in names:
+            raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
+        return resolve(wanted)
+
+    module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.")
     module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
     if is_package:
         module.__path__ = []
-    if name != _PACKAGE:
-        module.__getattr__ = _resolver(name)  # type: ignore[method-assign]
-        module.__all__ = list(_names())  # type: ignore[attr-defined]
+    module.__getattr__ = attribute  # type: ignore[method-assign]
+    module.__all__ = list(names)  # type: ignore[attr-defined]
     sys.modules[name] = module
     if parent is not None:
         setattr(parent, name.rpartition(".")[2], module)
     return module
 
 
-def _names() -> list[str]:
-    return sorted({*_genlight().__all__, *old_names.__all__, *_OWN})
+def _resolve(name: str) -> Any:
+    if name in _OWN:  # first: it is also a function of genlight's, which ends differently
+        return globals()[name]
+    return getattr(old_names if name in old_names.__all__ else _genlight(), name)
 
 
-def _resolver(module_name: str) -> Any:
-    def resolve(name: str) -> Any:
-        if name in _OWN:  # first: it is also a function of genlight's, which ends differently
-            return globals()[name]
-        if name in old_names.__all__:
-            return getattr(old_names, name)
-        if name in _names():
-            return getattr(_genlight(), name)
-        raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
-
-    return resolve
+def _resolve_in(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name)
 
 
 def _genlight() -> Any:

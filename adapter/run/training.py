@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import RecordMeta, read_record
+from ...callbacks.checkpoint.format.record import RecordMeta
+from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
 from ..inputs import MaterializedInputs, materialize_inputs
@@ -22,6 +23,7 @@ from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
+from ..plumbing.run_metadata import project_folder, run_metadata
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
@@ -102,7 +104,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.event_log.started()
+            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
@@ -115,7 +117,7 @@ class Training:
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
-        self._attach(trainer)
+        self._attach(trainer, self._metadata(project_folder(plugin)))
         record = start.record
         if record is not None and record.is_old:
             folder = trainer_directory(record.path, plugin)
@@ -164,7 +166,14 @@ class Training:
             stop()
             self.stop.signals.before_exit = lambda: None
 
-    def _attach(self, trainer: pl.Trainer) -> None:
+    def _metadata(self, project: Path) -> dict[str, Any]:
+        """How this attempt came to be; only rank zero writes it down."""
+        config = self.config
+        if self.outcome is None:
+            return {}
+        return run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
+
+    def _attach(self, trainer: pl.Trainer, metadata: Mapping[str, Any]) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.checkpoint import Checkpoint
         from ...callbacks.hook.events import callbacks_of, run_state_of
@@ -184,7 +193,7 @@ class Training:
                 for check in self.stop.others:
                     callback.add_check(check)
             if isinstance(callback, Checkpoint):
-                callback.run = self._record_meta(attempt)
+                callback.run = self._record_meta(attempt, metadata)
                 callback.replace_existing = True  # `decide_start` has looked already.
             if isinstance(callback, WatchHangs):
                 callback.on_hang = self.end_now
@@ -192,11 +201,11 @@ class Training:
             return
         attached = EventLogger.attached(self.outcome.event_log)
         trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
-        callbacks.insert(0, RecordEvents(self.outcome.event_log))
+        callbacks.insert(0, RecordEvents(self.outcome.event_log, metadata))
         if self.outcome.uploader is not None:
             callbacks.append(UploadArtifacts(self.outcome.uploader))
 
-    def _record_meta(self, attempt: int) -> RecordMeta:
+    def _record_meta(self, attempt: int, metadata: Mapping[str, Any]) -> RecordMeta:
         """What every checkpoint of this run says of it."""
         config = self.config
         return RecordMeta(
@@ -205,6 +214,7 @@ class Training:
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
             spec=sealed_fields(config.spec_fields),
+            metadata=metadata,
         )
 
 

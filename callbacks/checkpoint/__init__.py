@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         CheckpointRecord as CheckpointRecord,
         FileEntry as FileEntry,
         RecordMeta as RecordMeta,
-        read_record as read_record,
     )
+    from .format.record_file import read_record as read_record
     from .format.verification import verify as verify
     from .loading import load as load, load_weights as load_weights
     from .rank_state import capture_rng as capture_rng, restore_rng as restore_rng
@@ -45,7 +45,8 @@ else:
         {
             ".checkpoint": ("Checkpoint",),
             ".checkpoint_io": ("DurableCheckpointIO", "SaveRequest"),
-            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta", "read_record"),
+            ".format.record": ("CheckpointRecord", "FileEntry", "RecordMeta"),
+            ".format.record_file": ("read_record",),
             ".format.verification": ("verify",),
             ".loading": ("load", "load_weights"),
             ".rank_state": ("capture_rng", "restore_rng"),

@@ -7,38 +7,38 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import GenlightError, StartupContractError
+from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
+from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
 from ..hook.events import callbacks_of, run_state_of
-from ..hook.hook import Hook, ending_the_run
+from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
 from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, install_plugin
 from .durable_reports import DurableReports
-from .earlier_runs import find_ours, in_use_fault, note_directory
+from .earlier_runs import find_ours
 from .format.layout import FINAL_NAME, step_name
 from .format.record import RecordMeta
-from .ownership import require_replaceable
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best, own_records
 from .save_meta import meta_of_save
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.save import require_shared_directory
-from .sharded.strategy import rank_groups_of, save_through_plugin
-from .sizes import size_of_first_checkpoint, size_of_snapshot
-from .storage.commit import require_space, sweep
+from .sharded.strategy import save_through_plugin
+from .start_checks import check_directory
+from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
+from .warm_up import reserve_memory
 
 __all__ = ["Checkpoint"]
 
@@ -165,29 +165,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
         self._saves_after_module_hook = False
         self._resume.begin_training(trainer, pl_module)
-        if not self.saves_anything:
-            return
-        self._refuse_to_mix_runs(trainer)
-        groups = rank_groups_of(trainer.strategy)
-        if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
-            require_shared_directory(groups.training, self.directory)
-        if trainer.is_global_zero:
-            if self.save_final:  # or the run would fail only at its end
-                require_replaceable(self.directory / f"{FINAL_NAME}.json")
-            require_space(self.directory, size_of_first_checkpoint(pl_module))
-
-    def _refuse_to_mix_runs(self, trainer: pl.Trainer) -> None:
-        """On all ranks, where rank zero finds another run's checkpoints and none was named to go on from."""
-        fault = None
-        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
-        if begins_anew and trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            may_replace = self.replace_existing or self._trained_in == self.directory
-            fault = None if may_replace else in_use_fault(self.directory)
-        fault = trainer.strategy.broadcast(fault)
-        if fault is not None:
-            raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
-        note_directory(self.directory)
-        self._trained_in = self.directory
+        if self.saves_anything:
+            replaces = self.replace_existing or self._trained_in == self.directory
+            check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
+            self._trained_in = self.directory
+            if trainer.is_global_zero and not self.run.metadata:
+                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
 
     @skippable
     @override
@@ -207,7 +190,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         stops = run_state.stop_reason is not None
         if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
-                self._warm_up(trainer, pl_module)
+                self._is_warm = True
+                if self._io is not None and self.asynchronous and self.every_n_steps:
+                    self._wake()
+                    reserve_memory(self._io, trainer, pl_module)
         elif not stops and self._must_skip(trainer):
             self._wake()
         elif awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
@@ -384,20 +370,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""
         self.next_due_step = 0
-
-    def _warm_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the memory for snapshots ready before the first save: touching fresh pages costs more than the copy.
-
-        Once, after a first step, when the optimizers have their state; in the background, where no step waits for it.
-        """
-        self._is_warm = True
-        io = self._io
-        if io is None or not (self.asynchronous and self.every_n_steps) or io.writer.is_busy:
-            return
-        nbytes = size_of_snapshot(trainer, pl_module)
-        pinned = trainer.strategy.root_device.type == "cuda"
-        self._wake()
-        io.writer.start(lambda: io.buffer.reserve(nbytes, pinned=pinned))
 
     def _must_skip(self, trainer: pl.Trainer) -> bool:
         """Whether a due save has to wait for its turn."""

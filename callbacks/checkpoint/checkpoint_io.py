@@ -21,9 +21,10 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError
 from . import remote
-from .format.ckpt_file import CKPT_FILE_START
+from .format.ckpt_file import CKPT_FILE_START, is_torch_file
 from .format.layout import record_path
-from .format.record import CheckpointRecord, RecordMeta, is_torch_file, read_record
+from .format.record import CheckpointRecord, RecordMeta
+from .format.record_file import read_record
 from .lightning_reader import let_lightning_read
 from .loading import MapLocation, load, load_for_slices
 from .ownership import is_stock_sharded

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from .format.ckpt_file import CKPT_FILE_START, record_in
 from .format.layout import RECORD_SUFFIXES
-from .format.record import RECORD_MARKER
+from .format.record_file import RECORD_MARKER
 from .loading import MapLocation, load
 
 __all__ = ["let_lightning_read"]

@@ -23,7 +23,8 @@ from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
 from .format.contents import parse_state_file
 from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, read_record
+from .format.record import CheckpointRecord, FileEntry
+from .format.record_file import read_record
 from .format.references import Stored, array_type, check_array, check_tensor
 from .format.safetensors_header import HEADER_LIMIT, TORCH_TYPES, TypedShape, parse_header
 from .format.shard_index import rank_of

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .format.ckpt_file import CKPT_FILE_START
+from .format.ckpt_file import CKPT_FILE_START, TORCH_MAGICS, is_torch_file
 from .format.layout import (
     ARRAYS_FILE,
     MODEL_FILE,
@@ -35,7 +35,7 @@ from .format.layout import (
     name_of_folder,
     record_paths,
 )
-from .format.record import RECORD_MARKER, TORCH_MAGICS, is_torch_file, read_record
+from .format.record_file import RECORD_MARKER, read_record
 from .format.shard_index import rank_of
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensor_bytes import as_uint8, bytes_of
-from .format.record import digest_of
+from .format.record_file import digest_of
 from .sharded.boxes import is_sharded
 from .sharded.lazy_tensor import WholeTensor, unsharded
 from .sharded.rank_channel import Channel

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
 
 from .codec.tensor_bytes import bytes_of
-from .format.record import digest_of
+from .format.record_file import digest_of
 from .sharded.boxes import sharded_like
 from .sharded.lazy_tensor import unsharded
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import fsspec
 
-from .format.ckpt_file import CKPT_FILE_START
+from .format.ckpt_file import CKPT_FILE_START, is_torch_file
 from .format.layout import record_path
-from .format.record import CheckpointRecord, is_torch_file, read_record
+from .format.record import CheckpointRecord
+from .format.record_file import read_record
 from .saving import Prepared, write
 
 __all__ = ["fetch", "is_remote", "local_directory", "remove", "save"]

@@ -21,7 +21,8 @@ from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
 from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta, in_file, read_record, serialise_record
+from .format.record import CheckpointRecord, FileEntry, RecordMeta
+from .format.record_file import in_file, read_record, serialise_record
 from .format.safetensors_header import build_header
 from .ownership import STATE_MARKER, choose_folder
 from .storage.commit import Staging, commit, require_space, stage

@@ -24,7 +24,8 @@ from .format.layout import (
     record_paths,
     step_of_name,
 )
-from .format.record import CheckpointRecord, read_record
+from .format.record import CheckpointRecord
+from .format.record_file import read_record
 from .format.verification import verify_files
 from .ownership import is_checkpoint_file
 

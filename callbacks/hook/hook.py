@@ -17,7 +17,7 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -133,6 +133,16 @@ class Hook(pl.Callback):
 
         Under Lightning's own loop it comes in a step in which a hook has called `awaits_module_hook`.
         """
+
+    def on_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
+    ) -> None:
+        """The metrics of `step` were read from the device; fired on the rank that reads them, at their cadence."""
+
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        """An evaluation after `step` gave `scores`."""
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A minibatch was trained."""

@@ -23,6 +23,7 @@ from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory
 from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
+from ...adapter.plumbing.run_metadata import metadata_of_module
 from .event_log import EventLog
 from .lines import RESUMED_METRIC, finite_float
 
@@ -233,7 +234,8 @@ class EventLogger(Logger):
     def _started_log(self) -> EventLog:
         event_log: EventLog = self.experiment
         if event_log.phase == "new":
-            event_log.started()
+            module = None if self._trainer is None else self._trainer.lightning_module
+            event_log.started(metadata=metadata_of_module(module))
         self._is_begun = True
         return event_log
 

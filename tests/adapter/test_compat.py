@@ -126,3 +126,42 @@ def test_types_come_without_torch_and_lightning():
         "assert not {'torch', 'lightning'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.fixture
+def without_worldflux():
+    """No ``worldflux`` in this process, before and after."""
+
+    def forget_worldflux():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "worldflux"]:
+            del sys.modules[name]
+
+    forget_worldflux()
+    yield
+    forget_worldflux()
+
+
+def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_worldflux):
+    compat.install()
+    namespace = {}
+
+    exec("from worldflux.telemetry.wasr import make_run_id, read_events, write_event", namespace)
+    exec("import worldflux.telemetry.wasr", namespace)
+
+    from genlight.reporters import telemetry
+
+    assert all(namespace[name] is getattr(telemetry, name) for name in ("make_run_id", "read_events", "write_event"))
+    with pytest.raises(ImportError, match=r"cannot import name 'absent' from 'worldflux\.telemetry\.wasr'"):
+        exec("from worldflux.telemetry.wasr import absent")
+
+
+def test_the_real_worldflux_is_left_alone(without_worldflux, tmp_path, monkeypatch):
+    (tmp_path / "worldflux").mkdir()
+    (tmp_path / "worldflux" / "__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    compat.install()
+
+    assert importlib.import_module("worldflux").real
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("worldflux.telemetry")

@@ -69,6 +69,7 @@ LIGHT = (
     "genlight.callbacks",
     "genlight.callbacks.checkpoint",
     "genlight.callbacks.checkpoint.format.record",
+    "genlight.callbacks.checkpoint.format.record_file",
     "genlight.callbacks.checkpoint.selection",
     "genlight.callbacks.checkpoint.format.verification",
     "genlight.callbacks.stop.signals",

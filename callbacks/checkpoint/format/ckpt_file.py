@@ -14,7 +14,10 @@ from __future__ import annotations
 import io
 import zipfile
 
-__all__ = ["CKPT_FILE_START", "WAY_OUT", "in_ckpt_file", "record_in"]
+__all__ = ["CKPT_FILE_START", "TORCH_MAGICS", "WAY_OUT", "in_ckpt_file", "is_torch_file", "record_in"]
+
+TORCH_MAGICS = (b"PK", b"\x80\x02")
+"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
 WAY_OUT = (
     "none, because this .ckpt file is a checkpoint of genlight, whose tensors lie in the folder beside it. "
@@ -50,3 +53,8 @@ def record_in(data: bytes) -> bytes | None:
     size = int.from_bytes(data[_SIZE_AT : _SIZE_AT + 4], "little")
     extra = int.from_bytes(data[_NAME_SIZES_AT + 2 : _NAME_SIZES_AT + 4], "little")
     return data[CKPT_FILE_START + extra : CKPT_FILE_START + extra + size]
+
+
+def is_torch_file(start: bytes) -> bool:
+    """Whether a file that begins with `start`, at least `CKPT_FILE_START` bytes of it, is one of ``torch.save``."""
+    return start.startswith(TORCH_MAGICS) and record_in(start) is None

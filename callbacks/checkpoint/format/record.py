@@ -1,67 +1,19 @@
-"""The commit record: a checkpoint exists when its record does.
+"""What a commit record says: a checkpoint exists when its record does.
 
-A record is one line of JSON whose last member is a digest of all bytes before it, so that any change of it shows. Under
-a name that ends in ``.ckpt`` a file that torch opens holds it (see `ckpt_file`); older ones are JSON there too.
-It names every file of the checkpoint by its path relative to the record's own folder, with size and digest: a folder
-that was moved still loads. Records that an older runtime of the contract wrote have no digest and no files.
-
-The module imports neither torch nor Lightning.
+Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import msgspec
-import xxhash
+from .layout import name_of
 
-from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
-from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
-from .ckpt_file import CKPT_FILE_START, in_ckpt_file, record_in
-from .layout import name_of, step_of_name
-
-__all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "RECORD_MARKER",
-    "LARGEST_RECORD_BYTES",
-    "SHARDED_FORMAT_VERSION",
-    "TORCH_MAGICS",
-    "CheckpointRecord",
-    "FileEntry",
-    "RecordMeta",
-    "digest_of",
-    "in_file",
-    "is_torch_file",
-    "library_versions",
-    "read_record",
-    "serialise_record",
-]
-
-FORMAT = "genlight.checkpoint"
-FORMAT_VERSION = 1
-SHARDED_FORMAT_VERSION = 2
-"""Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
-RECORD_MARKER = b'{"format":"genlight.checkpoint"'
-"""How every record begins."""
-TORCH_MAGICS = (b"PK", b"\x80\x02")
-"""What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
-
-LARGEST_RECORD_BYTES = 256 << 20
-"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
-
-_OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
-"""Keys that a record of an older runtime may have."""
-_DIGEST_MEMBER = b',"digest":"xxh3_128:'
+__all__ = ["CheckpointRecord", "FileEntry", "RecordMeta", "is_path"]
 
 
 @dataclass(frozen=True)
@@ -76,43 +28,6 @@ class FileEntry:
     """Hexadecimal, of the content as it was in memory."""
     sha256: str | None = None
     """Hexadecimal, where the file was uploaded."""
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
-
-class _StoredFile(msgspec.Struct, frozen=True):
-    """A file as a record has it."""
-
-    path: str
-    size: _Count
-    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-
-
-class _StoredRecord(msgspec.Struct, frozen=True):
-    """The members of a record that are read; a later genlight may write more."""
-
-    step: _Count
-    run_id: str
-    attempt: _Count
-    final: bool
-    max_steps: _Count | None
-    spec_digest: str | None
-    spec: dict[str, Any]
-    created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)]
-    """Of the years 5 to 9987, which a date can hold in each time zone."""
-    elapsed_s: Annotated[float, msgspec.Meta(ge=0)]
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    metrics: dict[str, float | None]
-    versions: dict[str, str]
-    trainer_checkpoint: dict[str, Any] | None
-    state: Any
-    folder: str | None
-    files: list[_StoredFile]
-    digest: str
-    writer: str | None = None
-    finite_weights: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +52,8 @@ class RecordMeta:
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """How the attempt came to be, as `run_metadata` says it."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
 
@@ -172,6 +89,8 @@ class CheckpointRecord:
     is_old: bool = False
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """How the attempt that saved it came to be: command, git, host, packages, tags, notes; empty where not known."""
 
     @property
     def name(self) -> str:
@@ -202,7 +121,7 @@ class CheckpointRecord:
         files.
         """
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
-        if folder is None or not isinstance(named, (str, os.PathLike)) or not _is_path(os.fspath(named)):
+        if folder is None or not isinstance(named, (str, os.PathLike)) or not is_path(os.fspath(named)):
             return None
         path = Path(os.path.abspath(_moved_with(folder, Path(named)) if self.is_old else folder / named))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
@@ -217,142 +136,6 @@ class CheckpointRecord:
         return file.path.removeprefix(f"{self.folder}/")
 
 
-def digest_of(data: bytes | memoryview) -> str:
-    """xxh3-128 in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def is_torch_file(start: bytes) -> bool:
-    """Whether a file that begins with `start`, at least `CKPT_FILE_START` bytes of it, is one of ``torch.save``."""
-    return start.startswith(TORCH_MAGICS) and record_in(start) is None
-
-
-def serialise_record(
-    meta: RecordMeta,
-    *,
-    step: int,
-    state: Any,
-    folder: str | None,
-    files: Sequence[FileEntry],
-    created_at_ms: int,
-    is_sharded: bool = False,
-    finite_weights: bool | None = None,
-) -> bytes:
-    """The bytes of a record."""
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
-        "step": step,
-        "run_id": meta.run_id,
-        "attempt": meta.attempt,
-        "final": meta.final,
-        "max_steps": meta.max_steps,
-        "spec_digest": meta.spec_digest,
-        "spec": dict(meta.spec),
-        "created_at_ms": created_at_ms,
-        "elapsed_s": meta.elapsed_s,
-        "world_size": meta.world_size,
-        "metrics": {name: value if math.isfinite(value) else None for name, value in meta.metrics.items()},
-        "versions": dict(library_versions()),
-        "writer": meta.writer,
-        "finite_weights": finite_weights,
-        "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
-        "state": state,
-        "folder": folder,
-        "files": [
-            {"path": f.path, "size": f.size, "xxh3_128": f.xxh3_128} | ({"sha256": f.sha256} if f.sha256 else {})
-            for f in files
-        ],
-    }
-    body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
-    if len(body) > LARGEST_RECORD_BYTES - 100:
-        hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
-        raise UnstorableStateError("state_dict()", type(state).__name__, hint)
-    return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
-
-
-def in_file(path: Path, record: bytes) -> bytes:
-    """What the file at `path` holds so that it is `record`."""
-    return in_ckpt_file(record) if path.suffix == ".ckpt" else record
-
-
-def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
-    """Parse the record at `path` and prove its own digest; its files are not looked at.
-
-    Raises:
-        BrokenCheckpointError: The record is damaged, or is not a record.
-        FileNotFoundError: There is no such file.
-    """
-    # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
-    path = Path(os.path.realpath(path))
-    data = _read(path)
-    data = data if (held := record_in(data)) is None else held
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} is not a JSON object")
-    if content.keys() <= _OLD_KEYS and isinstance(content.get("state"), dict):
-        return _old_record(path, content)
-    _check_own_digest(path, data)
-    return _new_record(path, content)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        descriptor = open_regular(path)
-    except UnsafeFileError as error:
-        raise BrokenCheckpointError(name_of(path), f"its record {path.name} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        start, size = file.read(CKPT_FILE_START), os.fstat(descriptor).st_size
-        if is_torch_file(start):  # or gigabytes would be read to find that they are not JSON
-            raise BrokenCheckpointError(
-                name_of(path), f"{path.name} was written by torch.save and is not a record of genlight"
-            )
-        if size > LARGEST_RECORD_BYTES:
-            raise BrokenCheckpointError(
-                name_of(path), f"its record {path.name} has {size:,} bytes, more than {LARGEST_RECORD_BYTES:,}"
-            )
-        return start + file.read(max(size - len(start), 0))
-
-
-@functools.cache
-def library_versions() -> Mapping[str, str]:
-    """Versions of Python and of the libraries that a checkpoint depends on."""
-    versions = {"python": platform.python_version()}
-    for name in ("genlight", "torch", "lightning", "numpy"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def _check_own_digest(path: Path, data: bytes) -> None:
-    body, member, tail = data.rpartition(_DIGEST_MEMBER)
-    if not member:
-        raise BrokenCheckpointError(name_of(path), f"{path.name} has no digest and is not an older runtime's record")
-    if tail != digest_of(body).encode() + b'"}\n':
-        raise BrokenCheckpointError(name_of(path), f"the digest of its record {path.name} does not match")
-
-
-def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
-    step = content.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
-        step = step_of_name(name_of(path)) or 0
-    trainer_checkpoint = content.get("trainer_checkpoint")
-    return CheckpointRecord(
-        path=path,
-        step=step,
-        run_id=str(content.get("run_id") or content.get("request_id") or ""),
-        state=content["state"],
-        final=content.get("final") is True,
-        trainer_checkpoint=trainer_checkpoint if isinstance(trainer_checkpoint, dict) else None,
-        is_old=True,
-    )
-
-
 def _moved_with(folder: Path, named: Path) -> Path:
     """Where the path that a hook named lies, in a folder that may have been elsewhere when it named it."""
     parts = named.parts
@@ -362,40 +145,7 @@ def _moved_with(folder: Path, named: Path) -> Path:
     return folder / named
 
 
-def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
-    name = name_of(path)
-    if content.get("format") != FORMAT:
-        raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
-        found = content.get("format_version")
-        raise BrokenCheckpointError(
-            name,
-            f"it has format version {found!r}, and this genlight reads versions up to {SHARDED_FORMAT_VERSION}; "
-            "upgrade it",
-        )
-    try:
-        stored = msgspec.convert(content, _StoredRecord)
-    except (ValueError, RecursionError) as error:  # as msgspec's own are
-        raise BrokenCheckpointError(name, f"its record {path.name} lacks or misspells a member: {error}") from None
-    for named in [entry.path for entry in stored.files] + ([] if stored.folder is None else [stored.folder]):
-        _refuse_outside(name, named)
-    if stored.folder is not None and len(PurePosixPath(stored.folder).parts) > 1:
-        raise BrokenCheckpointError(name, f"its record names a folder within another one: {stored.folder!r}")
-    if len({PurePosixPath(entry.path) for entry in stored.files}) < len(stored.files):
-        raise BrokenCheckpointError(name, "its record names a file twice")
-    members = {member: getattr(stored, member) for member in stored.__struct_fields__}
-    members["files"] = tuple(FileEntry(**msgspec.structs.asdict(entry)) for entry in stored.files)
-    return CheckpointRecord(path=path, **members)
-
-
-def _refuse_outside(checkpoint: str, path: str) -> None:
-    """A record that came from elsewhere must not make this process read, or delete, files beyond its folder."""
-    parts = PurePosixPath(path)
-    if parts.is_absolute() or ".." in parts.parts or not parts.parts or not _is_path(path):
-        raise BrokenCheckpointError(checkpoint, f"its record names a file outside of its folder: {path!r}")
-
-
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Whether the system takes `text` for a path at all."""
     try:
         os.fsencode(text)

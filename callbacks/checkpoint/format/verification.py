@@ -14,7 +14,8 @@ from ....adapter.contract.exceptions import BrokenCheckpointError
 from ....adapter.plumbing.safe_open import UnsafeFileError, read_regular
 from ..storage.write_file import hash_file
 from .layout import record_path
-from .record import CheckpointRecord, FileEntry, digest_of, read_record
+from .record import CheckpointRecord, FileEntry
+from .record_file import digest_of, read_record
 
 __all__ = ["check_file", "find_file", "read_proven", "verify", "verify_files"]
 

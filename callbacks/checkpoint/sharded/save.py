@@ -27,7 +27,8 @@ from ....adapter.plumbing.durable import fsync_directory
 from ..codec.tensor_bytes import bytes_of
 from ..codec.tensor_table import Entry
 from ..format.layout import name_of
-from ..format.record import CheckpointRecord, FileEntry, digest_of
+from ..format.record import CheckpointRecord, FileEntry
+from ..format.record_file import digest_of
 from ..format.shard_index import (
     PART_FILE,
     SliceEntry,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from zoo import runs
 
+from genlight.callbacks import WatchNonfinite
 from support import trainer_zoo as zoo
 
 # Classes that compute in half precision themselves: two half batches round otherwise than a whole one.
@@ -73,6 +74,8 @@ def two_ranks(tmp_path_factory):
     # Last of all, because it leaves the ranks out of step.
     last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
+    skipping = {"name": "OverflowOnOneRank", "on_nonfinite": "skip"}
+    jobs += [{"key": f"skip {strategy}", "strategy": strategy, **skipping} for strategy in ("ddp", "fsdp")]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
     called_differently = ("Checkpointed", "WritesGradients", "FunctionalGradients", "Factored")
@@ -160,6 +163,16 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
     assert first["overflow_steps"] == second["overflow_steps"] == 1
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all(torch.isfinite(t).all() for t in first.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all_where_that_is_asked_for(two_ranks, strategy):
+    module, _ = runs.hosted_run("OverflowOnOneRank", callbacks=[WatchNonfinite("skip")])
+    expected = runs.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        runs.assert_close(rank[f"skip {strategy}"], expected)
 
 
 @pytest.mark.slow

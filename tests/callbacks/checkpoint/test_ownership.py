@@ -199,7 +199,7 @@ def test_a_renamed_record_keeps_its_data(tmp_path):
 
 def without_writer(record):
     """The record as a genlight wrote it that named no writer."""
-    from genlight.callbacks.checkpoint.format.record import digest_of
+    from genlight.callbacks.checkpoint.format.record_file import digest_of
 
     content = json.loads(record.read_bytes())
     del content["writer"], content["digest"]

@@ -347,7 +347,7 @@ def test_a_class_of_a_function_is_refused(tmp_path):
 
 def edited(path, old, new):
     """Put other types into a checkpoint, with valid digests, as somebody hostile would."""
-    from genlight.callbacks.checkpoint.format.record import digest_of
+    from genlight.callbacks.checkpoint.format.record_file import digest_of
 
     body = path.read_bytes().rpartition(b',"digest"')[0].replace(old, new)
     path.write_bytes(body + b',"digest":"xxh3_128:' + digest_of(body).encode() + b'"}\n')
