@@ -20,7 +20,6 @@ from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
-from ...callbacks.hook.events import callbacks_of
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
@@ -386,13 +385,6 @@ class ContractModule(ReportingModule):
             assert self.discovered is not None
             plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
             restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
-
-    def restore_rng(self) -> None:
-        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
-        for callback in callbacks_of(self.trainer):
-            restore = getattr(callback, "restore_pending_rng", None)
-            if restore is not None:
-                restore(self.trainer)
 
     def _rollout_batches(self) -> RolloutBatches:
         return RolloutBatches(self)

@@ -1,4 +1,4 @@
-"""What the module of a hosted trainer tells of its training: steps, metrics, and why it ended."""
+"""What the module of a hosted trainer tells callbacks, loggers and the loop: steps, metrics, and why it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.data import AttributeDict
 from typing_extensions import override
 
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
 from ..contract.types import StepContext, TrainingJobSpec
 from ..loop.fit_loop import own_epoch_loop
@@ -95,6 +95,13 @@ class ReportingModule(pl.LightningModule):
     def add_cancel_check(self, check: Callable[[], bool]) -> None:
         """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
         self._cancel_checks.append(check)
+
+    def restore_rng(self) -> None:
+        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
+        for callback in callbacks_of(self.trainer):
+            restore = getattr(callback, "restore_pending_rng", None)
+            if restore is not None:
+                restore(self.trainer)
 
     def training_ended(self) -> None:
         """The loop has ended as planned."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pyarrow as pa
@@ -23,7 +26,10 @@ from genlight.adapter import (
     StepResult,
     TrainingJobSpec,
 )
+from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
+from genlight.callbacks.checkpoint import read_record
+from genlight.reporters import EventLogger, read_events
 
 OUT_OF_MEMORY = "CUDA error: out of memory"
 
@@ -120,7 +126,7 @@ def assert_same_run(one: ContractModule, other: ContractModule) -> None:
 
 def test_a_run_after_a_search_has_the_bits_of_one_that_was_given_the_rate(tmp_path: Path, data: str) -> None:
     """Weights, optimizer, random numbers and the place in the data are what they would be without a search."""
-    finder = LearningRateFinder(num_training_steps=40)
+    finder = LearningRateFinder(num_training_steps=40, early_stop_threshold=None)
     found = fit(tmp_path / "found", data, finder)
     after = torch.rand(3), random.random()
     assert finder.optimal_lr is not None
@@ -135,7 +141,7 @@ def test_a_run_after_a_search_has_the_bits_of_one_that_was_given_the_rate(tmp_pa
 
 def test_a_search_that_changes_nothing_leaves_the_run_as_it_was(tmp_path: Path, data: str) -> None:
     """With ``update_attr=False`` the curve is all there is of it."""
-    finder = LearningRateFinder(num_training_steps=30, update_attr=False)
+    finder = LearningRateFinder(num_training_steps=30, early_stop_threshold=None, update_attr=False)
     searched = fit(tmp_path / "searched", data, finder, hyperparams={"rate": 1})
     assert finder.optimal_lr is not None
     assert len(finder.optimal_lr.results["lr"]) == 30
@@ -145,7 +151,7 @@ def test_a_search_that_changes_nothing_leaves_the_run_as_it_was(tmp_path: Path, 
 def test_a_rate_within_a_group_of_hyperparameters_is_named_by_its_path(tmp_path: Path, data: str) -> None:
     """``attr_name`` is ``optimizer.lr``; the job's own dictionary stays as it was."""
     given = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}}
-    finder = LearningRateFinder(num_training_steps=40, attr_name="optimizer.lr")
+    finder = LearningRateFinder(num_training_steps=40, early_stop_threshold=None, attr_name="optimizer.lr")
     module = fit(tmp_path, data, finder, hyperparams=given)
     assert finder.optimal_lr is not None
     assert module.ctx.job.hyperparams["optimizer"]["lr"] == finder.optimal_lr.suggestion()
@@ -157,7 +163,10 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path: Path, data: str, fi
     """It does not search again, and has the bits of the run that was not interrupted."""
 
     def made() -> list[pl.Callback]:
-        kinds = {"rate": LearningRateFinder(num_training_steps=40), "size": BatchSizeFinder(steps_per_trial=2)}
+        kinds = {
+            "rate": LearningRateFinder(num_training_steps=40, early_stop_threshold=None),
+            "size": BatchSizeFinder(steps_per_trial=2),
+        }
         return [kinds[name] for name in finders]
 
     straight = fit(tmp_path / "straight", data, *made())
@@ -239,7 +248,7 @@ def test_the_tuner_searches_one_after_the_other_and_fit_trains_with_both(tmp_pat
     module = ContractModule(Regression(), TrainingJobSpec("tuned", 9, hyperparams={"lr": 1e-3}))
     tuner = Tuner(tuned)
     assert tuner.scale_batch_size(module, datamodule=data, steps_per_trial=1) == 16
-    curve = tuner.lr_find(module, datamodule=data, num_training=40)
+    curve = tuner.lr_find(module, datamodule=data, num_training=40, early_stop_threshold=None)
     assert curve is not None
     assert module.plugin.steps == 0  # type: ignore[attr-defined]
     assert data.batch_size == 16
@@ -325,11 +334,11 @@ def test_groups_keep_their_proportions_in_the_search(tmp_path: Path) -> None:
     """A group with no rate is not trained by the search either."""
 
     class Watched(Plain):
-        biases: list[float] = []
+        biases: ClassVar[list[float]] = []
 
         def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
             result = super().train_step(batch, state, ctx)
-            self.biases.append(float(state["model"].bias))
+            self.biases.append(float(state["model"].bias.detach()))
             return result
 
     job = TrainingJobSpec("r", 2, hyperparams={"lr": 0.1, "factor": 0})
@@ -409,7 +418,12 @@ def test_a_hyperparameter_may_be_the_batch_size(tmp_path: Path) -> None:
 
 def test_a_class_that_ignores_the_rate_is_told(tmp_path: Path, data: str, caplog: pytest.LogCaptureFixture) -> None:
     """A search that changes nothing is no help."""
-    fit(tmp_path, data, LearningRateFinder(num_training_steps=40, attr_name="rate"), hyperparams={"rate": 1e-3})
+    fit(
+        tmp_path,
+        data,
+        LearningRateFinder(num_training_steps=40, early_stop_threshold=None, attr_name="rate"),
+        hyperparams={"rate": 1e-3},
+    )
     assert "check that `configure` of Regression takes it from the hyperparameter 'rate'" in caplog.text
 
 
@@ -422,3 +436,176 @@ def test_a_class_that_cannot_be_copied_is_refused(tmp_path: Path, data: str) -> 
         trainer.fit(module, datamodule=ArrowDataModule(data))
 
 
+JOB_TRAINER = """
+import torch
+from gen_worker.trainer import StepResult
+
+
+class Fits:
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+        rate = ctx.job.hyperparams["learning_rate"]
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=rate)}
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw.to_pydict()["x"]).float().unsqueeze(-1)
+
+    def train_step(self, batch, state, ctx):
+        if len(batch) > 20:
+            raise RuntimeError("CUDA error: out of memory")
+        loss = (state["model"](batch) - batch.sin()).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": float(loss.detach()), "rows": len(batch)})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+
+
+def write_job(folder: Path, **fields: Any) -> Path:
+    """A job with a checkpoint every second step, and its trainer."""
+    (folder / "job_of_finders.py").write_text(JOB_TRAINER)
+    job = {
+        "run_id": "r",
+        "trainer": "job_of_finders:Fits",
+        "max_steps": 6,
+        "metric_every": 1,
+        "checkpoint_every": 2,
+        "sample_every": 3,
+        "dataset": {"parquet_paths": ["rows.parquet"], "batch_size": 4, "shuffle": True},
+        **fields,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    return folder / "job.json"
+
+
+def told(job: Path, out: str, *overrides: str) -> list[dict[str, Any]]:
+    """What a run of a job says in its log, without times and the place of its folder."""
+    assert run_job(RunOptions(spec_path=job, overrides=(f"artifacts_dir={job.parent / out}", *overrides))) == 0
+    lines = [dict(event) for event in read_events(job.parent / out / "metrics" / "events.jsonl")]
+    return [
+        {name: str(value).replace(out, "") for name, value in line.items() if name not in ("timestamp_ms", "metadata")}
+        for line in lines
+        if line.get("name") != "data/wait_fraction"
+    ]
+
+
+def test_nothing_of_a_search_stands_in_the_log_of_a_job(tmp_path: Path, data: str, monkeypatch: Any) -> None:
+    """Its events and its checkpoints are those of a run that was given what was found."""
+    monkeypatch.chdir(tmp_path)
+    finders = [
+        {"class_path": "lightning.pytorch.callbacks.BatchSizeFinder"},
+        {
+            "class_path": "lightning.pytorch.callbacks.LearningRateFinder",
+            "init_args": {"num_training_steps": 30, "early_stop_threshold": None},
+        },
+    ]
+    settings = {
+        "accelerator": "cpu",
+        "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "csv"}},
+    }
+    job = write_job(tmp_path, hyperparams={"learning_rate": 1e-4}, lightning={**settings, "callbacks": finders})
+    found = told(job, "found")
+    rates = {line["value"] for line in found if line.get("name") == "train/lr"}
+    assert {line["value"] for line in found if line.get("name") == "rows"} == {"16.0"}
+    assert len(rates) == 1
+    hyperparams = tmp_path / "csv" / "lightning_logs" / "version_0" / "hparams.yaml"
+    assert hyperparams.read_text() == f"learning_rate: {rates.copy().pop()}\n"
+
+    job = write_job(tmp_path, hyperparams={"learning_rate": float(rates.pop())}, lightning=settings)
+    assert told(job, "given", "dataset.batch_size=16") == found
+    records = [read_record(tmp_path / out / "checkpoints" / "final.json") for out in ("found", "given")]
+    weights = [{file.path: file.xxh3_128 for file in record.files if "model" in file.path} for record in records]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_two_ranks_search_for_one_rate(tmp_path: Path, data: str) -> None:
+    """Both train with it afterwards, as two ranks that were given it."""
+    finder = {
+        "class_path": "lightning.pytorch.callbacks.LearningRateFinder",
+        "init_args": {"num_training_steps": 30, "early_stop_threshold": None},
+    }
+    settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    results = []
+    for out in ("found", "given"):
+        rate = 1e-4 if out == "found" else results[0][0]
+        callbacks = [finder] if out == "found" else []
+        job = write_job(
+            tmp_path,
+            hyperparams={"learning_rate": rate},
+            sample_every=0,
+            lightning={**settings, "callbacks": callbacks},
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "genlight.adapter.cli",
+            "run",
+            str(job),
+            f"--set=artifacts_dir={tmp_path / out}",
+        ]
+        subprocess.run(command, check=True, cwd=tmp_path, timeout=300)
+        log = list(read_events(tmp_path / out / "metrics" / "events.jsonl"))
+        results.append(
+            (
+                next(line["value"] for line in log if line.get("name") == "train/lr"),
+                [line["value"] for line in log if line.get("name") == "train/loss"],
+            )
+        )
+    assert results[0][0] != 1e-4
+    assert results[0] == results[1]
+
+
+class Small(pl.LightningModule):
+    """A module of a user of Lightning alone."""
+
+    def __init__(self, lr: float = 1e-3, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        if len(batch) > 20:
+            raise RuntimeError(OUT_OF_MEMORY)
+        return (self.model(batch) - 2 * batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.linspace(-1, 1, 64).unsqueeze(-1), self.hparams["batch_size"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: LearningRateFinder(num_training_steps=30), lambda: BatchSizeFinder(steps_per_trial=1)]
+)
+def test_stock_finders_leave_nothing_beside_our_checkpoints(tmp_path: Path, make: Any) -> None:
+    """Of a LightningModule of its own, whose search saves and restores a checkpoint through our plugin."""
+    torch.manual_seed(0)
+    finder, logger = make(), EventLogger(tmp_path / "logs", run_id="r")
+    trainer = pl.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[finder, Checkpoint(tmp_path / "made", every_n_steps=2)],
+        log_every_n_steps=1,
+    )
+    module = Small()
+    trainer.fit(module)
+    assert module.hparams["lr"] != 1e-3 or module.hparams["batch_size"] == 16
+    log = list(read_events(logger.path))
+    made = [event["path"].rpartition("/")[2] for event in log if event["event"] == "checkpoint"]
+    assert made == ["step-00000002.json", "step-00000004.json", "final.json"]
+    assert {event["step"] for event in log if event["event"] == "metric"} <= {1, 2, 3, 4}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "made"]
