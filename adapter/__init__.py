@@ -11,6 +11,12 @@ from .plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
+    from .cluster.hostlist import compress_hostlist as compress_hostlist, expand_hostlist as expand_hostlist
+    from .cluster.job_context import (
+        JobContext as JobContext,
+        build_job_context as build_job_context,
+        current_job_context as current_job_context,
+    )
     from .contract.exceptions import (
         AuthError as AuthError,
         BrokenCheckpointError as BrokenCheckpointError,
@@ -83,6 +89,8 @@ else:
         __name__,
         {
             "..reporters.events.reader": ("read_events",),
+            ".cluster.hostlist": ("compress_hostlist", "expand_hostlist"),
+            ".cluster.job_context": ("JobContext", "build_job_context", "current_job_context"),
             ".contract.exceptions": (
                 "AuthError",
                 "BrokenCheckpointError",
