@@ -240,7 +240,8 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
     Args:
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``policy``, and ``interrupted`` to save after two steps and go on in a new run.
+            ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted`` to save after two steps and go on in a new
+            run.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -274,9 +275,12 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     if job.get("strategy") == "torch's own":
         return _plain_ddp_run(job["name"], rank, world_size)
 
+    from genlight.callbacks import WatchNonfinite
+
     def run(**more: Any) -> tuple[Any, Any]:
         return hosted_run(
             job["name"],
+            callbacks=[WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else (),
             rank=rank,
             world_size=world_size,
             devices=world_size,
