@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..callbacks.hook.cadence import crossed, suppressed
-from ..callbacks.hook.events import run_state_of
+from ..callbacks.hook.events import publish_metrics, run_state_of
 from ..callbacks.hook.hook import Hook
 from .contract.types import (
     ArtifactUploader,
@@ -179,8 +179,8 @@ class _Caller(Hook):
             run_state_of(trainer).stop_reason = reason or "canceled"
 
     def _metrics(self, module: ContractModule, step: int) -> None:
-        metrics: Mapping[str, float] = module.metrics()
-        run_state_of(module.trainer).loss_stats = dict(metrics)
+        metrics = module.metrics()
+        publish_metrics(module.trainer, metrics, step)
         for name, value in metrics.items():
             self.reporter.metric(name=name, value=value, step=step)
         if self.uploader is not None and metrics:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
 from .hook.cadence import Boundaries, StepCadence
-from .hook.events import run_state_of
+from .hook.events import publish_scores
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
@@ -19,10 +19,11 @@ __all__ = ["Evaluate", "scores_of"]
 
 
 class Evaluate(Hook):
-    """Calls the trainer's ``evaluate(state, ctx)`` and puts its scores into ``eval_scores`` of the run state.
+    """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with what it returns.
 
-    `LogMetrics` runs after it and reports them. Random numbers that the evaluation draws do not change those of
-    training. On several ranks every rank evaluates, and the scores of rank 0 are reported.
+    The last scores are ``eval_scores`` of the run state, too. `LogMetrics` reports them at the same step. Random
+    numbers that the evaluation draws do not change those of training. On several ranks every rank evaluates, and the
+    scores of rank 0 are reported.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
@@ -58,7 +59,7 @@ class Evaluate(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._boundaries.crosses(trainer.global_step):
-            run_state_of(trainer).eval_scores = scores_of(pl_module)
+            publish_scores(trainer, scores_of(pl_module), trainer.global_step)
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:

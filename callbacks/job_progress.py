@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from .hook.events import run_state_of
 from .hook.hook import Hook
 from .hook.listeners import skippable
 from .hook.ticker import Ticker
@@ -34,7 +34,7 @@ class JobProgress(Hook):
         ValueError: `line_every_s` is not positive.
     """
 
-    reads = ("loss_stats",)
+    reads = ("loss_stats",)  # so that a line shows the loss of its own step
     _of_this_process = frozenset({"_bar", "_task", "_ticker"})
     _bar: Progress | None = None
     _task: TaskID | None = None
@@ -48,10 +48,12 @@ class JobProgress(Hook):
         self._next = 0.0
         self._start_step = 0
         self._started_at = 0.0
+        self._loss: float | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start_step = trainer.global_step
+        self._loss = None
         self._started_at = time.monotonic()
         self._next = self._started_at
         is_terminal = sys.stderr.isatty()
@@ -89,6 +91,12 @@ class JobProgress(Hook):
             self._show(trainer, now)
 
     @override
+    def on_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
+    ) -> None:
+        self._loss = metrics.get("train/loss", self._loss)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer, time.monotonic())
         self._stop()
@@ -100,8 +108,7 @@ class JobProgress(Hook):
     def _show(self, trainer: pl.Trainer, now: float) -> None:
         step = trainer.global_step
         speed = (step - self._start_step) / max(now - self._started_at, 1e-9)
-        loss = (run_state_of(trainer).loss_stats or {}).get("train/loss")
-        loss_text = "" if loss is None else f"loss {loss:.4g}"
+        loss_text = "" if self._loss is None else f"loss {self._loss:.4g}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, loss=loss_text, speed=f"{speed:.1f} steps/s", refresh=True)
             return

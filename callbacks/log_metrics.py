@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from ..adapter.contract.run_state import RunState
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
 from .hook.events import run_state_of
 from .hook.hook import Hook
-from .hook.listeners import skippable
+from .hook.listeners import call_listeners, listeners, skippable
 
 __all__ = ["LogMetrics"]
 
@@ -29,7 +30,7 @@ WAIT_FRACTION = "data/wait_fraction"
 class LogMetrics(Hook):
     """Sends the metrics of a step to every logger of the trainer, and to ``callback_metrics`` and the progress bar.
 
-    Scores of an evaluation are sent at the step at which they appear in the run state.
+    Scores of an evaluation (``on_scores``) are sent at the step at which they come. It fires ``on_metrics``.
 
     For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves, and with
     one of them it warns and does nothing.
@@ -44,11 +45,13 @@ class LogMetrics(Hook):
     critical = True
     optional_reads = ("eval_scores",)
     writes = ("loss_stats",)
+    _of_this_process = frozenset({"_listeners"})
+    _listeners: list[Callable[..., Any]] | None = None
     every_n_steps = StepCadence()
 
     def __init__(self, every_n_steps: int = 10) -> None:
         self.every_n_steps = every_n_steps
-        self._reported_scores: dict[str, float] | None = None
+        self._unsent_scores: Mapping[str, float] | None = None
         self._waited: tuple[float, float] | None = None
         self._run_state: RunState | None = None
 
@@ -62,7 +65,8 @@ class LogMetrics(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
-        self._reported_scores = self._run_state.eval_scores  # of a resumed run: its last attempt has sent them
+        self._unsent_scores = None
+        self._listeners = listeners(trainer, "on_metrics")
         waited_s = _waited_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
@@ -82,11 +86,13 @@ class LogMetrics(Hook):
             result = getattr(pl_module, "step_result", None)
             if result is not None and (getattr(result, "control", None) is None or not suppressed(pl_module)):
                 metrics = run_state.loss_stats = pl_module.metrics()  # type: ignore[operator]
+                if self._listeners:  # what `publish_metrics` does, whose search for listeners would cost each step
+                    call_listeners(self._listeners, "on_metrics", trainer, pl_module, metrics, step)
                 if self._waited is not None:
                     metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
-        if run_state.eval_scores is not self._reported_scores:
-            self._reported_scores = run_state.eval_scores
-            metrics = {**metrics, **(run_state.eval_scores or {})}
+        if self._unsent_scores is not None:
+            metrics = {**metrics, **self._unsent_scores}
+            self._unsent_scores = None
         if not metrics:
             return
         connector = trainer._logger_connector
@@ -106,9 +112,12 @@ class LogMetrics(Hook):
                     logger.save()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Scores that the validation itself has sent to the loggers.
-        self._reported_scores = run_state_of(trainer).eval_scores
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        if not trainer.validating:  # what a validation logs is sent by Lightning
+            self._unsent_scores = scores
+            self.next_due_step = 0
 
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
         """The share of the time since the last cadence in which the step waited for data."""

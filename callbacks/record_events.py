@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,20 @@ class RecordEvents(Hook):
 
     Args:
         event_log: An open log.
+        metadata: How the attempt came to be; goes into ``started``.
     """
 
     critical = True
 
     # On `on_train_start`, first of all callbacks, so that whatever another one logs there comes after `started`.
 
-    def __init__(self, event_log: EventLog) -> None:
+    def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
         self.event_log = event_log
+        self.metadata = metadata
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.event_log.started()
+        self.event_log.started(metadata=self.metadata)
         step = trainer.global_step
         if step:
             self.event_log.metric(name=RESUMED_METRIC, value=step, step=step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ class UploadArtifacts(Hook):
         ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.
     """
 
-    reads = ("loss_stats",)
-    optional_reads = ("eval_scores", "latest_checkpoint_uri")
+    reads = ("loss_stats",)  # or a step could be told before it is known that genlight's loop tells it
+    optional_reads = ("latest_checkpoint_uri",)
 
     def __init__(
         self,
@@ -104,9 +104,8 @@ class UploadArtifacts(Hook):
             "targets": tuple(targets),
             "deadline_s": deadline_s,
         }
-        self._seen_metrics: object = None
-        self._seen_scores: object = None
-        self._seen_checkpoint: str | None = None
+        self._hears_metrics = False
+        """Whether events bring the metrics of this fit."""
         self._awaited: str | None = None
         self._seen_files: dict[str, tuple[int, int] | None] = {}
         self._last_step = 0
@@ -167,7 +166,7 @@ class UploadArtifacts(Hook):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seen_files = {path: _written(path) for path in _paths_of(trainer)}  # of the run that is resumed
-        self._seen_checkpoint = run_state_of(trainer).latest_checkpoint_uri
+        self._hears_metrics = False
         self._last_step = trainer.global_step
         for callback in callbacks_of(trainer):
             if isinstance(callback, Checkpoint):
@@ -179,7 +178,20 @@ class UploadArtifacts(Hook):
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        self._queue_new_checkpoint(str(record.path), record.step, record)
+        self._queue_record(record)
+
+    @override
+    def on_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
+    ) -> None:
+        self._hears_metrics = True
+        self._queue_metrics(metrics, step)
+
+    @override
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        self._queue_metrics(scores, step)
 
     @override
     def on_samples_written(
@@ -198,8 +210,11 @@ class UploadArtifacts(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._look_at_facts(trainer)
-        self._last_step = trainer.global_step
+        step = trainer.global_step
+        if not self._hears_metrics and crossed(self._last_step, step, self.metric_every):
+            self._queue_metrics(trainer.callback_metrics, step)
+        self._last_step = step
+        self._note_arrival(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -211,18 +226,11 @@ class UploadArtifacts(Hook):
         self._look_for_files(trainer)
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._look_at_facts(trainer)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look_at_facts(trainer)
         self._look_for_files(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._look_at_facts(trainer)
         self._look_for_files(trainer)
         if self._given is None:
             self._finish(trainer, None)
@@ -231,7 +239,6 @@ class UploadArtifacts(Hook):
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._uploader is not None and self._given is None:
             await_checkpoints(trainer)
-            self._look_at_facts(trainer)
             self._look_for_files(trainer)
             self._finish(trainer, exception)
 
@@ -260,45 +267,26 @@ class UploadArtifacts(Hook):
         self._seen_files.pop(str(path), None)
         record = _record_at(found)
         if record is not None and record.run_id == self._uploader.config.run_id:
-            self._queue_new_checkpoint(str(record.path), record.step, record)
+            self._queue_record(record)
 
-    def _look_at_facts(self, trainer: pl.Trainer) -> None:
-        state, step = run_state_of(trainer), trainer.global_step
-        if state.loss_stats is not None:
-            if state.loss_stats is not self._seen_metrics:
-                self._seen_metrics = state.loss_stats
-                self._queue_metrics(state.loss_stats, step)
-        elif crossed(self._last_step, step, self.metric_every):
-            self._queue_metrics(trainer.callback_metrics, step)
-        if state.eval_scores is not None and state.eval_scores is not self._seen_scores:
-            self._seen_scores = state.eval_scores
-            self._queue_metrics(state.eval_scores, step)
-        self._look_at_checkpoint(trainer)
+    def _queue_record(self, record: CheckpointRecord) -> None:
+        """Queue a checkpoint of genlight's own format; the run state is told once it has arrived."""
+        if self._uploader is None:
+            return
+        if not record.path.exists():
+            log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", record.path)
+            return
+        self._awaited = str(record.path)
+        _enqueue(self._uploader, record)
 
-    def _look_at_checkpoint(self, trainer: pl.Trainer) -> None:
-        """Queue the newest checkpoint if no event told of it, and tell the run state once it has arrived."""
-        state = run_state_of(trainer)
-        if state.latest_checkpoint_uri not in (None, self._seen_checkpoint):
-            self._queue_new_checkpoint(str(state.latest_checkpoint_uri), trainer.global_step)
+    def _note_arrival(self, trainer: pl.Trainer) -> None:
+        """Tell the run state that the newest checkpoint has arrived."""
         if self._awaited is None or self._uploader is None:
             return
         arrived = self._uploader.delivered(self._awaited)
         if arrived is not None:
-            state.extra[REFERENCE_FACT] = arrived.ref
+            run_state_of(trainer).extra[REFERENCE_FACT] = arrived.ref
             self._awaited = None
-
-    def _queue_new_checkpoint(self, path: str, step: int, record: CheckpointRecord | None = None) -> None:
-        self._seen_checkpoint = path
-        if "://" in path:  # an address: it has been uploaded already
-            return
-        if not os.path.exists(path):
-            log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", path)
-            return
-        self._awaited = path
-        if record is None:
-            self.queue_checkpoint(path, step=step)
-        elif self._uploader is not None:
-            _enqueue(self._uploader, record)
 
     def _look_for_files(self, trainer: pl.Trainer) -> None:
         """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import NonfiniteError
+from ..adapter.contract.exceptions import ContractError, NonfiniteError
 from .finite import are_finite
 from .hook.cadence import Boundaries, StepCadence
 from .hook.hook import Hook, ending_the_run
@@ -20,16 +20,16 @@ __all__ = ["NONFINITE_STEP", "WatchNonfinite"]
 
 log = logging.getLogger(__name__)
 
-Policy = Literal["warn", "stop"]
+Policy = Literal["warn", "stop", "skip"]
+
+MOST_IN_A_ROW = 100
+"""Updates left out one after the other, after which nothing says that there will be another one."""
+
+_KEPT = ("left_out", "left_out_in_a_row", "first_left_out_at", "has_spoken")
+"""What a resumed run goes on with."""
 
 NONFINITE_STEP = "trainer/nonfinite_step"
 """Metric: the step at whose end something was first found not to be finite."""
-
-SKIP_IS_REFUSED = (
-    "a trainer class updates its weights inside its own step, where nothing outside can take one update back exactly. "
-    "Use 'stop' and resume, or leave the update out in the trainer: `if torch.isfinite(loss): optimizer.step()`"
-)
-"""Why there is no policy that skips updates, and what to do instead."""
 
 
 class WatchNonfinite(Hook):
@@ -40,13 +40,23 @@ class WatchNonfinite(Hook):
     logger as the metric ``trainer/nonfinite_step``. Gradients do not count where a gradient scaler is at work, which
     makes them infinite now and then and leaves such updates out. Nor do buffers, in which infinities are common.
 
+    ``skip`` is for trainer classes. It looks at the loss of each backward call and at the gradients before each
+    ``optimizer.step()``, which then does nothing where one of them is not finite, on all ranks alike; with accumulated
+    gradients that is the update of the whole window. Buffers, such as running statistics, get back what they had before
+    a step whose loss or update was not finite. Schedulers and what the trainer does by hand go on. The first such
+    update is told like the above at the next cadence, their number at the end. Weights that are not finite all the same
+    end the run, and so do a hundred updates in a row that were left out. Beside a wait for the device at each update,
+    it costs a copy of the buffers in each step.
+
     Args:
         policy: ``warn`` says it and goes on; ``stop`` ends the run with an error that names step and tensor, before a
-            checkpoint of that step is saved.
-        every_n_steps: Cadence in steps; 0 turns it off.
+            checkpoint of that step is saved; ``skip`` leaves out updates that are not finite.
+        every_n_steps: Cadence in steps; 0 turns it off, but for the skipping.
 
     Raises:
         ValueError: `policy` is unknown, or `every_n_steps` negative.
+        ContractError: At the start of the training: `policy` is ``skip``, and the updates are not a trainer class's by
+            optimizers that can leave one out.
     """
 
     ranks: Literal["zero", "all"] = "all"
@@ -55,20 +65,50 @@ class WatchNonfinite(Hook):
 
     def __init__(self, policy: Policy = "warn", *, every_n_steps: int = 10) -> None:
         if policy not in get_args(Policy):
-            hint = f": {SKIP_IS_REFUSED}" if str(policy) == "skip" else ""
-            raise ValueError(f"Invalid `policy`. Expected 'warn' or 'stop', but received {policy!r}{hint}.")
+            raise ValueError(f"Invalid `policy`. Expected 'warn', 'stop' or 'skip', but received {policy!r}.")
         self.policy = policy
         self.every_n_steps = every_n_steps
         self._boundaries = Boundaries(self)
         self._seen_finite_at = 0
         self._has_spoken = False
         self._uses_gradients = True
+        self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":  # a resume restores them after this
+            self._left_out = self._left_out_in_a_row = self._first_left_out_at = 0
+            self._has_spoken = False
+
+    def on_update(self, trainer: pl.Trainer, *, left_out: bool) -> None:
+        """An update of the step that is running was made or left out; called where updates are, under ``skip``."""
+        self._left_out_in_a_row = self._left_out_in_a_row + 1 if left_out else 0
+        if left_out:
+            self._left_out += 1
+            self._first_left_out_at = self._first_left_out_at or trainer.global_step + 1
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, f"_{name}") for name in _KEPT} if self.policy == "skip" else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in _KEPT:
+            setattr(self, f"_{name}", state_dict.get(name, 0))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.policy == "skip" and getattr(pl_module, "discovered", None) is None:
+            raise ending_the_run(
+                ContractError(
+                    f"WatchNonfinite('skip') leaves out updates of a trainer class, in a ContractModule, and "
+                    f"{type(pl_module).__name__} is not one. Use 'stop', or return None from `training_step` where the "
+                    "loss is not finite."
+                )
+            )
         self._boundaries = Boundaries(self, trainer.global_step)
         self._seen_finite_at = trainer.global_step
-        self._has_spoken = False
         self._uses_gradients = not _has_scaler(trainer, pl_module)
 
     @skippable
@@ -77,13 +117,17 @@ class WatchNonfinite(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if not self._boundaries.crosses(step) or self._has_spoken:
+        if not self._boundaries.crosses(step):
+            return
+        if self.policy == "skip":
+            self._tell_left_out(trainer)
+            self._refuse_to_train_nothing(step)
+            self._refuse_nonfinite_weights(trainer, pl_module)
+            return
+        if self._has_spoken:
             return
         looked_at = dict(_looked_at(pl_module, outputs, with_gradients=self._uses_gradients))
-        is_finite = are_finite(list(looked_at.values()))
-        if trainer.world_size > 1:
-            is_finite = trainer.strategy.reduce_boolean_decision(is_finite, all=True)
-        if is_finite:
+        if _are_finite_on_all_ranks(trainer, looked_at):
             self._seen_finite_at = step
             return
         self._has_spoken = True
@@ -92,15 +136,70 @@ class WatchNonfinite(Hook):
     def _tell(self, trainer: pl.Trainer, step: int, name: str) -> None:
         before = f"; all was finite at step {self._seen_finite_at}" if self._seen_finite_at else ""
         told = f"{name} not finite at step {step}{before}"
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics={NONFINITE_STEP: float(step)}, step=step)
+        _report(trainer, step)
         if self.policy == "stop":
             raise ending_the_run(NonfiniteError(f"{told}. Resume from an earlier checkpoint after the cause is mended"))
         if trainer.is_global_zero:
             log.warning(
                 "%s. Training goes on, which `on_nonfinite: stop` of a job, or WatchNonfinite('stop'), would end", told
             )
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tell_left_out(trainer)
+        if self._left_out and trainer.is_global_zero:
+            log.warning("updates left out because they were not finite: %d", self._left_out)
+
+    def _tell_left_out(self, trainer: pl.Trainer) -> None:
+        if not self._left_out or self._has_spoken:
+            return
+        self._has_spoken = True
+        _report(trainer, self._first_left_out_at)
+        if trainer.is_global_zero:
+            log.warning(
+                "a loss or gradient was not finite at step %d, and its update was left out; training goes on without "
+                "such updates, and tells their number at the end",
+                self._first_left_out_at,
+            )
+
+    def _refuse_to_train_nothing(self, step: int) -> None:
+        if self._left_out_in_a_row >= MOST_IN_A_ROW:
+            raise ending_the_run(
+                NonfiniteError(
+                    f"the last {self._left_out_in_a_row} updates before step {step} were left out because a loss or "
+                    "gradient was not finite: nothing is trained any more. Resume from an earlier checkpoint after "
+                    "the cause is mended, such as a learning rate that is too high"
+                )
+            )
+
+    def _refuse_nonfinite_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        weights = {f"the weights {name!r} are": parameter for name, parameter in pl_module.named_parameters()}
+        if _are_finite_on_all_ranks(trainer, weights):
+            self._seen_finite_at = trainer.global_step
+            return
+        if not self._left_out:
+            _report(trainer, trainer.global_step)
+        before = f"; all were finite at step {self._seen_finite_at}" if self._seen_finite_at else ""
+        raise ending_the_run(
+            NonfiniteError(
+                f"{_first_nonfinite(weights)} not finite at step {trainer.global_step}{before}, and no update with "
+                "finite gradients mends that. Resume from an earlier checkpoint after the cause is mended, such as a "
+                "learning rate that is too high"
+            )
+        )
+
+
+def _report(trainer: pl.Trainer, step: int) -> None:
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics={NONFINITE_STEP: float(step)}, step=trainer.global_step)
+
+
+def _are_finite_on_all_ranks(trainer: pl.Trainer, tensors: Mapping[str, torch.Tensor]) -> bool:
+    is_finite = are_finite(list(tensors.values()))
+    if trainer.world_size > 1:
+        is_finite = trainer.strategy.reduce_boolean_decision(is_finite, all=True)
+    return is_finite
 
 
 def _looked_at(

@@ -20,7 +20,7 @@ from ...callbacks.checkpoint.format.shard_index import PART_FILE, SliceEntry, pa
 from ...callbacks.checkpoint.format.verification import find_file, read_proven, verify_files
 from ...callbacks.checkpoint.selection import Listed, find_checkpoint, folder_of_checkpoints, list_checkpoints
 from ..contract.exceptions import BrokenCheckpointError, CheckpointError
-from ..plumbing.text import size_text
+from ..plumbing.text import printable, size_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -168,7 +168,9 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps(facts) + "\n")
         return _SOUND
     lines = [f"{record.name}  ({record.path})", ""]
-    lines += [f"  {name:<20}{_text(getattr(record, name))}" for name in _FACTS if _is_told(record, name)]
+    facts = {name: getattr(record, name) for name in _FACTS if name != "metadata" and _is_told(record, name)}
+    facts |= {name: _origin(name, value) for name, value in record.metadata.items() if name not in facts}
+    lines += [f"  {printable(name):<20}{_text(value)}" for name, value in facts.items()]
     lines += ["", "  files"]
     lines += [f"    {size_text(entry.size):>10}  {entry.xxh3_128}  {entry.path}" for entry in record.files]
     lines += ["", f"  tensors ({len(tensors)})"]
@@ -192,7 +194,13 @@ _FACTS = (
     "versions",
     "trainer_checkpoint",
     "finite_weights",
+    "metadata",
 )
+
+
+def _origin(name: str, value: Any) -> Any:
+    """A fact of how the run came to be; a long list only by its length."""
+    return f"{len(value)} (`--json` lists them)" if name == "packages" and isinstance(value, Mapping) else value
 
 
 def _is_told(record: CheckpointRecord, fact: str) -> bool:
@@ -230,7 +238,7 @@ def _outline(state: Any, indent: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=dict)
+    text = printable(value if isinstance(value, str) else json.dumps(value, default=dict))
     return text if len(text) <= 100 else f"{text[:97]}…"
 
 

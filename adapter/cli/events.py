@@ -18,6 +18,7 @@ from rich.text import Text
 from ...reporters.events.reader import follow, read_events
 from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import EventLogError
+from ..plumbing.text import printable
 
 __all__ = ["add_arguments", "run"]
 
@@ -130,7 +131,7 @@ def _line(events: list[dict[str, Any]]) -> Text:
     kind = str(first.get("event"))
     line = Text()
     line.append(f"{_clock(first.get('timestamp_ms'))}  ", style="dim")
-    line.append(f"{_printable(kind):<11}", style=_STYLES.get(kind, "red"))
+    line.append(f"{printable(kind):<11}", style=_STYLES.get(kind, "red"))
     line.append(f"{_step(first):<9}", style="dim")
     if kind == "metric":
         line.append("  ".join(_metric(event) for event in events))
@@ -140,25 +141,40 @@ def _line(events: list[dict[str, Any]]) -> Text:
 
 
 def _step(event: Mapping[str, Any]) -> str:
-    return f" {_printable(event['step'])} " if "step" in event else ""
+    return f" {printable(event['step'])} " if "step" in event else ""
 
 
 def _metric(event: Mapping[str, Any]) -> str:
     value = event.get("value")
     shown = event.get("value_text") if value is None else f"{value:.6g}" if isinstance(value, float) else value
-    return f"{_printable(event.get('name'))} {_printable(shown)}"
+    return f"{printable(event.get('name'))} {printable(shown)}"
 
 
 def _details(kind: str, event: Mapping[str, Any]) -> str:
     if kind == "started":
         attempt = f", attempt {event['attempt']}" if "attempt" in event else ""
-        return _printable(f"run {event.get('run_id')}{attempt}")
+        return printable(", ".join([f"run {event.get('run_id')}{attempt}", *_origin(event.get("metadata"))]))
     if kind == "completed":
         stopped = f"stopped by {event['stopped']}" if "stopped" in event else ""
-        return _printable(", ".join(filter(None, [event.get("final_checkpoint"), stopped])))
+        return printable(", ".join(filter(None, [event.get("final_checkpoint"), stopped])))
     if kind == "failed":
-        return _printable(f"{event.get('error')}{' (resumable)' if event.get('resumable') else ''}")
-    return _printable(event.get("path", ""))
+        return printable(f"{event.get('error')}{' (resumable)' if event.get('resumable') else ''}")
+    return printable(event.get("path", ""))
+
+
+def _origin(metadata: object) -> list[str]:
+    """Where an attempt came from, in a few words."""
+    if not isinstance(metadata, Mapping):
+        return []
+    git, tags = metadata.get("git"), metadata.get("tags")
+    commit = str(git.get("commit"))[:12] if isinstance(git, Mapping) else ""
+    changed = ", with changes" if isinstance(git, Mapping) and git.get("dirty") else ""
+    return [
+        *([f"commit {commit}{changed}"] if commit else []),
+        *([f"on {metadata['host']}"] if "host" in metadata else []),
+        *([f"tags {' '.join(map(str, tags))}"] if isinstance(tags, list) and tags else []),
+        *([str(metadata["notes"])] if "notes" in metadata else []),
+    ]
 
 
 def _clock(timestamp_ms: object) -> str:
@@ -169,8 +185,3 @@ def _clock(timestamp_ms: object) -> str:
     except (OverflowError, OSError, ValueError):
         return "?" * 19
     return moment.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _printable(value: object) -> str:
-    """`value` without characters by which a log could command the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))

@@ -23,13 +23,13 @@ from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
-from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..module import alias
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..plumbing.log_redaction import redact_uncaught, redacted_logs
 from ..plumbing.redaction import secrets_in
@@ -212,15 +212,11 @@ class GenlightCLI(LightningCLI):
         Raises:
             TrainingCanceled: The run was stopped.
         """
-        signals = StopSignals()
+        stop = StopSources()
+        signals = stop.signals
         for callback in callbacks_of(self.trainer):
             if isinstance(callback, StopRequests):  # ours, and maybe one of the configuration's
-                callback.signals = signals
-
-        def raise_if_stopped() -> None:
-            if signals.reason is not None:
-                raise TrainingCanceled(signals.reason)
-
+                callback.share(stop)
         if self.trainer.is_global_zero:
             saves = self._checkpoints() is not None
             signals.what_next = (
@@ -232,16 +228,16 @@ class GenlightCLI(LightningCLI):
         signals.before_exit = children.kill_at_once
         with (
             signals.installed(),
-            watching_rendezvous(self.trainer, raise_if_stopped, self._end_now),
-            watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
+            watching_rendezvous(self.trainer, stop.raise_if_stopped, self._end_now),
+            watching_paused_ranks(children.ids, stop.is_stopping, self._end_failed),
         ):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
-                stop = stop_behind_lost_worker(error, signals.reason)
-                if stop is None:
+                cause = stop_behind_lost_worker(error, signals.reason)
+                if cause is None:
                     raise
-                raise stop from error
+                raise cause from error
 
     def after_fit(self) -> None:
         """Say how the training ended, and where its results are."""
@@ -335,7 +331,7 @@ class GenlightCLI(LightningCLI):
 
 def run_lightning_cli(arguments: Sequence[str]) -> int:
     """Run one of LightningCLI's subcommands and return genlight's exit code for it."""
-    compat.install()
+    alias.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     with redacted_logs(()):

@@ -5,11 +5,13 @@ While a ``train_step`` runs, and in its thread alone::
     backward            on_before_backward
                         scale the loss, unseen by hooks    16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
-                        average gradients over the ranks   several ranks; put off until they are read
+                        average gradients over the ranks   several ranks; they travel while autograd runs, and are
+                                                           there when they are read
                         look for overflows                 16-mixed
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
                         on_before_optimizer_step
+                        skip what is not finite            on_nonfinite: skip
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
@@ -23,26 +25,29 @@ is bit-equal to plain torch, and free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from . import autograd_patch as interception
 from .averaging import Averaging
+from .equal_replicas import BufferSync
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import ShardedStep
-from .gradient_sync import BufferSync, GradientSync
+from .gradient_sync import GradientSync
 from .lightning_hooks import StepHooks
 from .precision import AutocastOff, StepPrecision, about_types
 from .unknown_optimizers import UnknownOptimizers
 from .unscaling import Unscaling
+from .update_guard import UpdateGuard
 
 __all__ = ["StepRouter"]
 
@@ -57,6 +62,7 @@ class StepRouter:
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
         buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+        guard: Leaves out updates that are not finite; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
     """
 
@@ -69,6 +75,7 @@ class StepRouter:
         hooks: StepHooks | None = None,
         gradients: GradientSync | None = None,
         buffers: BufferSync | None = None,
+        guard: UpdateGuard | None = None,
         completed_steps: Callable[[], int] | None = None,
     ) -> None:
         self._discovered = discovered
@@ -79,10 +86,12 @@ class StepRouter:
         self._optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in self._optimizers}
         parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
-        must_know = gradients is not None or precision.scaler is not None
+        self._guard = guard
+        must_know = gradients is not None or precision.scaler is not None or guard is not None
         self._unknown = UnknownOptimizers(parameters, refuse_lasting=must_know)
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
+        self._by_hand = [] if precision.scaler is None else _not_optimized(discovered)
         self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
         self._steps = 0
         self._refusal: ContractError | None = None
@@ -162,6 +171,8 @@ class StepRouter:
             interception.hold(self)
         if self._averaging is not None:
             self._averaging.begin()
+        if self._guard is not None:
+            self._guard.begin()
         interception.begin(self)
         return self
 
@@ -179,6 +190,8 @@ class StepRouter:
             raise refusal
         if self._sharded is not None:
             self._sharded.end(failed=exc_type is not None)
+        if self._guard is not None and exc_type is None:  # before other ranks get the buffers of rank 0
+            self._guard.end(scales=self.scales)
         if self._averaging is not None:
             if exc_type is None:
                 self._averaging.end()
@@ -207,6 +220,8 @@ class StepRouter:
         try:
             if hooks.before_backward is not None:
                 hooks.before_backward(outputs[0])
+            if self._guard is not None:
+                grads = self._guard.root_gradients(outputs, grads)
             if self._unscaling is not None:
                 grads = self._unscaling.begin(outputs, grads, args[2])
             with self._outside_autocast:
@@ -225,8 +240,7 @@ class StepRouter:
             self._sharded.after_backward()
         if self._scaler is not None:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
-            for optimizer in self._checked_at_once:
-                self._scaler.check(optimizer)
+            self._check(self._checked_at_once, sharded=True)
             self._scaler.adapt()
         if self._averaging is not None:
             self._averaging.after_backward()
@@ -238,9 +252,13 @@ class StepRouter:
             self._sharded.call_hooks()
 
     def _check_overflow(self) -> None:
-        """Look at the gradients, which are those of all ranks now."""
+        """Look at the gradients that were averaged, which are those of all ranks now."""
+        self._check(self._checked_when_averaged, sharded=False)
+
+    def _check(self, optimizers: Sequence[Optimizer], *, sharded: bool) -> None:
         if self._scaler is not None:
-            for optimizer in self._checked_when_averaged:
+            self._scaler.check_by_hand(p for p in self._by_hand if isinstance(p, DTensor) == sharded)
+            for optimizer in optimizers:
                 self._scaler.check(optimizer)
 
     def _factors(self) -> tuple[Tensor, Tensor] | None:
@@ -252,8 +270,10 @@ class StepRouter:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
         if self._averaging is not None and args:
             self._averaging.before_grad(args[0])
-        with nullcontext() if self._sharded is None else self._sharded.differentiating(again=create_graph):
-            result = interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+        run_backward = interception.run_backward
+        if self._sharded is not None:
+            run_backward = functools.partial(self._sharded.grad, run_backward)
+        result = run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         if self._averaging is not None and args and not create_graph:
             result = self._averaging.after_grad(args[0], result)
         return result
@@ -274,18 +294,17 @@ class StepRouter:
         if not interception.is_active(self):
             self._check_outside(optimizer)
             return inner(*args, **kwargs)
-        if self.in_backward and self._averaging is not None:
-            raise ContractError(
-                f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
-                "averaged. Call it after backward, or use one device."
-            )
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if closure is None and self._averaging is not None:
+        if self.in_backward and self._averaging is not None:
+            self._averaging.before_update_inside_of_backward(optimizer)
+        elif closure is None and self._averaging is not None:
             self._averaging.before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
+        if self._guard is not None:
+            return self._guarded_step(self._guard, optimizer, inner, closure, kwargs)
         if closure is not None:
             return self._inside(
                 optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
@@ -311,22 +330,40 @@ class StepRouter:
         assert self._scaler is not None
         if self.in_backward:  # called by a hook of a parameter whose gradient is there
             self._scaler.check(optimizer)
-        loss = None
-        if closure is not None and not type(optimizer).__module__.startswith("torch.optim"):
-            raise ContractError(
-                f"16-mixed cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may evaluate "
-                "the closure at other weights, where an overflow could not be skipped. Call backward and its steps in "
-                "`train_step` yourself, or use bf16-mixed or 32-true."
-            )
-        if closure is not None:
-            with torch.enable_grad():
-                loss = self._closure(optimizer, closure)
-        elif self._hooks.before_optimizer_step is not None:
-            self._hooks.before_optimizer_step(optimizer)
+        loss = self._loss_before_update(optimizer, closure, "16-mixed", "use bf16-mixed or 32-true")
         # The scaler calls optimizer.step, which comes back to `_step` and from there to `inner`.
         inner = functools.partial(inner, **kwargs)
         result = self._inside(optimizer, self._scaler.step_checked, optimizer, inner, adapt=not self.in_backward)
         return loss if closure is not None else result
+
+    def _guarded_step(
+        self,
+        guard: UpdateGuard,
+        optimizer: Optimizer,
+        inner: Callable[..., Any],
+        closure: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        loss = self._loss_before_update(optimizer, closure, "on_nonfinite: skip", "use on_nonfinite: stop")
+        result = self._inside(optimizer, inner, **kwargs) if guard.may_update(optimizer) else None
+        return loss if closure is not None else result
+
+    def _loss_before_update(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None, what: str, instead: str
+    ) -> Any:
+        """Evaluate a closure before an update that may be left out; what it returned."""
+        if closure is None:
+            if self._hooks.before_optimizer_step is not None:
+                self._hooks.before_optimizer_step(optimizer)
+            return None
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            raise ContractError(
+                f"{what} cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may evaluate "
+                "the closure at other weights, where an overflow could not be skipped. Call backward and its steps in "
+                f"`train_step` yourself, or {instead}."
+            )
+        with torch.enable_grad():
+            return self._closure(optimizer, closure)
 
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """One evaluation of a closure: in the step's precision, and with one loss for all ranks."""
@@ -363,3 +400,11 @@ class StepRouter:
             self._in_step = False
             if self._averaging is not None:
                 self._averaging.resume()
+
+
+def _not_optimized(discovered: Discovered) -> list[Tensor]:
+    """What a trainer may update itself, beside its optimizers."""
+    optimized = {id(tensor) for tensor in discovered.optimized()}
+    parameters = (p for found in discovered.modules for p in found.value.parameters())
+    tensors = (found.value for found in (*discovered.parameters, *discovered.tensors) if found.value.is_leaf)
+    return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())

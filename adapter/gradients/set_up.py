@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from ...callbacks.hook.events import callbacks_of
+from ...callbacks.lightning_internals import ddp_settings
+from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
-from .gradient_sync import BufferSync, GradientSync, broadcast_from_zero, check_same_on_all_ranks
+from .gradient_sync import GradientSync
 from .lightning_hooks import step_hooks
 from .precision import cast_inputs, step_precision
 from .router import StepRouter
+from .update_guard import UpdateGuard
 
 __all__ = ["step_router"]
 
@@ -35,16 +42,19 @@ def step_router(
     check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
     precision = step_precision(trainer.precision_plugin, discovered)
     hooks = step_hooks(trainer, module)
-    gradients, buffers = None, None
+    gradients, buffers, local = None, None, frozenset[int]()
     if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
-        gradients = GradientSync(discovered, group, rank_local)
+        gradients = GradientSync(discovered, group, rank_local, bucket_bytes=_bucket_bytes(trainer))
         buffers = BufferSync(discovered, group, rank_local)
+        local = frozenset(rank_local.ids(discovered))
     if precision.cast_inputs_to is not None:
         cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
-    if precision.context is None and gradients is None and not hooks and not fsdp_modules(discovered):
+    guard = _update_guard(trainer, discovered, gradients, local)
+    needs_router = bool(precision.context or gradients or guard or hooks or fsdp_modules(discovered))
+    if not needs_router:
         return None
     return StepRouter(
         discovered,
@@ -53,11 +63,33 @@ def step_router(
         hooks=hooks,
         gradients=gradients,
         buffers=buffers,
+        guard=guard,
         completed_steps=lambda: trainer.global_step,
     )
+
+
+def _update_guard(
+    trainer: pl.Trainer, discovered: Discovered, gradients: GradientSync | None, rank_local: frozenset[int]
+) -> UpdateGuard | None:
+    watches = (c for c in callbacks_of(trainer) if isinstance(c, WatchNonfinite) and c.policy == "skip")
+    watch = next(watches, None)
+    if watch is None:
+        return None
+    tell = functools.partial(watch.on_update, trainer)
+    if gradients is None:
+        return UpdateGuard(discovered, tell)
+    return UpdateGuard(discovered, tell, group=gradients.group, shared=gradients.shared, rank_local=rank_local)
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
     return None
+
+
+def _bucket_bytes(trainer: pl.Trainer) -> int | None:
+    """What ``DDPStrategy(bucket_cap_mb=…)`` asks for, in the megabytes that DDP means."""
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return None
+    megabytes = ddp_settings(trainer.strategy).ddp_arguments.get("bucket_cap_mb")
+    return None if megabytes is None else int(megabytes * 2**20)

@@ -69,7 +69,9 @@ class RunConfig:
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
-    on_nonfinite: Literal["warn", "stop"]
+    on_nonfinite: Literal["warn", "stop", "skip"]
+    tags: tuple[str, ...]
+    notes: str
     artifacts_dir: Path
     checkpoints_dir: Path
     samples_dir: Path
@@ -175,6 +177,8 @@ def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErro
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         on_nonfinite=reading.pick("on_nonfinite", "warn"),
+        tags=reading.pick("tags", ()),
+        notes=reading.pick("notes", ""),
         **artifacts,
         shared_artifacts=reading.pick("shared_artifacts", False),
         spec_digest=digest_of_fields(fields),

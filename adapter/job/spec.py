@@ -86,15 +86,7 @@ Url: TypeAlias = Annotated[
 ]
 Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/name or s3://bucket/folder", _is_target))]
 Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
-Nonfinite: TypeAlias = Annotated[
-    Literal["warn", "stop"],
-    Meta(
-        extra=_rule(
-            '"warn" or "stop"',
-            way_out="An update inside the trainer's own step cannot be skipped from outside; leave it out there.",
-        )
-    ),
-]
+Nonfinite: TypeAlias = Annotated[Literal["warn", "stop", "skip"], Meta(extra=_rule('"warn", "stop" or "skip"'))]
 Version: TypeAlias = Annotated[
     str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
 ]
@@ -243,11 +235,25 @@ class JobSpec:
         Nonfinite | None,
         Meta(
             description="What a loss, gradient or weight that is nan or infinite does: `warn` (the default) says it "
-            "once, with the step, `stop` ends the run there."
+            "once, with the step, `stop` ends the run there, `skip` leaves out the updates that it would spoil."
         ),
     ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
     release_ref: Annotated[Text | None, Meta(description="What the trainer was released as; handed to it.")] = None
+    tags: Annotated[
+        tuple[Text, ...],
+        Meta(
+            description="Words to find the run by; in its events and in every checkpoint record.",
+            examples=[["baseline"]],
+        ),
+    ] = ()
+    notes: Annotated[
+        Prose | None,
+        Meta(
+            description="What there is to say about the run; in its events and in every checkpoint record.",
+            examples=["wider layers"],
+        ),
+    ] = None
     hyperparams: Annotated[
         Object, Meta(description="Handed to the trainer as `ctx.job.hyperparams`.", examples=[{"lr": 0.001}])
     ] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...callbacks.hook.events import run_state_of
-from ...callbacks.hook.listeners import after_failure, listeners, skipping_hook
+from ...callbacks.hook.listeners import after_failure, call_listeners, listeners, skipping_hook
 from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection, logger_connector
 from .hosted_module import HostedModule
 
@@ -62,7 +62,6 @@ class Step:
             if waits is not None:
                 waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
-        self.scores_before = self.run_state.eval_scores
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
@@ -113,14 +112,8 @@ class Step:
         else:
             self.names["_current_fx_name"] = self.name_at_end
             run_state = self.run_state
-            scores, self.scores_before = self.scores_before, run_state.eval_scores
             for hook, waits in self.on_end:
-                if (
-                    waits is not None
-                    and step < waits.next_due_step
-                    and run_state.stop_reason is None
-                    and run_state.eval_scores is scores
-                ):
+                if waits is not None and step < waits.next_due_step and run_state.stop_reason is None:
                     continue
                 try:
                     hook(trainer, module, outputs, raw, index)
@@ -129,7 +122,7 @@ class Step:
             if self.has_user_hooks:
                 self._batch_end_of_user_hooks(outputs, raw, index)
         if self.on_mb_end:
-            _call(self.on_mb_end, "on_mb_end", trainer, module)
+            call_listeners(self.on_mb_end, "on_mb_end", trainer, module)
         current.completed += 1
         total.completed += 1
         return True
@@ -151,7 +144,7 @@ class Step:
             call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
             return bool(response != -1)
         self.names["_current_fx_name"] = "on_train_batch_start"
-        _call(self.on_start, "on_train_batch_start", trainer, module, raw, index)
+        call_listeners(self.on_start, "on_train_batch_start", trainer, module, raw, index)
         response = self.module_on_start(raw, index) if self.module_on_start else None
         if self.strategy_on_start is not None:
             self.strategy_on_start(raw, index)
@@ -161,7 +154,7 @@ class Step:
         call._call_callback_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
         call._call_lightning_module_hook(self.trainer, "on_train_batch_end", outputs, raw, index)
         if self.module_on_end:
-            _call(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
+            call_listeners(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
         self.names["_current_fx_name"] = None
         if self.has_user_hooks:
             self._take_over_what_was_logged()
@@ -169,7 +162,7 @@ class Step:
     def _batch_end_of_user_hooks(self, outputs: Any, raw: Any, index: int) -> None:
         if self.module_on_end:
             self.module_on_end(outputs, raw, index)
-            _call(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
+            call_listeners(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
         self.names["_current_fx_name"] = None
         self._take_over_what_was_logged()
 
@@ -230,14 +223,6 @@ def profiler_of(trainer: pl.Trainer) -> Profiler:
     """The profiler of `trainer`; Lightning sets the attribute without declaring it."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return profiler
-
-
-def _call(hooks: list[Callable[..., Any]], event: str, *args: Any) -> None:
-    for hook in hooks:
-        try:
-            hook(*args)
-        except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
-            after_failure(hook, event, error)
 
 
 def _module_hook(module: HostedModule, name: str) -> Callable[..., Any] | None:

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ...callbacks.evaluate import scores_of
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
 from ..loop.hosted_module import HostedModule
@@ -109,7 +109,7 @@ def _report(module: HostedModule, *_: Any) -> None:
     scores = trainer.strategy.broadcast(scores)
     within_training = trainer.state.fn == TrainerFn.FITTING
     if within_training:
-        run_state_of(trainer).eval_scores = scores
+        publish_scores(trainer, scores, module.restored_step)
     if within_training or module.restored_step != trainer.global_step:
         scores = {"step": float(module.restored_step), **scores}  # Lightning's word for the step that loggers get.
     # They are equal on all ranks now; a mean could round.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["closest", "is_storable", "is_utf8", "nearest", "size_text"]
+__all__ = ["closest", "is_storable", "is_utf8", "nearest", "printable", "size_text"]
 
 
 def closest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str | None:
@@ -42,3 +42,8 @@ def is_utf8(text: str) -> bool:
 def is_storable(text: str) -> bool:
     """Whether `text` can be a path, a header or a line of a log: UTF-8 and no control character."""
     return is_utf8(text) and all(ord(character) >= 32 and ord(character) != 127 for character in text)
+
+
+def printable(value: object) -> str:
+    """`value` as text, without characters by which a file could command the terminal that shows it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.format.record import RecordMeta
 from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.storage.commit import sweep
+from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.sources import StopSources
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress import shown_progress
@@ -23,6 +25,7 @@ from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
+from ..plumbing.run_metadata import project_folder, run_metadata
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
@@ -33,7 +36,6 @@ from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
 from .results import shown_path
 from .resume import Start, decide_start
-from .stop_check import StopCheck
 from .uploads import queue_record
 
 if TYPE_CHECKING:
@@ -42,9 +44,16 @@ if TYPE_CHECKING:
     from ..contract.types import TrainerPlugin
     from ..module.module import ContractModule
 
-__all__ = ["Training"]
+__all__ = ["Training", "stop_sources"]
 
 log = logging.getLogger(__name__)
+
+
+def stop_sources(config: RunConfig, signals: StopSignals) -> StopSources:
+    """What can ask the run of `config` to stop; others add their checks to it."""
+    return StopSources(
+        config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
+    )
 
 
 class Training:
@@ -61,7 +70,7 @@ class Training:
     def __init__(
         self,
         config: RunConfig,
-        stop: StopCheck,
+        stop: StopSources,
         progress: Progress,
         outcome: Outcome | None,
         end_now: Callable[[Exception], None],
@@ -103,7 +112,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.event_log.started()
+            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
@@ -116,7 +125,7 @@ class Training:
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
-        self._attach(trainer)
+        self._attach(trainer, self._metadata(project_folder(plugin)))
         record = start.record
         if record is not None and record.is_old:
             folder = trainer_directory(record.path, plugin)
@@ -165,39 +174,31 @@ class Training:
             stop()
             self.stop.signals.before_exit = lambda: None
 
-    def _attach(self, trainer: pl.Trainer) -> None:
-        """Give the callbacks and loggers that were made from the configuration what lives in this process."""
-        from ...callbacks.checkpoint import Checkpoint
-        from ...callbacks.hook.events import callbacks_of, run_state_of
-        from ...callbacks.record_events import RecordEvents
-        from ...callbacks.stop.stop_requests import StopRequests
-        from ...callbacks.upload_artifacts import UploadArtifacts
-        from ...callbacks.watch_hangs import WatchHangs
-        from ...reporters.events.event_logger import EventLogger
-
-        callbacks = callbacks_of(trainer)
-        attempt = self.outcome.event_log.attempt if self.outcome is not None else 1
-        state = self.stop.state = run_state_of(trainer)
-        state.run_id, state.attempt = self.config.run_id, attempt
-        for callback in callbacks:
-            if isinstance(callback, StopRequests):
-                callback.signals = self.stop.signals
-                for check in self.stop.others:
-                    callback.add_check(check)
-            if isinstance(callback, Checkpoint):
-                callback.run = self._record_meta(attempt)
-                callback.replace_existing = True  # `decide_start` has looked already.
-            if isinstance(callback, WatchHangs):
-                callback.on_hang = self.end_now
+    def _metadata(self, project: Path) -> dict[str, Any]:
+        """How this attempt came to be; only rank zero writes it down."""
+        config = self.config
         if self.outcome is None:
-            return
-        attached = EventLogger.attached(self.outcome.event_log)
-        trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
-        callbacks.insert(0, RecordEvents(self.outcome.event_log))
-        if self.outcome.uploader is not None:
-            callbacks.append(UploadArtifacts(self.outcome.uploader))
+            return {}
+        return run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
 
-    def _record_meta(self, attempt: int) -> RecordMeta:
+    def _attach(self, trainer: pl.Trainer, metadata: Mapping[str, Any]) -> None:
+        """Give the callbacks and loggers that were made from the configuration what lives in this process."""
+        from ...callbacks.hook.events import callbacks_of, run_state_of
+        from ...callbacks.hook.run_context import RunContext, join_run
+        from ...callbacks.record_events import RecordEvents
+        from ...callbacks.upload_artifacts import UploadArtifacts
+
+        event_log = None if self.outcome is None else self.outcome.event_log
+        attempt = 1 if event_log is None else event_log.attempt
+        state = self.stop.run_state = run_state_of(trainer)
+        state.run_id, state.attempt = self.config.run_id, attempt
+        join_run(trainer, RunContext(self.stop, self._record_meta(attempt, metadata), self.end_now, event_log))
+        if event_log is not None:
+            callbacks_of(trainer).insert(0, RecordEvents(event_log, metadata))
+        if self.outcome is not None and self.outcome.uploader is not None:
+            callbacks_of(trainer).append(UploadArtifacts(self.outcome.uploader))
+
+    def _record_meta(self, attempt: int, metadata: Mapping[str, Any]) -> RecordMeta:
         """What every checkpoint of this run says of it."""
         config = self.config
         return RecordMeta(
@@ -206,6 +207,7 @@ class Training:
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
             spec=sealed_fields(config.spec_fields),
+            metadata=metadata,
         )
 
 

@@ -172,7 +172,8 @@ class DurableCheckpointIO(CheckpointIO):
         request = self._requests.pop(record, None) or SaveRequest()
         self._end_of_save = None
         try:
-            share = self._try_to_prepare(checkpoint, replace(request.meta, world_size=groups.training.size))
+            request = replace(request, meta=replace(request.meta, world_size=groups.training.size))
+            share, request = self._try_to_prepare(checkpoint, record, request)
             asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
             plan = plan_save(groups.training, record, share, request.staging, asynchronous=asynchronous)
         except BaseException:
@@ -181,9 +182,7 @@ class DurableCheckpointIO(CheckpointIO):
             raise
         assert isinstance(share, Prepared)
         is_first = groups.training.rank == 0
-        request = replace(request, staging=Staging(record, plan.staging))
-        if is_first:
-            share, _ = self._shares.divide(record, share, request.staging)
+        request = replace(request, staging=request.staging or Staging(record, plan.staging))
         if plan.is_sharded:
             prepared = share if is_first else only_slices(share)
             self._save(prepared, plan.asynchronous, lambda p: self._write_together(groups.writing, record, p, request))
@@ -191,13 +190,16 @@ class DurableCheckpointIO(CheckpointIO):
         elif is_first:
             self._save(share, plan.asynchronous, lambda p: self._write(record, p, request))
 
-    def _try_to_prepare(self, checkpoint: dict[str, Any], meta: RecordMeta) -> Prepared | Exception:
+    def _try_to_prepare(
+        self, checkpoint: dict[str, Any], record: Path, request: SaveRequest
+    ) -> tuple[Prepared | Exception, SaveRequest]:
         """This rank's share of a save, or why there is none: the other ranks wait to hear of it."""
         try:
             self.wait()
-            return prepare(checkpoint, meta)
+            prepared, staging = self._shares.divide(record, prepare(checkpoint, request.meta), request.staging)
         except Exception as error:  # noqa: BLE001 - `plan_save` raises it
-            return error
+            return error, request
+        return prepared, replace(request, staging=staging)
 
     def _write(self, record: Path, prepared: Prepared, request: SaveRequest) -> None:
         self._note(write(record, prepared, staging=request.staging), prepared, request)

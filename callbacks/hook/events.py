@@ -8,13 +8,24 @@ import lightning.pytorch as pl
 
 from ...adapter.contract.run_state import RunState
 
-__all__ = ["HOOK_EVENTS", "callbacks_of", "fire", "is_rank_zero", "note_rank", "run_state_of"]
+__all__ = [
+    "HOOK_EVENTS",
+    "callbacks_of",
+    "fire",
+    "is_rank_zero",
+    "note_rank",
+    "publish_metrics",
+    "publish_scores",
+    "run_state_of",
+]
 
 HOOK_EVENTS = (
     "on_new_training_run",
     "on_rollout_start",
     "on_rollout_end",
     "on_module_batch_end",
+    "on_metrics",
+    "on_scores",
     "on_mb_end",
     "on_train_phase_end",
     "on_epoch_end",
@@ -51,6 +62,22 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
         method = getattr(callback, event, None)
         if method is not None:
             method(trainer, trainer.lightning_module, *args)
+
+
+def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Tell every callback the metrics of `step` by ``on_metrics``, and keep them as ``loss_stats`` of the run state."""
+    run_state_of(trainer).loss_stats = metrics
+    fire(trainer, "on_metrics", metrics, step)
+
+
+def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> None:
+    """Tell every callback the scores of an evaluation after `step` by ``on_scores``, and keep them as ``eval_scores``.
+
+    A hook that evaluates calls this in its ``on_train_batch_end`` and states ``writes = ("eval_scores",)``, so that
+    `LogMetrics` runs after it and sends the scores to the loggers at the same step.
+    """
+    run_state_of(trainer).eval_scores = scores
+    fire(trainer, "on_scores", scores, step)
 
 
 def note_rank(trainer: pl.Trainer) -> None:

@@ -17,7 +17,7 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,7 @@ from ...adapter.contract.exceptions import TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
 from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
+from .run_context import RunContext
 
 __all__ = ["POLICED_ATTRIBUTE", "Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
 
@@ -119,6 +120,9 @@ class Hook(pl.Callback):
         self.on_training_failed(trainer, pl_module, exception)
         report_failures(self)  # Lightning calls no `teardown` after an exception
 
+    def join_run(self, run: RunContext) -> None:
+        """Take what the runtime of a job shares; called on each rank before the fit."""
+
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training is about to take its first step, of a new run or of a resumed one."""
 
@@ -133,6 +137,16 @@ class Hook(pl.Callback):
 
         Under Lightning's own loop it comes in a step in which a hook has called `awaits_module_hook`.
         """
+
+    def on_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
+    ) -> None:
+        """The metrics of `step` were read from the device; fired on the rank that reads them, at their cadence."""
+
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        """An evaluation after `step` gave `scores`."""
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A minibatch was trained."""

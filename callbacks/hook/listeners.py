@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from .events import callbacks_of, is_rank_zero
 from .hook import POLICED_ATTRIBUTE, Hook, judge
 
-__all__ = ["after_failure", "listeners", "skippable", "skipping_hook"]
+__all__ = ["after_failure", "call_listeners", "listeners", "skippable", "skipping_hook"]
 
 _SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
 
@@ -36,9 +36,9 @@ def skippable(method: _Method) -> _Method:
     """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
 
     genlight's loop does not call it before that step: a call that finds nothing to do still costs a step some 2 µs, as
-    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, once a
-    stop was asked for, and after ``eval_scores`` changed. Lightning's own loop calls it after every step. A method that
-    a subclass puts in its place is not skipped unless it is marked as well.
+    its code has left the processor's caches since the last one. It does call it at the first step of an epoch, and once
+    a stop was asked for. A hook that an event gives something to do sets ``next_due_step`` to 0. Lightning's own loop
+    calls it after every step. A method that a subclass puts in its place is not skipped unless it is marked as well.
     """
     setattr(method, _SKIPPABLE_ATTRIBUTE, True)
     return method
@@ -56,6 +56,15 @@ def after_failure(listener: Callable[..., Any], event: str, error: Exception) ->
     if not isinstance(hook, Hook):
         raise error
     judge(hook, event, error)
+
+
+def call_listeners(called: list[Callable[..., Any]], event: str, *args: Any) -> None:
+    """Call each of the `listeners` of `event`, under the policy of its hook."""
+    for listener in called:
+        try:
+            listener(*args)
+        except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
+            after_failure(listener, event, error)
 
 
 def _is_own(callback: pl.Callback, event: str) -> bool:

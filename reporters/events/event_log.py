@@ -138,11 +138,12 @@ class EventLog:
         """Whether the file was given up; always so in a forked child."""
         return self._file.closed
 
-    def started(self, *, run_id: str | None = None) -> None:
+    def started(self, *, run_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
         """Training begins.
 
         Args:
             run_id: May repeat the run of this log, as a `TrainingReporter` is told it.
+            metadata: How the attempt came to be, as `run_metadata` says it; without secrets.
 
         Raises:
             EventLogError: The attempt began before, the run is unknown, or the line could not be written.
@@ -153,7 +154,9 @@ class EventLog:
         with self._lock:
             self._attempt.require("started", "new")
             attempt = self._attempt.number if self._attempt.number > 1 else msgspec.UNSET
-            self._turn(Started(attempt, "started", self.run_id, SCHEMA_VERSION, self.seq + 1, self._now()), "started")
+            facts = dict(metadata) if metadata else msgspec.UNSET
+            event = Started(attempt, "started", facts, self.run_id, SCHEMA_VERSION, self.seq + 1, self._now())
+            self._turn(event, "started")
         self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:

@@ -6,6 +6,7 @@ a killed process leaves either all of it or nothing. What a full disk or a power
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import queue
@@ -46,9 +47,11 @@ class LineFile:
 
     Args:
         path: The file; it and its directories are created when absent.
-        flush_every_s: Seconds from a line, or a `rouse`, until `before_flush` is called.
+        flush_every_s: Seconds from a line, or a `rouse`, until `before_flush` is called. None has no thread for that:
+            lines are durable after `sync` alone.
         sync_every_s: Lines become durable on their own after at most about this many seconds more.
         before_flush: Called in the flushing thread; may append, and `rouse` again.
+        tries: How often to try for the lock, 50 ms apart, where other writers hold it for a line only.
 
     Raises:
         EventLogError: The file is locked by another writer, cannot be opened, or holds something else than JSON lines.
@@ -58,9 +61,10 @@ class LineFile:
         self,
         path: str | os.PathLike[str],
         *,
-        flush_every_s: float,
+        flush_every_s: float | None,
         sync_every_s: float = SYNC_EVERY_S,
         before_flush: Callable[[], None] = lambda: None,
+        tries: int = 1,
     ) -> None:
         self.path = Path(path)
         self._flush_every_s = flush_every_s
@@ -68,7 +72,7 @@ class LineFile:
         self._sync_at: float | None = None
         """When the flusher makes lines durable, on the clock of ``time.monotonic``; None where they are."""
         self._before_flush = before_flush
-        self._descriptor = _open_locked(self.path)
+        self._descriptor = _open_locked(self.path, tries)
         self.closed = False
         self._torn = False
         self.is_roused = False
@@ -80,7 +84,8 @@ class LineFile:
         self._flusher: threading.Thread | None = None
         try:
             self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
-            fsync_directory(self.path.parent)
+            if not self.size:  # with lines in it, whoever began the file has made its name durable
+                fsync_directory(self.path.parent)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -120,7 +125,7 @@ class LineFile:
 
     def rouse(self) -> None:
         """Have the flusher come by in about `flush_every_s`, unless it is on its way."""
-        if not self.is_roused:
+        if not self.is_roused and self._flush_every_s is not None:
             self.is_roused = True
             if self._flusher is None:
                 self._start_flusher()
@@ -199,7 +204,8 @@ class LineFile:
                 if self._closing.get(timeout=None if next_at is None else max(0.0, next_at - time.monotonic())):
                     return
                 # Told twice, it does not wait any longer.
-                flush_at = time.monotonic() + (self._flush_every_s if flush_at is None else 0.0)
+                wait_s = self._flush_every_s if flush_at is None else 0.0
+                flush_at = time.monotonic() + (wait_s or 0.0)
             except queue.Empty:
                 pass
             now = time.monotonic()
@@ -229,11 +235,11 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _open_locked(path: Path) -> int:
+def _open_locked(path: Path, tries: int) -> int:
     """A descriptor for `path` that holds its lock."""
     try:
         _make_directories(path.parent)
-        return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, tries=tries)
     except LockHeldError as error:
         by = f"process {error.pid}" if error.pid else "another process"
         raise EventLogError(f"{path} is being written by {by}; stop it, or write to another file") from error
@@ -254,7 +260,10 @@ def _make_directories(directory: Path) -> None:
             break
         directory = directory.parent
     for new in reversed(missing):
-        new.mkdir(exist_ok=True)
+        try:
+            new.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, f"{new} is not a directory") from None
         fsync_directory(new.parent)
 
 

@@ -55,6 +55,7 @@ class Started(msgspec.Struct, gc=False):
 
     attempt: int | _Unset
     event: str
+    metadata: dict[str, Any] | _Unset
     run_id: str
     schema_version: str
     seq: int

@@ -75,6 +75,27 @@ _BOOLEAN: Final[_Field] = (lambda value: isinstance(value, bool), "true or false
 _STEP: Final = _integer(0, MAX_STEP)
 
 
+def _is_object_of(value: Any, **known: _Test) -> bool:
+    """Whether `value` is an object whose known members are sound; it may have others."""
+    return isinstance(value, dict) and all(test(value[name]) for name, test in known.items() if name in value)
+
+
+def _is_metadata(value: Any) -> bool:
+    is_text, is_flag = _TEXT[0], _BOOLEAN[0]
+    return _is_object_of(
+        value,
+        command=is_text,
+        git=lambda git: _is_object_of(git, commit=is_text, dirty=is_flag),
+        host=is_text,
+        notes=is_text,
+        packages=lambda packages: isinstance(packages, dict) and all(map(is_text, packages.values())),
+        tags=lambda tags: isinstance(tags, list) and all(map(is_text, tags)),
+    )
+
+
+_METADATA: Final[_Field] = (_is_metadata, "an object as `run_metadata` makes it")
+
+
 def _kind(kind: str, /, *optional: str, **own: _Field) -> tuple[dict[str, _Field], frozenset[str]]:
     common = {
         "event": _one_of(kind),
@@ -87,7 +108,7 @@ def _kind(kind: str, /, *optional: str, **own: _Field) -> tuple[dict[str, _Field
 
 
 _KINDS: Final[Mapping[str, tuple[dict[str, _Field], frozenset[str]]]] = {
-    "started": _kind("started", "attempt", attempt=_integer(2)),
+    "started": _kind("started", "attempt", "metadata", attempt=_integer(2), metadata=_METADATA),
     "metric": _kind(
         "metric",
         "value_text",

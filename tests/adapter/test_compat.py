@@ -31,6 +31,27 @@ def forget():
         del sys.modules[name]
 
 
+def test_importing_the_module_is_enough_in_a_fresh_interpreter():
+    script = (
+        "import genlight.adapter\n"
+        "import sys; assert 'gen_worker' not in sys.modules\n"
+        "import genlight.adapter.compat\n"
+        "from gen_worker.trainer import StepResult\n"
+        "assert StepResult is genlight.adapter.StepResult\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_loading_a_trainer_leaves_the_alias_to_the_moment_when_its_folder_is_on_the_path():
+    """A job's folder may hold the real package, which an alias that was made before would hide."""
+    script = (
+        "import sys\n"
+        "import genlight.adapter.module.plugin_loading, genlight.adapter.cli.command_line\n"
+        "assert 'gen_worker' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_the_modules_are_those_that_existing_classes_import():
     assert list(compat.MODULES) == MODULES_OF_THE_CONTRACT
 
@@ -126,3 +147,42 @@ def test_types_come_without_torch_and_lightning():
         "assert not {'torch', 'lightning'} & set(sys.modules), sorted(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.fixture
+def without_worldflux():
+    """No ``worldflux`` in this process, before and after."""
+
+    def forget_worldflux():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "worldflux"]:
+            del sys.modules[name]
+
+    forget_worldflux()
+    yield
+    forget_worldflux()
+
+
+def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_worldflux):
+    compat.install()
+    namespace = {}
+
+    exec("from worldflux.telemetry.wasr import make_run_id, read_events, write_event", namespace)
+    exec("import worldflux.telemetry.wasr", namespace)
+
+    from genlight.reporters import telemetry
+
+    assert all(namespace[name] is getattr(telemetry, name) for name in ("make_run_id", "read_events", "write_event"))
+    with pytest.raises(ImportError, match=r"cannot import name 'absent' from 'worldflux\.telemetry\.wasr'"):
+        exec("from worldflux.telemetry.wasr import absent")
+
+
+def test_the_real_worldflux_is_left_alone(without_worldflux, tmp_path, monkeypatch):
+    (tmp_path / "worldflux").mkdir()
+    (tmp_path / "worldflux" / "__init__.py").write_text("real = True")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    compat.install()
+
+    assert importlib.import_module("worldflux").real
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("worldflux.telemetry")

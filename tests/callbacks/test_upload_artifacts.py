@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import Checkpoint, CheckpointRecord, DurableCheckpointIO, RecordMeta, save
-from genlight.callbacks.hook.events import fire, run_state_of
+from genlight.callbacks.hook.events import fire, publish_metrics, run_state_of
 from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
@@ -251,20 +251,17 @@ class Reports(Hook):
     critical = True
     writes = ("loss_stats", "latest_checkpoint_uri")
 
-    def __init__(self, folder, tell=True):
+    def __init__(self, folder):
         self.folder = folder
-        self.tell = tell
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         step = trainer.global_step
-        state = run_state_of(trainer)
         if step % 2 == 0:
-            state.loss_stats = {"train/loss": float(step)}
+            publish_metrics(trainer, {"train/loss": float(step)}, step)
         if step == 3:
             record = self.write_checkpoint(step)
-            state.latest_checkpoint_uri = str(record.path)
-            if self.tell:
-                fire(trainer, "on_checkpoint_durable", record)
+            run_state_of(trainer).latest_checkpoint_uri = str(record.path)
+            fire(trainer, "on_checkpoint_durable", record)
         if step == 4:
             fire(trainer, "on_samples_written", self.write_samples(step), step)
 
@@ -285,15 +282,25 @@ class Reports(Hook):
         return paths
 
 
-@pytest.mark.parametrize("tell", [True, False])
-def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, tmp_path, tell):
-    fit(every=100, callbacks=[Reports(tmp_path / "run" / "own", tell)])
+def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, tmp_path):
+    fit(every=100, callbacks=[Reports(tmp_path / "run" / "own")])
     (message,) = chaos.messages("/checkpoint")
     assert (message["step"], Path(message["local_path"]).name) == (3, "step-00000003.json")
     names = [name for name in chaos.files() if name.startswith("step-00000003-")]
     assert "step-00000003-step-00000003.json" in names
     assert "step-00000003-model.safetensors" in names
     assert message["file_ref"] == "ref-step-00000003-step-00000003.json"
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_a_resumed_run_does_not_report_the_metrics_of_its_checkpoint_as_its_own(fit, chaos, tmp_path):
+    """The run state of the checkpoint holds those of step 4, which once were sent again as those of step 5."""
+    saves = Checkpoint(tmp_path / "run" / "saved", every_n_steps=4, save_final=False)
+    fit(steps=4, every=100, callbacks=[Reports(tmp_path / "run" / "own"), saves], without_upload=True)
+    record = tmp_path / "run" / "saved" / "step-00000004.json"
+    resumes = Checkpoint(tmp_path / "run" / "saved", save_final=False)
+    fit(steps=6, every=100, metric_every=0, callbacks=[Reports(tmp_path / "own"), resumes], ckpt_path=record)
+    assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [(6, {"train/loss": 6.0})]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -182,8 +182,10 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     environment = ranks_environment(rank, world_size)
-    if kind == "ddp":
-        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    if kind in ("ddp", "small buckets"):
+        # A parameter for each bucket, so that everything that can travel early does.
+        settings: Any = {"bucket_cap_mb": 1e-6} if kind == "small buckets" else {}
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)
     strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
     strategy.cluster_environment = environment
     return strategy
@@ -238,7 +240,8 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
     Args:
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``policy``, and ``interrupted`` to save after two steps and go on in a new run.
+            ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted`` to save after two steps and go on in a new
+            run.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -272,9 +275,12 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     if job.get("strategy") == "torch's own":
         return _plain_ddp_run(job["name"], rank, world_size)
 
+    from genlight.callbacks import WatchNonfinite
+
     def run(**more: Any) -> tuple[Any, Any]:
         return hosted_run(
             job["name"],
+            callbacks=[WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else (),
             rank=rank,
             world_size=world_size,
             devices=world_size,

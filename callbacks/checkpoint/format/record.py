@@ -52,6 +52,8 @@ class RecordMeta:
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
     """Who decides how long it stays, and may remove it unasked; empty where no one may."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """How the attempt came to be, as `run_metadata` says it."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
     trained: frozenset[str] | None = None
@@ -90,6 +92,8 @@ class CheckpointRecord:
     is_old: bool = False
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """How the attempt that saved it came to be: command, git, host, packages, tags, notes; empty where not known."""
 
     @property
     def name(self) -> str:

@@ -96,6 +96,7 @@ class _StoredRecord(msgspec.Struct, frozen=True):
     digest: str
     writer: str | None = None
     finite_weights: bool | None = None
+    metadata: dict[str, Any] = {}
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -136,6 +137,7 @@ def serialise_record(
         "versions": dict(library_versions()),
         "writer": meta.writer,
         "finite_weights": finite_weights,
+        "metadata": dict(meta.metadata),
         "trainer_checkpoint": None if meta.trainer_checkpoint is None else dict(meta.trainer_checkpoint),
         "state": state,
         "folder": folder,

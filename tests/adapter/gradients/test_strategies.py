@@ -8,6 +8,7 @@ import pytest
 import torch
 from zoo import runs
 
+from genlight.callbacks import WatchNonfinite
 from support import trainer_zoo as zoo
 
 # Classes that compute in half precision themselves: two half batches round otherwise than a whole one.
@@ -29,7 +30,7 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 # Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
 UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
-UNSHARDED += ("Factored", "UnusedOnOneRank", "OwnDdp", "WritesGradients", "FunctionalGradients", "GradientsOfBothKinds")
+UNSHARDED += ("Factored", "UnusedOnOneRank", "OwnDdp", "FunctionalGradients", "GradientsOfBothKinds")
 SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
     "Base",
@@ -62,6 +63,7 @@ INTERRUPTED = {
 def two_ranks(tmp_path_factory):
     """The whole zoo in one pair of processes, since starting one takes seconds."""
     jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
+    jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in zoo.ZOO]
     jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
@@ -73,9 +75,11 @@ def two_ranks(tmp_path_factory):
     # Last of all, because it leaves the ranks out of step.
     last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
+    skipping = {"name": "OverflowOnOneRank", "on_nonfinite": "skip"}
+    jobs += [{"key": f"skip {strategy}", "strategy": strategy, **skipping} for strategy in ("ddp", "fsdp")]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
-    called_differently = ("Checkpointed", "WritesGradients", "FunctionalGradients", "Factored")
+    called_differently = ("Checkpointed", "FunctionalGradients", "Factored")
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
@@ -96,6 +100,15 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
     assert not isinstance(first, str), first
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_gradients_that_travel_inside_of_backward_add_up_to_the_same_bits(two_ranks, name):
+    for rank in two_ranks:
+        early, late = rank[f"small buckets {name}"], rank[f"ddp {name}"]
+        assert not isinstance(early, str), early
+        assert all(torch.equal(early[key], late[key]) for key in late)
 
 
 @pytest.mark.slow
@@ -163,6 +176,16 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all_where_that_is_asked_for(two_ranks, strategy):
+    module, _ = runs.hosted_run("OverflowOnOneRank", callbacks=[WatchNonfinite("skip")])
+    expected = runs.weights(module.contract_state, module.plugin)
+
+    for rank in two_ranks:
+        runs.assert_close(rank[f"skip {strategy}"], expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HALF)
 def test_two_ranks_sharded_in_fp16_agree_with_one_process_within_its_rounding(two_ranks, name):
     module, _ = runs.hosted_run(name, **runs.precision_of("16-mixed"))
@@ -208,7 +231,6 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
             "Checkpointed",
             "a submodule is called by itself while .* sharded with its parent.*mixed torch.Tensor and DTensor",
         ),
-        ("WritesGradients", "torch.autograd.grad knows no sharded parameters: use backward, or ddp"),
         ("FunctionalGradients", "`train_step` does what sharded modules cannot"),
         (
             "Factored",

@@ -61,10 +61,10 @@ def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
     assert config.warnings == ()
 
 
-def test_skipping_an_update_from_outside_is_refused_with_what_to_do_instead(job):
+def test_what_becomes_nonfinite_is_warned_of_unless_the_job_says_otherwise(job):
     assert resolve(job()).on_nonfinite == "warn"
-    assert resolve(job(on_nonfinite="stop")).on_nonfinite == "stop"
-    assert "leave it out there" in str(refused(job(on_nonfinite="skip")))
+    assert resolve(job(on_nonfinite="skip")).on_nonfinite == "skip"
+    assert '"warn", "stop" or "skip"' in str(refused(job(on_nonfinite="ignore")))
 
 
 def test_a_logger_that_is_only_true_is_refused_since_it_would_add_none(job):

@@ -97,6 +97,25 @@ class Overflows(Summing):
         return StepResult(metrics={"loss": float("inf") if state["steps"] >= 3 else 1.0})
 
 
+class Learns(Summing):
+    """Its loss is infinite at step 3."""
+
+    def configure(self, ctx):
+        import torch
+
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return {**super().configure(ctx), "model": model, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        super().train_step(batch, state, ctx)
+        loss = state["model"].weight.sum() * (float("inf") if state["steps"] == 3 else 1.0)
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -512,6 +531,16 @@ def test_a_run_that_is_to_stop_where_something_is_not_finite_ends_with_step_and_
     failed = events(job)[-1]
     assert failed["error"].startswith("train-step:the metric 'loss' is not finite at step 4; all was finite at step 2")
     assert sorted(path.name for path in (job.parent / "out" / "checkpoints").glob("*.json")) == ["step-00000002.json"]
+
+
+def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = write_job(trainer=":Learns", metric_every=2, max_steps=6, on_nonfinite="skip")
+    assert run(job) == 0
+    assert [e["value"] for e in events(job) if e.get("name") == "trainer/nonfinite_step"] == [3.0]
+    assert "updates left out because they were not finite: 1" in caplog.messages
+    assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 
 def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(

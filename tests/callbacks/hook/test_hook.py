@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
+from genlight.callbacks import Evaluate, LogMetrics
 from genlight.callbacks.hook.events import HOOK_EVENTS, callbacks_of, fire, run_state_of
 from genlight.callbacks.hook.hook import RUN_STATE_KEY, Hook, order_callbacks
 from genlight.callbacks.hook.listeners import listeners, skippable
@@ -295,22 +296,46 @@ def test_a_hook_that_waits_is_called_again_in_a_second_fit(fit, counting_trainer
     assert hook.called == [1, 3, 1, 3]
 
 
-def test_a_stop_and_new_scores_call_every_hook_that_waits(fit, counting_trainer):
+def test_a_stop_calls_every_hook_that_waits(fit, counting_trainer):
     early, late = Waiting(), Waiting()
 
-    class Scores(Hook):
+    class Stops(Hook):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 4:
-                run_state_of(trainer).eval_scores = {"score": 1.0}
-            if trainer.global_step == 8:
+            if trainer.global_step == 7:
                 run_state_of(trainer).stop_reason = "canceled"
 
     with pytest.raises(TrainingCanceled):
-        fit(counting_trainer(), [early, Scores(), late], steps=12)
+        fit(counting_trainer(), [early, Stops(), late], steps=12)
 
-    # One that came before who wrote the scores hears of them after the next step, as if it had been called each time.
-    assert late.called == [1, 3, 4, 5, 6, 8]
-    assert early.called == [1, 3, 5, 6]
+    # One that came before the stop was known has no later step to be called in.
+    assert late.called == [1, 3, 6, 7]
+    assert early.called == [1, 3, 6]
+
+
+def test_metrics_and_scores_come_as_events_with_their_step(fit, counting_trainer):
+    heard = []
+
+    class Evaluated(counting_trainer):
+        def evaluate(self, state, ctx):
+            return {"score": float(state["steps"])}
+
+    class Hears(Hook):
+        def on_metrics(self, trainer, pl_module, metrics, step):
+            heard.append((step, "metrics", metrics["train/loss"]))
+
+        def on_scores(self, trainer, pl_module, scores, step):
+            heard.append((step, "scores", scores["score"]))
+
+    fit(Evaluated(), [Hears(), LogMetrics(2), Evaluate(3)], steps=6)
+
+    assert [(step, kind) for step, kind, _ in heard] == [
+        (2, "metrics"),
+        (3, "scores"),
+        (4, "metrics"),
+        (6, "scores"),
+        (6, "metrics"),
+    ]
+    assert [value for _, kind, value in heard if kind == "scores"] == [3.0, 6.0]
 
 
 def test_what_a_subclass_puts_in_its_place_is_called_after_every_step(fit, counting_trainer):

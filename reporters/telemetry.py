@@ -1,0 +1,185 @@
+"""WASR telemetry: one JSON object a line about how a run does, in a file of this machine. Nothing is sent anywhere.
+
+Several processes and threads may write to one file: each line is written under the file's lock, whole or not at all,
+and a line that a crash tore is cut off by the next writer. The import path that existing code uses,
+``worldflux.telemetry.wasr``, is made by `genlight.adapter.compat.install` where that package is absent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..adapter.plumbing.redaction import hide_environment
+from .events.jsonl_file import LineFile
+from .events.lines import MAX_STEP, checked_step, checked_text, finite_float
+from .events.reader import read_events as read_lines
+
+__all__ = ["DEFAULT_PATH", "PATH_VARIABLE", "make_run_id", "read_events", "telemetry_path", "write_event"]
+
+PATH_VARIABLE: Final = "WORLDFLUX_METRICS_PATH"
+"""The environment variable that names the file."""
+DEFAULT_PATH: Final = Path(".worldflux", "metrics.jsonl")
+"""Where events go when nothing says otherwise, below the working directory."""
+
+TRIES = 200
+"""How often a writer tries for the lock, 50 ms apart: others hold it for one line."""
+
+_encoder = msgspec.json.Encoder(order="sorted")
+
+
+def make_run_id() -> str:
+    """A new id of a run: 32 hexadecimal digits (``uuid4``)."""
+    return uuid.uuid4().hex
+
+
+def telemetry_path(path: str | os.PathLike[str] | None = None) -> Path:
+    """The file of the telemetry: `path`, else what ``WORLDFLUX_METRICS_PATH`` says, else `DEFAULT_PATH`."""
+    return Path(path or os.environ.get(PATH_VARIABLE, "").strip() or DEFAULT_PATH)
+
+
+def write_event(
+    *,
+    event: str,
+    scenario: str,
+    success: bool,
+    duration_sec: float | None = None,
+    ttfi_sec: float | None = None,
+    artifacts: Mapping[str, Any] | None = None,
+    error: str = "",
+    run_id: str | None = None,
+    epoch: int | None = None,
+    step: int | None = None,
+    throughput_steps_per_sec: float | None = None,
+    flops_estimate: float | None = None,
+    watts_estimate: float | None = None,
+    flops_per_watt: float | None = None,
+    suggestions: Iterable[str] = (),
+    path: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Append one event to the telemetry file and return it as it was written.
+
+    Every key is written; what is not given is null. Numbers that are not finite are null too. Texts are written
+    without secrets of the environment and credentials of URLs.
+
+    Args:
+        event: Its kind: ``heartbeat``, ``diagnostic``, or a name of the caller's.
+        scenario: What the run does.
+        success: Whether what the event tells of went well.
+        duration_sec: Seconds that it took.
+        ttfi_sec: Seconds to the first iteration.
+        artifacts: Anything JSON can hold, by name; paths are written as texts.
+        error: What went wrong; empty where nothing did.
+        run_id: The same for all events of a run; None makes one up.
+        epoch: Completed epochs.
+        step: Completed steps.
+        throughput_steps_per_sec: Steps a second.
+        flops_estimate: Floating point operations a second.
+        watts_estimate: Power in watts.
+        flops_per_watt: Floating point operations a second for each watt.
+        suggestions: What to try, in words.
+        path: The file; see `telemetry_path`.
+
+    Raises:
+        TypeError: A value is of a type that its key does not take; names it.
+        ValueError: A text that must not be empty is, or `epoch` or `step` is negative.
+        EventLogError: The file cannot be written, or another process holds it.
+    """
+    if isinstance(suggestions, str):
+        raise TypeError(f"Invalid `suggestions`. Expected a list of texts, but received {suggestions!r}.")
+    record = {
+        "artifacts": _plain("artifacts", {} if artifacts is None else _mapping(artifacts)),
+        "duration_sec": _number("duration_sec", duration_sec),
+        "epoch": None if epoch is None else _count("epoch", epoch),
+        "error": _safe("error", error),
+        "event": _plain("event", checked_text("event", event)),
+        "flops_estimate": _number("flops_estimate", flops_estimate),
+        "flops_per_watt": _number("flops_per_watt", flops_per_watt),
+        "run_id": _plain("run_id", checked_text("run_id", make_run_id() if run_id is None else run_id)),
+        "scenario": _plain("scenario", checked_text("scenario", scenario)),
+        "step": None if step is None else _count("step", step),
+        "success": _flag(success),
+        "suggestions": [_safe(f"suggestions[{index}]", text) for index, text in enumerate(suggestions)],
+        "throughput_steps_per_sec": _number("throughput_steps_per_sec", throughput_steps_per_sec),
+        "timestamp": time.time(),
+        "ttfi_sec": _number("ttfi_sec", ttfi_sec),
+        "watts_estimate": _number("watts_estimate", watts_estimate),
+    }
+    with LineFile(telemetry_path(path), flush_every_s=None, tries=TRIES) as file:
+        file.append(_encoder.encode(record) + b"\n")
+    return record
+
+
+def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
+    """All events of a telemetry file, oldest first; none where there is no file yet.
+
+    A last line without its newline is being written, or was torn, and is left out.
+
+    Args:
+        path: The file; see `telemetry_path`.
+
+    Raises:
+        EventLogError: The file cannot be read, or a line within it is not a JSON object.
+    """
+    file = telemetry_path(path)
+    return list(read_lines(file)) if file.exists() else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"Invalid `artifacts`. Expected a mapping, but received {value!r}.")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"Invalid `success`. Expected True or False, but received {value!r}.")
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        return checked_step(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("`step`", f"`{name}`")) from None
+
+
+def _number(name: str, value: Any) -> float | None:
+    number = None if value is None else finite_float(name, value)
+    return None if isinstance(number, str) else number
+
+
+def _safe(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"Invalid `{name}`. Expected a text, but received {value!r}.")
+    return _text(hide_environment(value))
+
+
+def _text(value: str) -> str:
+    """`value`, with half surrogate pairs, which UTF-8 has no bytes for, spelled out."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` as JSON has it: mappings, lists, texts, numbers, truth values and null."""
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_STEP):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return {_text(str(key)): _plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return _text(os.fsdecode(value))
+    try:
+        return _number(name, value)
+    except TypeError:
+        kind = type(value).__qualname__
+        raise TypeError(f"Invalid `{name}`. Expected what JSON can hold, but received a {kind}.") from None

@@ -1,0 +1,264 @@
+"""``on_nonfinite: skip``: updates that are not finite are left out, as if their batch had not been there."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from zoo.runs import precision_of
+
+from genlight.adapter import ContractError, ContractModule, NonfiniteError, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, WatchNonfinite
+from genlight.reporters import EventLogger, read_events
+
+BAD = 3
+"""The batch, counted from 0, whose values are infinite."""
+STEPS = 8
+
+
+class Batches:
+    """A loader that knows where it is."""
+
+    def __init__(self, bad=()):
+        self.bad, self.next_step = bad, 0
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        while self.next_step < STEPS:
+            number, self.next_step = self.next_step, self.next_step + 1
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+            yield x * torch.inf if number in self.bad else x
+
+    def state_dict(self):
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state):
+        self.next_step = state["next_step"]
+
+
+class Normalized:
+    """A network with running statistics; updates every `window` steps."""
+
+    window = 1
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        return {"model": model, "optimizer": self.optimizer(model), "step": 0}
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def loss(self, batch, state):
+        return state["model"](batch).square().mean()
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        loss.backward()
+        state["step"] += 1
+        if state["step"] % self.window == 0:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["step"] = payload["step"]
+
+
+class Accumulating(Normalized):
+    window = 2
+
+
+class FiniteGradients(Normalized):
+    """The loss is infinite where the batch is, by a part that no weight changes."""
+
+    def loss(self, batch, state):
+        return state["model"](batch.nan_to_num(0, 0, 0)).square().mean() + batch.sum()
+
+
+class Closure(Normalized):
+    def train_step(self, batch, state, ctx):
+        def closure():
+            state["optimizer"].zero_grad()
+            loss = self.loss(batch, state)
+            loss.backward()
+            return loss
+
+        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class Lbfgs(Closure):
+    def optimizer(self, model):
+        return torch.optim.LBFGS(model.parameters())
+
+
+class ByHand(Normalized):
+    def configure(self, ctx):
+        return {"model": nn.Linear(3, 1), "step": 0}
+
+
+class Spoils(Normalized):
+    def train_step(self, batch, state, ctx):
+        with torch.no_grad():
+            state["model"][0].weight[0, 0] = torch.inf
+        return super().train_step(batch, state, ctx)
+
+
+def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), watch=None, ckpt_path=None, **more):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[watch or WatchNonfinite("skip", every_n_steps=2), *callbacks],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"logger": False, "enable_checkpointing": bool(callbacks), **more},
+    )
+    module = ContractModule(trainer_class(), TrainingJobSpec(run_id="r", max_steps=steps, metric_every=0))
+    trainer.fit(module, Batches(bad), ckpt_path=ckpt_path)
+    return module.contract_state
+
+
+def plain(trainer_class, *, left_out=(BAD,)):
+    """A plain loop that never sees the batches `left_out`."""
+    trainer = trainer_class()
+    state = trainer.configure(None)
+    for number, batch in enumerate(Batches()):
+        if number not in left_out:
+            trainer.train_step(batch, state, None)
+    return state
+
+
+def assert_equal(actual, expected):
+    for name, tensor in expected["model"].state_dict().items():
+        assert torch.equal(actual["model"].state_dict()[name], tensor), name
+    states = (each["optimizer"].state_dict()["state"] for each in (actual, expected))
+    for mine, other in zip(*(state.values() for state in states), strict=True):
+        assert all(torch.equal(mine[key], other[key]) for key in other)
+
+
+@pytest.mark.parametrize("trainer_class", [Normalized, Closure])
+def test_a_run_with_a_bad_batch_ends_bit_equal_to_one_without_that_batch(tmp_path, trainer_class):
+    """Weights, running statistics and the optimizer's state alike."""
+    assert_equal(fit(tmp_path, trainer_class), plain(trainer_class))
+
+
+def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
+    assert_equal(fit(tmp_path, FiniteGradients), plain(FiniteGradients))
+
+
+@pytest.mark.parametrize("bad", [2, 3], ids=["first", "last"])
+def test_of_accumulated_gradients_the_whole_window_is_left_out(tmp_path, bad):
+    """The statistics of a good batch stay, unless it is that of the update."""
+    trainer = Accumulating()
+    state = trainer.configure(None)
+    for number, batch in enumerate(Batches()):
+        if number == bad:
+            continue
+        if number == bad + 1 and bad % 2 == 0:  # the update is left out in its step
+            continue
+        if number == bad - 1 and bad % 2 == 1:
+            trainer.loss(batch, state)
+            continue
+        trainer.train_step(batch, state, None)
+    assert_equal(fit(tmp_path, Accumulating, bad=(bad,)), state)
+
+
+def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp_path):
+    """What makes the update one to leave out is in the gradients, which a checkpoint keeps."""
+    through = fit(tmp_path / "through", Accumulating, bad=(2,))
+    every_3 = [Checkpoint(tmp_path / "c", every_n_steps=3)]
+    fit(tmp_path, Accumulating, bad=(2,), steps=3, callbacks=every_3)
+    saved = tmp_path / "c" / "step-00000003.json"
+    resumed = fit(tmp_path, Accumulating, bad=(2,), callbacks=every_3, ckpt_path=saved)
+    assert_equal(resumed, through)
+
+
+def test_it_is_told_once_and_their_number_at_the_end_also_after_a_resume(tmp_path, caplog):
+    def told():
+        found = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "trainer/nonfinite_step"]
+        return [event["value"] for event in found]
+
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
+    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    fit(tmp_path, Normalized, bad=(1, 5, 6), steps=6, callbacks=[checkpoint], logger=logger)
+    assert told() == [2.0]
+    assert next(m for m in caplog.messages if "left out" in m and "at step" in m).startswith(
+        "a loss or gradient was not finite at step 2, and its update was left out"
+    )
+    caplog.clear()
+    logger = EventLogger(save_dir=tmp_path, run_id="r")
+    fit(
+        tmp_path,
+        Normalized,
+        bad=(1, 5, 6),
+        ckpt_path=tmp_path / "c" / "step-00000006.json",
+        logger=logger,
+    )
+    assert told() == [2.0]
+    assert [m for m in caplog.messages if "left out" in m] == ["updates left out because they were not finite: 3"]
+
+
+def test_weights_that_are_not_finite_all_the_same_end_the_run(tmp_path):
+    with pytest.raises(NonfiniteError, match=r"weights '.*' are not finite at step \d, .* learning rate"):
+        fit(tmp_path, Spoils, bad=())
+
+
+def test_a_run_that_trains_nothing_any_more_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlight.callbacks.watch_nonfinite.MOST_IN_A_ROW", 3)
+    with pytest.raises(NonfiniteError, match="the last 3 updates before step 6 were left out"):
+        fit(tmp_path, Normalized, bad=(0, 3, 4, 5, 7))
+
+
+def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(tmp_path, caplog):
+    watch = WatchNonfinite("skip", every_n_steps=1)
+    state = fit(tmp_path, Normalized, watch=watch, **precision_of("16-mixed"))
+    assert all(torch.isfinite(tensor).all() for tensor in state["model"].state_dict().values())
+    assert watch.state_dict()["left_out"] == 1
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "words"),
+    [(Lbfgs, r'state\["optimizer"\].*LBFGS evaluates'), (ByHand, "needs an optimizer")],
+)
+def test_what_cannot_leave_out_an_update_is_refused(tmp_path, trainer_class, words):
+    with pytest.raises(ContractError, match=words):
+        fit(tmp_path, trainer_class)
+
+
+class Plain(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_lightning_module_of_another_kind_is_refused(tmp_path):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        callbacks=[WatchNonfinite("skip")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ContractError, match="Plain is not one"):
+        trainer.fit(Plain(), Batches())

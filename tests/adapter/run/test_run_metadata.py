@@ -1,0 +1,109 @@
+"""How a run came to be stands in its event log and in its checkpoints, and both commands show it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from genlight.adapter.cli import main
+from genlight.adapter.plumbing.run_metadata import git_state
+from genlight.adapter.run.run import RunOptions, run_job
+from genlight.callbacks import Checkpoint
+from genlight.callbacks.checkpoint import read_record
+from genlight.reporters import EventLogger, read_events
+from genlight.reporters.events.validation import validate_events
+
+TRAINER = """
+class Counts:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {"steps": 0}
+    def prepare_batch(self, raw, state, ctx): return raw
+    def train_step(self, batch, state, ctx):
+        from genlight.adapter import StepResult
+
+        state["steps"] += 1
+        return StepResult(metrics={"loss": 1.0})
+    def state_dict(self, state): return dict(state)
+    def load_state_dict(self, state, payload, ctx): state.update(payload)
+"""
+JOB = {
+    "run_id": "told",
+    "trainer": "metadata_trainer:Counts",
+    "max_steps": 2,
+    "mock_batches": [1, 2, 3],
+    "tags": ["baseline", "small"],
+    "notes": "the first one, with key-of-the-job-9",
+    "hyperparams": {"api_key": "key-of-the-job-9"},
+    "lightning": {"accelerator": "cpu"},
+}
+TOKEN = "token-canary-31"
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A committed project with a job; gives its folder."""
+    (tmp_path / "metadata_trainer.py").write_text(TRAINER)
+    (tmp_path / "job.json").write_text(json.dumps(JOB))
+    (tmp_path / ".gitignore").write_text("runs/\n__pycache__/\n")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
+    for command in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "one")):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
+    git_state.cache_clear()
+    yield tmp_path
+    git_state.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*multi-threaded.*:DeprecationWarning")
+def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(project, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/genlight", "run", "job.json", "--set", f"capability_token={TOKEN}"])
+    overrides = [f"capability_token={TOKEN}"]
+
+    assert run_job(RunOptions(spec_path=project / "job.json", overrides=overrides)) == 0
+    assert run_job(RunOptions(spec_path=project / "job.json", overrides=[*overrides, "resume_from_latest=true"])) == 0
+
+    run = project / "runs" / "told"
+    log = run / "metrics" / "events.jsonl"
+    assert validate_events(log) == []
+    started = [event for event in read_events(log) if event["event"] == "started"]
+    record = read_record(run / "checkpoints" / "final.json")
+    for metadata in (started[0]["metadata"], started[1]["metadata"], record.metadata):
+        assert metadata["git"]["dirty"] is False
+        assert len(metadata["git"]["commit"]) == 40
+        assert metadata["packages"]["torch"]
+        assert metadata["tags"] == ["baseline", "small"]
+        assert metadata["notes"] == "the first one, with <hidden>"
+        assert "capability_token=<hidden>" in metadata["command"]
+    for file in project.joinpath("runs").rglob("*"):
+        if file.is_file():
+            assert TOKEN.encode() not in file.read_bytes(), file
+            assert b"key-of-the-job-9" not in file.read_bytes(), file
+
+    capsys.readouterr()
+    assert main(["events", str(run)]) == 0
+    assert f"commit {record.metadata['git']['commit'][:12]}, on " in (shown := capsys.readouterr().out)
+    assert "tags baseline small" in shown
+    assert main(["checkpoint", "show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert record.metadata["git"]["commit"] in shown
+    assert "the first one" in shown
+    assert main(["checkpoint", "show", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metadata"] == record.metadata
+
+
+def test_a_plain_fit_says_it_too(tmp_path, quiet):
+    trainer = pl.Trainer(
+        **{**quiet, "enable_checkpointing": True, "logger": EventLogger(run_id="plain", save_dir=tmp_path)},
+        max_steps=2,
+        callbacks=[Checkpoint(tmp_path / "checkpoints")],
+    )
+    trainer.fit(BoringModel())
+
+    started = next(read_events(tmp_path / "events.jsonl"))
+    record = read_record(tmp_path / "checkpoints" / "final.json")
+    assert started["metadata"] == record.metadata
+    assert record.metadata["packages"]["lightning"]
+    assert record.metadata["host"]

@@ -1,0 +1,217 @@
+"""WASR telemetry: every key, whole lines, many writers, the path, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.jsonl_file import LineFile
+from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
+
+KEYS = {
+    *("event", "scenario", "success", "duration_sec", "ttfi_sec", "artifacts", "error", "run_id", "epoch", "step"),
+    *("throughput_steps_per_sec", "flops_estimate", "watts_estimate", "flops_per_watt", "suggestions", "timestamp"),
+}
+HEARTBEAT = {"event": "heartbeat", "scenario": "trainer", "success": True}
+
+WRITER = """
+import sys
+from genlight.reporters.telemetry import write_event
+for step in range(int(sys.argv[2])):
+    write_event(event="heartbeat", scenario=sys.argv[1], success=True, step=step, error="x" * 300)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sub" / "metrics.jsonl"
+
+
+def test_an_event_has_every_key_and_null_for_what_was_not_given(path: Path) -> None:
+    written = write_event(**HEARTBEAT, path=path)
+
+    (read,) = read_events(path)
+    assert read == written
+    assert set(read) == KEYS
+    assert read["suggestions"] == []
+    assert read["artifacts"] == {}
+    assert read["error"] == ""
+    assert {name for name in KEYS if read[name] is None} == {
+        *("duration_sec", "ttfi_sec", "epoch", "step", "throughput_steps_per_sec"),
+        *("flops_estimate", "watts_estimate", "flops_per_watt"),
+    }
+    assert isinstance(read["timestamp"], float)
+
+
+def test_the_documented_call_is_written_as_it_was_given(path: Path) -> None:
+    given = {
+        "event": "heartbeat",
+        "scenario": "trainer",
+        "success": True,
+        "duration_sec": 120.0,
+        "ttfi_sec": 0.5,
+        "artifacts": {},
+        "error": "",
+        "run_id": make_run_id(),
+        "epoch": 1,
+        "step": 1000,
+        "throughput_steps_per_sec": 45.2,
+        "flops_estimate": 1e12,
+        "watts_estimate": 300.0,
+        "flops_per_watt": 3.3e9,
+        "suggestions": ["Consider lower LR"],
+    }
+
+    write_event(**given, path=path)
+
+    (read,) = read_events(path)
+    assert {name: read[name] for name in given} == given
+
+
+def test_a_line_is_compact_sorted_valid_json_and_a_zero_stays(path: Path) -> None:
+    write_event(**HEARTBEAT, duration_sec=math.nan, watts_estimate=0.0, flops_estimate=math.inf, path=path)
+
+    line = path.read_text()
+    read = json.loads(line, parse_constant=lambda name: pytest.fail(f"a bare {name}"))
+    assert line == json.dumps(read, sort_keys=True, separators=(",", ":")) + "\n"
+    assert (read["duration_sec"], read["flops_estimate"], read["watts_estimate"]) == (None, None, 0.0)
+
+
+def test_artifacts_hold_paths_numbers_and_names_that_are_not_utf8(path: Path) -> None:
+    artifacts = {"checkpoint": Path("/c/1"), "best": [math.nan, 2**70, None], "odd": os.fsdecode(b"\xff")}
+
+    write_event(**HEARTBEAT, artifacts=artifacts, path=path)
+
+    assert read_events(path)[0]["artifacts"] == {"checkpoint": "/c/1", "best": [None, 2.0**70, None], "odd": "\\udcff"}
+
+
+def test_the_path_is_the_argument_then_the_environment_then_the_default(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLDFLUX_METRICS_PATH", raising=False)
+    write_event(**HEARTBEAT)
+    assert len(read_events(".worldflux/metrics.jsonl")) == len(read_events()) == 1
+
+    monkeypatch.setenv("WORLDFLUX_METRICS_PATH", "elsewhere.jsonl")
+    assert telemetry_path() == Path("elsewhere.jsonl")
+    assert telemetry_path("argument.jsonl") == Path("argument.jsonl")
+
+
+def test_no_file_yet_means_no_events(path: Path) -> None:
+    assert read_events(path) == []
+
+
+def test_a_torn_line_is_left_out_by_readers_and_cut_off_by_the_next_writer(path: Path) -> None:
+    write_event(**HEARTBEAT, step=1, path=path)
+    with path.open("ab") as file:
+        file.write(b'{"event":"hea')
+
+    assert [event["step"] for event in read_events(path)] == [1]
+    write_event(**HEARTBEAT, step=2, path=path)
+    assert [event["step"] for event in read_events(path)] == [1, 2]
+
+
+def test_many_threads_and_processes_write_whole_lines_to_one_file(path: Path) -> None:
+    """Every event of every writer arrives, in the order of that writer."""
+    environ = {**os.environ, "WORLDFLUX_METRICS_PATH": str(path)}
+    processes = [subprocess.Popen([sys.executable, "-c", WRITER, f"process {n}", "40"], env=environ) for n in range(3)]
+    threads = [
+        threading.Thread(
+            target=lambda name=f"thread {n}": [
+                write_event(event="heartbeat", scenario=name, success=True, step=step, path=path) for step in range(40)
+            ]
+        )
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+
+    steps: dict[str, list[int]] = {}
+    for event in read_events(path):
+        steps.setdefault(event["scenario"], []).append(event["step"])
+    assert len(steps) == 6
+    assert all(order == list(range(40)) for order in steps.values())
+
+
+def test_a_disk_that_refuses_a_line_leaves_no_part_of_it(path: Path) -> None:
+    script = (
+        "import resource, sys\n"
+        "from genlight.reporters.telemetry import write_event, read_events\n"
+        "write_event(event='a', scenario='s', success=True)\n"
+        "size = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "import os; resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(sys.argv[1]) + 50, size))\n"
+        "try:\n    write_event(event='b', scenario='s', success=True)\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+        "print(len(read_events()), open(sys.argv[1]).read().count('event'))\n"
+    )
+    environ = {**os.environ, "WORLDFLUX_METRICS_PATH": str(path)}
+    done = subprocess.run([sys.executable, "-c", script, str(path)], env=environ, capture_output=True, text=True)
+
+    assert done.stdout.splitlines() == [f"EventLogError cannot write to {path}: File too large", "1 1"], done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(EventLogError, match=r"cannot open .*file/metrics.jsonl: .*/file is not a directory"):
+        write_event(**HEARTBEAT, path=tmp_path / "file" / "metrics.jsonl")
+
+
+def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine\n")
+
+    with pytest.raises(EventLogError, match="is not a JSON object"):
+        write_event(**HEARTBEAT, path=tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("genlight.reporters.telemetry.TRIES", 2)
+    with LineFile(path, flush_every_s=0.05), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
+        write_event(**HEARTBEAT, path=path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"event": ""}, ValueError, "`event`"),
+        ({"scenario": 3}, TypeError, "`scenario`"),
+        ({"success": "yes"}, TypeError, "`success`"),
+        ({"duration_sec": "long"}, TypeError, "duration_sec"),
+        ({"step": -1}, ValueError, "`step`"),
+        ({"epoch": 1.5}, TypeError, "`epoch`"),
+        ({"suggestions": "one text"}, TypeError, "`suggestions`"),
+        ({"suggestions": [1]}, TypeError, r"`suggestions\[0\]`"),
+        ({"artifacts": [1]}, TypeError, "`artifacts`"),
+        ({"artifacts": {"a": {"b": object()}}}, TypeError, r"`artifacts\.a\.b`"),
+        ({"error": None}, TypeError, "`error`"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name_and_nothing_is_written(wrong, error, text, path: Path) -> None:
+    with pytest.raises(error, match=text):
+        write_event(**{**HEARTBEAT, **wrong}, path=path)
+    assert not path.exists()
+
+
+def test_a_text_holds_no_secret(path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", "tok-1234567890")
+
+    write_event(**HEARTBEAT, error="refused tok-1234567890 at https://me:pw123456@host/x", path=path)
+
+    assert "tok-1234567890" not in path.read_text()
+    assert "pw123456" not in path.read_text()
+
+
+def test_telemetry_loads_neither_torch_nor_lightning() -> None:
+    script = "import sys, genlight.reporters.telemetry; assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
