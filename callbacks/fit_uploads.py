@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -12,12 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import GenlightError, StartupContractError
+from ..adapter.contract.exceptions import StartupContractError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
 from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.durable_reports import wait_after_failure
 from .hook.events import callbacks_of, run_state_of
 
 __all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
@@ -92,12 +94,7 @@ def await_checkpoints(trainer: pl.Trainer) -> None:
     """Have checkpoints in flight become durable: after an exception these callbacks get their turn after this one."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, Checkpoint):
-            try:
-                callback.wait(trainer)
-            except GenlightError as error:
-                log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
-            except Exception:
-                log.exception("the checkpoint in flight could not be written")
+            wait_after_failure(functools.partial(callback.wait, trainer))
 
 
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

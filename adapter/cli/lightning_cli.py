@@ -22,13 +22,13 @@ from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
-from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
-from .. import compat
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
+from ..module import alias
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in
@@ -159,7 +159,7 @@ class GenlightCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
-        self._raise_if_stopped()
+        StopSources(signals=self._signals).raise_if_signalled()
         settings = self.config["fit"]
         for limit in ("max_steps", "max_epochs", "limit_train_batches"):
             if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
@@ -240,9 +240,10 @@ class GenlightCLI(LightningCLI):
             TrainingCanceled: The run was stopped.
         """
         signals = self._signals
+        stop = StopSources(signals=signals)
         for callback in callbacks_of(self.trainer):
             if isinstance(callback, StopRequests):  # ours, and maybe one of the configuration's
-                callback.signals = signals
+                callback.share(stop)
         if self.trainer.is_global_zero:
             signals.what_next = (
                 "the run saves a checkpoint after the current step, and stops"
@@ -252,23 +253,19 @@ class GenlightCLI(LightningCLI):
         children = RankProcesses(self.trainer)
         signals.before_exit = children.kill_at_once
         with (
-            watching_rendezvous(self.trainer, self._raise_if_stopped, self._end_now),
-            watching_paused_ranks(children.ids, lambda: signals.reason is not None, self._end_failed),
+            watching_rendezvous(self.trainer, stop.raise_if_stopped, self._end_now),
+            watching_paused_ranks(children.ids, stop.is_stopping, self._end_failed),
         ):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
-                stop = stop_behind_lost_worker(error, signals.reason)
-                if stop is None:
+                cause = stop_behind_lost_worker(error, signals.reason)
+                if cause is None:
                     raise
-                raise stop from error
+                raise cause from error
             finally:
                 signals.before_exit = lambda: None
                 signals.what_next = ""
-
-    def _raise_if_stopped(self) -> None:
-        if self._signals.reason is not None:
-            raise TrainingCanceled(self._signals.reason)
 
     def after_fit(self) -> None:
         """Say how the training ended, and where its results are."""
@@ -360,7 +357,7 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         arguments: Those of the command line.
         signals: Heeded by a fit; they are handled already.
     """
-    compat.install()
+    alias.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
     report = FailureReport()

@@ -24,12 +24,13 @@ is bit-equal to plain torch, and free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
@@ -88,6 +89,7 @@ class StepRouter:
         self._unknown = UnknownOptimizers(parameters, refuse_lasting=must_know)
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
+        self._by_hand = [] if precision.scaler is None else _not_optimized(discovered)
         self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
         self._steps = 0
         self._refusal: ContractError | None = None
@@ -236,8 +238,7 @@ class StepRouter:
             self._sharded.after_backward()
         if self._scaler is not None:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
-            for optimizer in self._checked_at_once:
-                self._scaler.check(optimizer)
+            self._check(self._checked_at_once, sharded=True)
             self._scaler.adapt()
         if self._averaging is not None:
             self._averaging.after_backward()
@@ -249,9 +250,13 @@ class StepRouter:
             self._sharded.call_hooks()
 
     def _check_overflow(self) -> None:
-        """Look at the gradients, which are those of all ranks now."""
+        """Look at the gradients that were averaged, which are those of all ranks now."""
+        self._check(self._checked_when_averaged, sharded=False)
+
+    def _check(self, optimizers: Sequence[Optimizer], *, sharded: bool) -> None:
         if self._scaler is not None:
-            for optimizer in self._checked_when_averaged:
+            self._scaler.check_by_hand(p for p in self._by_hand if isinstance(p, DTensor) == sharded)
+            for optimizer in optimizers:
                 self._scaler.check(optimizer)
 
     def _factors(self) -> tuple[Tensor, Tensor] | None:
@@ -263,8 +268,10 @@ class StepRouter:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
         if self._averaging is not None and args:
             self._averaging.before_grad(args[0])
-        with nullcontext() if self._sharded is None else self._sharded.differentiating(again=create_graph):
-            result = interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+        run_backward = interception.run_backward
+        if self._sharded is not None:
+            run_backward = functools.partial(self._sharded.grad, run_backward)
+        result = run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         if self._averaging is not None and args and not create_graph:
             result = self._averaging.after_grad(args[0], result)
         return result
@@ -394,3 +401,11 @@ class StepRouter:
             self._in_step = False
             if self._averaging is not None:
                 self._averaging.resume()
+
+
+def _not_optimized(discovered: Discovered) -> list[Tensor]:
+    """What a trainer may update itself, beside its optimizers."""
+    optimized = {id(tensor) for tensor in discovered.optimized()}
+    parameters = (p for found in discovered.modules for p in found.value.parameters())
+    tensors = (found.value for found in (*discovered.parameters, *discovered.tensors) if found.value.is_leaf)
+    return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.lightning_internals import training_source
+from ..cluster.job_context import JobContext, current_job_context
 from ..contract.types import StepContext, TrainingJobSpec
 from ..gradients.precision import contract_dtype
 
@@ -26,7 +27,7 @@ class _Cancelable(Protocol):
 def filled_in(
     ctx: StepContext, job: TrainingJobSpec | None, dataset: Any, module: Any, trainer: pl.Trainer, *, keeps_dtype: bool
 ) -> StepContext:
-    """`ctx` with what `trainer` knows: device, type, rank, steps, run state and what feeds the run.
+    """`ctx` with what `trainer` knows: device, type, rank, steps, run state, Slurm job and what feeds the run.
 
     Args:
         ctx: The context so far.
@@ -49,7 +50,14 @@ def filled_in(
         rank=trainer.global_rank,
         world_size=trainer.world_size,
         run_state=run_state_of(trainer),
+        job_context=ctx.job_context or _job_context(),
     )
+
+
+def _job_context() -> JobContext | None:
+    """Where Slurm placed this process; None outside of a job."""
+    context = current_job_context()
+    return None if context.job_id is None else context
 
 
 def _feed_of(trainer: pl.Trainer, module: Any) -> Any:

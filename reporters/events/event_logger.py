@@ -96,10 +96,20 @@ class EventLogger(Logger):
         The opener writes everything but metrics, brings what waits to the file before a checkpoint is saved
         (`RecordEvents` does), and closes it.
         """
-        logger = cls(event_log.path.absolute(), run_id=event_log.run_id, save_dir=event_log.path.parent)
-        logger._log = event_log
-        logger._owns_log, logger._is_begun = False, True
+        logger = cls()
+        logger._attach(event_log)
         return logger
+
+    def join_run(self, run: _HasEventLog) -> None:
+        """Add metrics to the log of `run`, as `attached` does; called by the runtime of a job, on each rank."""
+        if run.event_log is not None:
+            self._attach(run.event_log)
+
+    def _attach(self, event_log: EventLog) -> None:
+        self.run_id, self.path = event_log.run_id, event_log.path.absolute()
+        self._save_dir = os.fspath(event_log.path.parent)
+        self._log = event_log
+        self._owns_log, self._is_begun = False, True
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._owns_log:
@@ -301,6 +311,15 @@ class EventLogger(Logger):
             event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except (EventLogError, OSError):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
+
+
+class _HasEventLog(Protocol):
+    """What the logger reads of a run."""
+
+    @property
+    def event_log(self) -> EventLog | None:
+        """The log of the run's attempt, open, on rank zero."""
+        ...
 
 
 class DurableCheckpoint(Protocol):

@@ -32,19 +32,21 @@ LAZY = (
 PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
-        BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs EventLogError
-        GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobLifecycleClient LifecycleLease
-        MockDataModule ModelRuntimeConfig ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder
-        RankFailed ReplicaDriftError ResolveClient ResolvedRef RunOptions RunState StartupContractError StepContext
-        StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin TrainingCanceled TrainingHung
-        TrainingJobSpec TrainingReporter UnstorableStateError UnwrittenCheckpointError UploadError
-        build_default_adamw_bundle load_components load_trainable_module_checkpoint load_trainer_plugin
-        read_events run_job run_training_loop run_training_runtime_from_env save_trainable_module_checkpoint
-        seed_everything to_float_scalar
+        BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
+        DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
+        InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
+        ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed ReplicaDriftError
+        ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState StartupContractError
+        StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin
+        TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
+        UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
+        compress_hostlist current_job_context expand_hostlist load_components load_trainable_module_checkpoint
+        load_trainer_plugin read_events run_job run_training_loop run_training_runtime_from_env
+        save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint DurableCheckpointIO Evaluate Hook JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests
-        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents ReplicaGuard
+        StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
@@ -56,7 +58,12 @@ LIGHT = (
     "genlight.adapter.cli.events",
     "genlight.adapter.cli.run",
     "genlight.adapter.cli.uploads",
+    "genlight.adapter.cluster.hostlist",
+    "genlight.adapter.cluster.injection",
+    "genlight.adapter.cluster.job_context",
     "genlight.adapter.compat",
+    "genlight.adapter.runner",
+    "genlight.adapter.runner.__main__",
     "genlight.adapter.contract.types",
     "genlight.adapter.contract.exceptions",
     "genlight.adapter.plumbing.failures",

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..checkpoint_io import DurableCheckpointIO
 from .boxes import sharded_like
-from .lazy_tensor import keep_sharded
+from .lazy_tensor import keep_sharded, whole
 from .rank_channel import RankGroups
 
 __all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin"]
@@ -66,7 +66,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with keep_sharded_for(self):
-            return Strategy.optimizer_state(self, optimizer)
+            return _by_place(optimizer, Strategy.optimizer_state(self, optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -110,7 +110,22 @@ def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
     return value
 
 
+def _by_place(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
+    places = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return whole(value)
+        return {places.get(key, key) if type(key) is int else key: renamed(member) for key, member in value.items()}
+
+    made: dict[str, Any] = renamed(state)
+    return made
+
+
 def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if "state" not in state:  # a wrapper's own form of a state dict
+        return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     placed = {
         number: {name: _placed(value, parameters.get(number)) for name, value in entry.items()}

@@ -1,0 +1,273 @@
+"""Where Slurm placed this process, read from its ``SLURM_*`` variables and from nothing else.
+
+Each field takes the first of its variables that is set and sound. A look-up that fails is an error and never
+``localhost``: every node would train a world of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from .hostlist import MOST_HOSTS, expand_hostlist
+
+__all__ = ["JobContext", "build_job_context", "current_job_context", "in_srun_task"]
+
+_PORTS = range(15_000, 30_000)
+_PER_JOB, _PER_STEP = 7919, 4793
+"""Without a common factor with the number of ports: 15,000 job ids in a row, and their first steps, all differ."""
+_SPECIAL_STEPS = 0xFFFF_FFF0
+"""From here on Slurm numbers the steps that no srun of a user made: the batch script, an interactive shell."""
+_TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
+_GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
+_KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
+_SECRET = ("SLURM_JWT",)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """The place of one process in a Slurm job; what the scheduler does not tell is None."""
+
+    job_id: str | None = None
+    """Differs for each task of an array; see `array_job_id`."""
+    step_id: str | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    node_rank: int | None = None
+    world_size: int | None = None
+    num_nodes: int | None = None
+    local_world_size: int | None = None
+    """Tasks on this node; other nodes may have another number of them."""
+    gpus_per_node: int | None = None
+    hostnames: tuple[str, ...] = ()
+    """In the order in which nodes are numbered."""
+    master_addr: str | None = None
+    master_port: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
+    """The variables that it was made from: those of Slurm, without its token."""
+    created_at: float = field(default_factory=time.time, compare=False)
+    """Seconds since 1970."""
+    output_dir: Path | None = None
+
+    @property
+    def array_job_id(self) -> str | None:
+        """What all tasks of an array have in common; None outside of one."""
+        return self.environment.get("SLURM_ARRAY_JOB_ID") or None
+
+    @property
+    def array_task_id(self) -> int | None:
+        """The index of this task of an array; None outside of one."""
+        text = self.environment.get("SLURM_ARRAY_TASK_ID", "")
+        return int(text) if text.isdecimal() else None
+
+    def torch_distributed_env(self, master_port: int | None = None) -> dict[str, str]:
+        """The variables by which torch finds the other ranks; what is not known is left out.
+
+        Args:
+            master_port: Instead of the port of this context.
+
+        Raises:
+            ValueError: It is not a port.
+        """
+        if master_port is not None and not 0 < master_port < 65_536:
+            raise ValueError(f"Invalid `master_port`. Expected a number from 1 to 65535, but received {master_port}.")
+        values = {
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port if master_port is None else master_port,
+            "WORLD_SIZE": self.world_size,
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "NODE_RANK": self.node_rank,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def current_job_context() -> JobContext:
+    """The place of this process; see `build_job_context`."""
+    return build_job_context(os.environ)
+
+
+def in_srun_task(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether srun started this process as one of several tasks.
+
+    A login node, the shell of ``salloc``, the batch script and a step of one task have Slurm's variables as well, but
+    whatever runs there has to start its other ranks itself.
+    """
+    env = os.environ if environ is None else environ
+    step, tasks = env.get("SLURM_STEP_ID", ""), env.get("SLURM_STEP_NUM_TASKS", "")
+    is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and env.get("SLURM_PROCID", "").isdecimal()
+    return is_step and tasks.isdecimal() and int(tasks) > 1
+
+
+def build_job_context(env: Mapping[str, str]) -> JobContext:
+    """The context that these variables describe; outside of a job, one of which hardly anything is known.
+
+    Raises:
+        ValueError: Variables are malformed or contradict each other, or the other ranks cannot be found; every fault
+            is listed.
+    """
+    reader = _Reader(env)
+    hostnames = reader.first(expand_hostlist, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or []
+    node_rank = reader.first(_count, "SLURM_NODEID")
+    world_size = reader.first(_positive, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "WORLD_SIZE")
+    num_nodes = reader.first(_positive, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    job_id, step_id = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")
+    output_dir = reader.text("JOB_DIR")
+    context = JobContext(
+        job_id=job_id,
+        step_id=step_id,
+        rank=reader.first(_count, "SLURM_PROCID"),
+        local_rank=reader.first(_count, "SLURM_LOCALID"),
+        node_rank=node_rank,
+        world_size=world_size,
+        num_nodes=num_nodes or len(hostnames) or None,
+        local_world_size=_on_node(tasks, node_rank) or reader.first(_positive, "SLURM_NTASKS_PER_NODE"),
+        gpus_per_node=reader.first(_gpus, "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+        hostnames=tuple(hostnames),
+        master_addr=(
+            reader.first(_address, "MASTER_ADDR")
+            or next(iter(hostnames), None)
+            or reader.first(_address, "SLURM_LAUNCH_NODE_IPADDR")
+        ),
+        # Not SLURM_SRUN_COMM_PORT, on which srun itself listens.
+        master_port=reader.first(_port, "MASTER_PORT") or _derived_port(job_id, step_id),
+        environment=_kept(env),
+        output_dir=None if output_dir is None else Path(output_dir),
+    )
+    faults = [*reader.faults, *_contradictions(context, tasks)]
+    if faults:
+        raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
+    return context
+
+
+class _Reader:
+    """Looks variables up, and notes those that hold something else than they should."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+        self.faults: list[str] = []
+
+    def text(self, *names: str) -> str | None:
+        return next((text for name in names if (text := self._env.get(name, "").strip())), None)
+
+    def first(self, parse: Callable[[str], _T], *names: str) -> _T | None:
+        """The value of the first variable that is set and sound; a fault where some are set and none is sound."""
+        faults = []
+        for name in names:
+            text = self._env.get(name, "").strip()
+            if not text:
+                continue
+            try:
+                return parse(text)
+            except ValueError as error:
+                faults.append(f"`{name}`: {error}")
+        self.faults += faults
+        return None
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise ValueError(f"Expected a number >= 0, but received {text!r}.")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+        raise ValueError(f"Expected a number >= 1, but received {text!r}.")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or not 0 < int(text) < 65_536:
+        raise ValueError(f"Expected a port from 1 to 65535, but received {text!r}.")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    if not re.fullmatch(r"[\w.:%-]+", text, re.ASCII):
+        raise ValueError(f"Expected the name or address of a host, but received {text!r}.")
+    return text
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """The tasks of each node, from ``4(x2),3``."""
+    tasks: list[int] = []
+    for entry in text.split(","):
+        match = _TASKS.fullmatch(entry)
+        times = int(match["times"] or 1) if match else 0
+        if match is None or not 0 < times <= MOST_HOSTS - len(tasks):
+            raise ValueError(f"Expected tasks per node such as 4(x2),3, but received {text!r}.")
+        tasks += [int(match["tasks"])] * times
+    return tasks
+
+
+def _gpus(text: str) -> int:
+    """The number of GPUs, from ``8``, ``h100:8`` or ``a100:2,h100:6``."""
+    matches = [_GPUS.fullmatch(entry) for entry in re.split(r",(?![^(]*\))", text)]
+    if not all(matches):
+        raise ValueError(f"Expected a number of GPUs such as 8 or h100:8, but received {text!r}.")
+    return sum(int(match["count"]) for match in matches if match)
+
+
+def _on_node(tasks: list[int] | None, node_rank: int | None) -> int | None:
+    if not tasks:
+        return None
+    if node_rank is not None:
+        return tasks[node_rank] if node_rank < len(tasks) else None
+    return tasks[0] if len(set(tasks)) == 1 else None
+
+
+def _derived_port(job_id: str | None, step_id: str | None) -> int | None:
+    """A port of which all ranks think, and another job or step on the same node does not."""
+    if job_id is None:
+        return None
+    number = _PER_JOB * _number(job_id) + (_PER_STEP * _number(step_id) if step_id is not None else 0)
+    return _PORTS[number % len(_PORTS)]
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else zlib.crc32(text.encode())
+
+
+def _kept(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in env.items()
+        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT) and name not in _SECRET
+    }
+
+
+def _contradictions(context: JobContext, tasks: list[int] | None) -> list[str]:
+    """What the variables say of each other that cannot be."""
+    faults = []
+    for rank, size, variable, noun in (
+        (context.rank, context.world_size, "SLURM_PROCID", "tasks"),
+        (context.local_rank, context.local_world_size, "SLURM_LOCALID", "tasks on this node"),
+        (context.node_rank, context.num_nodes, "SLURM_NODEID", "nodes"),
+    ):
+        if rank is not None and size is not None and rank >= size:
+            faults.append(f"`{variable}` is {rank}, but there are {size} {noun}, counted from 0.")
+    nodes, env = context.num_nodes, context.environment
+    if context.hostnames and nodes != len(context.hostnames):
+        faults.append(f"There are {nodes} nodes, but the hostlist has {len(context.hostnames)} names.")
+    if tasks is not None and nodes is not None and len(tasks) != nodes:
+        faults.append(f"There are {nodes} nodes, but the tasks per node are given for {len(tasks)}.")
+    if tasks is not None and context.world_size is not None:
+        # Outside of a step the tasks per node are what would fit there.
+        is_exact = "SLURM_STEP_TASKS_PER_NODE" in env and "SLURM_STEP_NUM_TASKS" in env
+        if context.world_size > sum(tasks) or (is_exact and context.world_size < sum(tasks)):
+            faults.append(f"There are {context.world_size} tasks, but the tasks per node add up to {sum(tasks)}.")
+    has_others = (context.world_size or 1) > 1 or (nodes or 1) > 1
+    if context.job_id is not None and has_others and context.master_addr is None:
+        faults.append("No variable tells the host of rank 0. Set `MASTER_ADDR`.")
+    return faults

@@ -1,0 +1,223 @@
+"""Says at a cadence how fast training goes and what it costs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+from .batch_sizes import samples_in, tokens_in
+from .device_peaks import number_type, peak_flops
+from .power import PowerMeter
+from .run_events import RunEvents, log_to_loggers
+from .step_flops import StepFlops
+
+__all__ = ["Heartbeat"]
+
+
+@dataclass
+class _Counts:
+    """What was trained in a span of time."""
+
+    began_at: float
+    """On the clock of ``time.monotonic``."""
+    step: int
+    """Completed steps when it began."""
+    batches: int = 0
+    samples: int | None = 0
+    """None once a batch has not told."""
+    tokens: int | None = 0
+
+    def add(self, samples: int | None, tokens: int | None) -> None:
+        self.batches += 1
+        self.samples = None if self.samples is None or samples is None else self.samples + samples
+        self.tokens = None if self.tokens is None or tokens is None else self.tokens + tokens
+
+
+class Heartbeat(Hook):
+    """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
+
+    Throughput is that of the window since the last heartbeat, and of this attempt, never with steps before a resume.
+    The event has in its ``artifacts`` what it has no key for; loggers get the same as ``perf/…``:
+
+    - ``steps_per_sec``, ``samples_per_sec`` and ``tokens_per_sec`` of all ranks, and the same of the attempt
+      (``attempt_…``). Samples and tokens are there where batches tell: rows, the first dimension of tensors, the
+      elements of ``input_ids``, ``tokens`` or ``token_ids``.
+    - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
+      ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
+      at a heartbeat. ``mfu`` is their share of what the device can do in this precision, where that is known.
+    - ``watts`` by NVML (needs ``nvidia-ml-py``), else of the processor by RAPL where it may be read.
+    - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, else of this process.
+
+    What cannot be measured is taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
+    ``watts_estimate`` or ``power_watts``; else it is null. ``duration_sec`` is the time since training began,
+    ``ttfi_sec`` that from the set-up of the fit to the end of its first step.
+
+    Args:
+        interval_steps: Cadence in steps; 0 turns it off.
+        scenario: What the run does, as events say it.
+        path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
+        count_flops: Whether operations are counted.
+
+    Raises:
+        ValueError: `interval_steps` is negative, or `scenario` is empty.
+    """
+
+    interval_steps = StepCadence()
+    _of_this_process = frozenset({"_power", "_flops"})
+    _power: PowerMeter | None = None
+    _flops: StepFlops | None = None
+
+    def __init__(
+        self,
+        interval_steps: int = 100,
+        scenario: str = "trainer",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        count_flops: bool = True,
+    ) -> None:
+        if not scenario:
+            raise ValueError("Invalid `scenario`. Expected a text that is not empty, but received ''.")
+        self.interval_steps = interval_steps
+        self.count_flops = count_flops
+        self._events = RunEvents(scenario, path)
+        self._set_up_at = time.monotonic()
+        self._first_step_s: float | None = None
+        self._window = self._attempt = _Counts(self._set_up_at, 0)
+        self._replicas = 1
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._set_up_at = time.monotonic()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first_step_s = None
+        self._attempt = _Counts(time.monotonic(), trainer.global_step)
+        self._window = _Counts(self._attempt.began_at, self._attempt.step)
+        self._replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        self._power = PowerMeter(trainer.strategy.root_device)
+        self._flops = StepFlops() if self.count_flops else None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # The second step: the first one may do what later ones do not.
+        if self._flops is not None and self._flops.is_wanted and self._attempt.batches and self.interval_steps:
+            self._flops.begin(batch)
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.interval_steps:
+            self.next_due_step = NEVER
+            return
+        if self._flops is not None:
+            self._flops.end()
+        samples, tokens = samples_in(batch), tokens_in(batch)
+        self._window.add(samples, tokens)
+        self._attempt.add(samples, tokens)
+        if self._first_step_s is None:
+            self._first_step_s = time.monotonic() - self._set_up_at
+        step = trainer.fit_loop.epoch_loop.global_step  # what `trainer.global_step` returns, a call later
+        if crossed(self._window.step, step, self.interval_steps):
+            if self._flops is not None:
+                self._flops.look_at(batch)
+            self._beat(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._abandon_count()
+
+    @override
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._abandon_count()
+
+    def _abandon_count(self) -> None:
+        if self._flops is not None:
+            self._flops.end(failed=True)
+
+    def _beat(self, trainer: pl.Trainer) -> None:
+        now, step = time.monotonic(), trainer.global_step
+        window, attempt = self._window, self._attempt
+        self._window = _Counts(now, step)
+        rates = _rates(window, step, now, self._replicas)
+        flops = self._flops_per_sec(trainer, window.batches / max(now - window.began_at, 1e-9))
+        watts = None if self._power is None else self._power.watts()
+        if watts is None:
+            watts = _metric(trainer, "watts_estimate", "power_watts")
+        figures = {
+            **rates,
+            **{f"attempt_{name}": rate for name, rate in _rates(attempt, step, now, self._replicas).items()},
+            "flops_per_sec": flops,
+            "mfu": _share_of_peak(trainer, flops),
+            "watts": watts,
+            **_memory(trainer.strategy.root_device),
+        }
+        self._events.write(
+            trainer,
+            event="heartbeat",
+            success=True,
+            duration_sec=now - attempt.began_at,
+            ttfi_sec=self._first_step_s,
+            throughput_steps_per_sec=rates["steps_per_sec"],
+            flops_estimate=flops,
+            watts_estimate=watts,
+            flops_per_watt=flops / watts if flops is not None and watts else None,
+            artifacts=figures,
+        )
+        log_to_loggers(trainer, {f"perf/{name}": value for name, value in figures.items() if value is not None})
+
+    def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
+        per_step = None if self._flops is None else self._flops.per_step
+        return _metric(trainer, "flops_estimate", "flops") if per_step is None else per_step * batches_per_sec
+
+
+def _rates(counts: _Counts, step: int, now: float, replicas: int) -> dict[str, float | None]:
+    seconds = max(now - counts.began_at, 1e-9)
+    return {
+        "steps_per_sec": (step - counts.step) / seconds,
+        "samples_per_sec": None if counts.samples is None else counts.samples * replicas / seconds,
+        "tokens_per_sec": None if counts.tokens is None else counts.tokens * replicas / seconds,
+    }
+
+
+def _metric(trainer: pl.Trainer, *names: str) -> float | None:
+    """The first metric of the step that has one of the names; a 0 counts."""
+    metrics = trainer.callback_metrics
+    return next((float(metrics[name]) for name in names if name in metrics), None)
+
+
+def _share_of_peak(trainer: pl.Trainer, flops: float | None) -> float | None:
+    """MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B)."""
+    device, numbers = trainer.strategy.root_device, number_type(str(trainer.precision))
+    if flops is None or numbers is None or device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(device), numbers)
+    return None if peak is None else flops / peak
+
+
+def _memory(device: torch.device) -> dict[str, float | None]:
+    if device.type == "cuda":
+        return {
+            "memory_bytes": torch.cuda.memory_allocated(device),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(device),
+        }
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # Linux counts the peak in KiB, and a little late.
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return {"memory_bytes": resident, "peak_memory_bytes": peak}

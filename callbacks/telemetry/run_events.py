@@ -1,0 +1,56 @@
+"""Telemetry events of a run: one id for all of them, and a file that cannot be written ends nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...adapter.contract.exceptions import EventLogError
+from ...reporters.telemetry import make_run_id, write_event
+from ..hook.events import run_state_of
+
+__all__ = ["RunEvents", "log_to_loggers", "run_id_of"]
+
+log = logging.getLogger(__name__)
+
+
+def run_id_of(trainer: pl.Trainer) -> str:
+    """The id that all callbacks of a run share; made up once where the run has none, and kept by its checkpoints."""
+    state = run_state_of(trainer)
+    state.run_id = state.run_id or make_run_id()
+    return state.run_id
+
+
+class RunEvents:
+    """Writes telemetry events of one scenario; the first that cannot be written is warned of.
+
+    Args:
+        scenario: What the run does.
+        path: The file; None is that of `reporters.telemetry.telemetry_path`.
+    """
+
+    def __init__(self, scenario: str, path: str | os.PathLike[str] | None) -> None:
+        self.scenario = scenario
+        self.path = path
+        self._has_warned = False
+
+    def write(self, trainer: pl.Trainer, **fields: Any) -> None:
+        """Write one event; see `reporters.telemetry.write_event` for the fields."""
+        step, epoch = trainer.global_step, trainer.current_epoch
+        try:
+            write_event(
+                scenario=self.scenario, run_id=run_id_of(trainer), step=step, epoch=epoch, path=self.path, **fields
+            )
+        except EventLogError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning("telemetry is not written, and training goes on without it: %s", error)
+
+
+def log_to_loggers(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Send metrics of this step to every logger of the trainer."""
+    for logger in trainer.loggers if metrics else ():
+        logger.log_metrics(metrics=metrics, step=trainer.global_step)

@@ -1,0 +1,101 @@
+"""Hostlist expressions, as ``scontrol`` expands and writes them; ``tests/slurm`` asks the real one."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from genlight.adapter import compress_hostlist, expand_hostlist
+
+EXPANDED = {
+    "n[9-11]": "n9 n10 n11",
+    "n[009-011]": "n009 n010 n011",
+    "n[9-010]": "n9 n10",
+    "n[99-101]": "n99 n100 n101",
+    "rack[1-2]n[3-4]": "rack1n3 rack1n4 rack2n3 rack2n4",
+    "a[1-2]b[3-4]d[5-6]": "a1b3d5 a1b3d6 a2b3d5 a2b3d6 a1b4d5 a1b4d6 a2b4d5 a2b4d6",
+    "n[1-2][3-4]": "n13 n14 n23 n24",
+    "n[3-4],n[1-2]": "n3 n4 n1 n2",
+    "n[1-3,2-4]": "n1 n2 n3 n2 n3 n4",
+    "nodeA,nodeB[001,003]": "nodeA nodeB001 nodeB003",
+    "b04-[09-10]": "b04-09 b04-10",
+    "n[1-2]-ib,x": "n1-ib n2-ib x",
+    "[1-3]": "1 2 3",
+    "n1,,n2,": "n1 n2",
+    "n1 n2": "n1 n2",
+    "n[5]": "n5",
+    "node.example.org": "node.example.org",
+}
+
+COMPRESSED = {
+    "n9 n10 n11": "n[9-11]",
+    "n09 n10": "n[09-10]",
+    "n3 n1 n2": "n[3,1-2]",
+    "n1 n1 n2": "n[1,1-2]",
+    "n1 n2 n2 n3": "n[1-2,2-3]",
+    "n1 m1 n2": "n1,m1,n2",
+    "n01 n02 n3": "n[01-02,3]",
+    "n001 n002 n1000": "n[001-002,1000]",
+    "n1 n01 n2": "n[1,01,2]",
+    "a1b3 a1b4 a2b3": "a1b[3-4],a2b3",
+    "n1-ib n2-ib": "n1-ib,n2-ib",
+    "a b": "a,b",
+    "1 2 3": "[1-3]",
+}
+
+MALFORMED = ["", " ", ",", "(null)", "n[", "n]", "n[1-2", "n]1[", "n[[1-2]]", "n[3-1]", "n[]", "n[1,,2]", "n[-1]"]
+MALFORMED += [
+    "n[1-]",
+    "n[1-2-3]",
+    "n[a-b]",
+    "n[ 1-2 ]",
+    "n[0x1-0x3]",
+    "n[1-2];n3",
+    "n$(id)",
+    "n[+1]",
+    "n[\u0661]",
+    "n/1",
+]
+
+
+@pytest.mark.parametrize("text", EXPANDED)
+def test_an_expression_stands_for_these_hosts(text):
+    assert expand_hostlist(text) == EXPANDED[text].split()
+
+
+@pytest.mark.parametrize("names", COMPRESSED)
+def test_hosts_are_written_like_this(names):
+    assert compress_hostlist(names.split()) == COMPRESSED[names]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_text_is_refused_and_quoted(text):
+    with pytest.raises(ValueError, match="Invalid hostlist") as caught:
+        expand_hostlist(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_65536_hosts_are_the_most_and_more_are_not_even_counted_out():
+    assert len(expand_hostlist("n[1-65536]")) == 65_536
+    for text in ("n[1-65537]", "n[0-255][0-256]", "n[1-65536],m", "n[1-999999999999999999][1-999999999999999999]"):
+        with pytest.raises(ValueError, match="more than 65,536"):
+            expand_hostlist(text)
+
+
+@pytest.mark.parametrize("name", ["", "n 1", "n[1]", "a,b", "n\n"])
+def test_a_name_that_no_host_can_have_is_not_written(name):
+    with pytest.raises(ValueError, match="Invalid host name"):
+        compress_hostlist([name])
+
+
+@given(st.lists(st.from_regex(r"[a-z]{0,3}-?[0-9]{0,4}[a-z]?", fullmatch=True).filter(bool), min_size=1, max_size=30))
+def test_what_is_written_expands_to_the_same_hosts(names):
+    assert expand_hostlist(compress_hostlist(names)) == names
+
+
+@given(st.text(alphabet="n19,-[] x(", max_size=20))
+def test_any_text_gives_hosts_or_a_value_error(text):
+    try:
+        names = expand_hostlist(text)
+    except ValueError:
+        return
+    assert names
+    assert expand_hostlist(compress_hostlist(names)) == names

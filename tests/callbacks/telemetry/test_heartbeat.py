@@ -1,0 +1,259 @@
+"""What a heartbeat says: throughput, operations, power, memory; and that it changes nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+from genlight.adapter import StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Heartbeat
+from genlight.callbacks.telemetry import heartbeat as heartbeat_module
+from genlight.callbacks.telemetry.batch_sizes import samples_in, tokens_in
+from genlight.callbacks.telemetry.power import PowerMeter
+from genlight.reporters import EventLogger
+from genlight.reporters.events.reader import read_events as read_log
+from genlight.reporters.telemetry import read_events
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+class Trains:
+    """A layer that is trained on what a batch is; `metrics` are told beside the loss."""
+
+    def __init__(self, **metrics: float) -> None:
+        self.metrics = metrics
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = state["model"](batch).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach(), **self.metrics})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+def rows(*counts: int) -> list[torch.Tensor]:
+    return [torch.linspace(-1, 1, 4 * count).reshape(count, 4) for count in counts]
+
+
+def flops_of_a_step(batch: torch.Tensor) -> int:
+    trains = Trains()
+    state = trains.configure(None)
+    with FlopCounterMode(display=False) as counter:
+        trains.train_step(batch, state, None)
+    return counter.get_total_flops()
+
+
+def test_it_beats_at_its_cadence_with_what_the_contract_lists(fit, path: Path) -> None:
+    fit(Trains(), [Heartbeat(2, "digits", path=path)], steps=7, batches=rows(*[3] * 7))
+
+    events = read_events(path)
+    assert [event["step"] for event in events] == [2, 4, 6]
+    assert {(event["event"], event["scenario"], event["success"]) for event in events} == {
+        ("heartbeat", "digits", True)
+    }
+    assert len({event["run_id"] for event in events}) == 1
+    for event in events:
+        figures = event["artifacts"]
+        assert event["throughput_steps_per_sec"] == figures["steps_per_sec"] > 0
+        assert figures["samples_per_sec"] == pytest.approx(3 * figures["steps_per_sec"])
+        assert figures["tokens_per_sec"] is None
+        assert event["duration_sec"] > 0
+        assert event["ttfi_sec"] > 0
+        assert figures["peak_memory_bytes"] >= figures["memory_bytes"] > 2**20
+        assert event["flops_estimate"] == pytest.approx(flops_of_a_step(rows(3)[0]) * figures["steps_per_sec"])
+    assert [event["duration_sec"] for event in events] == sorted(event["duration_sec"] for event in events)
+
+
+def test_it_works_with_any_module_and_sends_its_figures_to_every_logger(fit_plain, path: Path, tmp_path: Path) -> None:
+    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    fit_plain([Heartbeat(2, path=path)], steps=4, logger=logger)
+
+    events = read_events(path)
+    assert [event["step"] for event in events] == [2, 4]
+    assert events[0]["flops_estimate"] > 0
+    logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "perf/steps_per_sec"]
+    assert [event["value"] for event in logged] == [event["throughput_steps_per_sec"] for event in events]
+
+
+def test_operations_are_counted_again_when_batches_change_their_shape(fit, path: Path) -> None:
+    batches = rows(*[3] * 4, *[6] * 6)
+
+    fit(Trains(), [Heartbeat(2, path=path)], steps=10, batches=batches)
+
+    per_step = [event["flops_estimate"] / event["throughput_steps_per_sec"] for event in read_events(path)]
+    small, large = (flops_of_a_step(batch) for batch in rows(3, 6))
+    # At step 6 the new shape is seen, step 7 is counted.
+    assert per_step == pytest.approx([small, small, small, large, large])
+
+
+def test_counting_changes_no_bit(fit, path: Path) -> None:
+    weights = []
+    for callbacks in ([], [Heartbeat(1, path=path)]):
+        _, module = fit(Trains(), callbacks, steps=6, batches=rows(3, 3, 5, 2, 3, 3))
+        weights.append(module.state_dict())
+
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_step_that_fails_while_it_is_counted_leaves_torch_as_it_was(fit, path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fit(Trains(), [Heartbeat(5, path=path)], steps=3, batches=[*rows(3), torch.ones(3, 5), *rows(3)])
+
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_formula_that_fails_ends_the_count_and_not_the_step(fit, path: Path, monkeypatch, caplog) -> None:
+    def fails(*args, **kwargs):
+        raise AssertionError("no such shape")
+
+    monkeypatch.setitem(torch.utils.flop_counter.flop_registry, torch.ops.aten.addmm, fails)
+    fit(Trains(), [Heartbeat(2, path=path)], steps=4, batches=rows(*[3] * 4))
+
+    assert [event["flops_estimate"] for event in read_events(path)] == [None, None]
+    assert "cannot be counted: AssertionError: no such shape" in caplog.text
+
+
+class Counts:
+    """A trainer without torch, which says what it does."""
+
+    def __init__(self, **metrics: float) -> None:
+        self.metrics = metrics
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        return StepResult(metrics=self.metrics)
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({}, (None, None, None)),
+        ({"flops": 6e12, "power_watts": 300.0}, (6e12, 300.0, 2e10)),
+        ({"flops_estimate": 3e12, "flops": 1.0, "watts_estimate": 100.0, "power_watts": 1.0}, (3e12, 100.0, 3e10)),
+        ({"flops": 0.0, "watts_estimate": 0.0, "power_watts": 5.0}, (0.0, 0.0, None)),
+    ],
+)
+def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
+    fit, path: Path, monkeypatch, tmp_path: Path, metrics, expected
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "PowerMeter", lambda device: PowerMeter(device, rapl=tmp_path / "none"))
+    fit(Counts(**metrics), [Heartbeat(2, path=path)], steps=2)
+
+    (event,) = read_events(path)
+    assert (event["flops_estimate"], event["watts_estimate"], event["flops_per_watt"]) == pytest.approx(expected)
+
+
+def test_throughput_after_a_resume_leaves_out_the_steps_before(fit, path: Path, tmp_path: Path) -> None:
+    """Of 3 steps that this attempt made, not of 100."""
+    fit(Counts(), [Checkpoint(tmp_path / "c", save_final=True), Heartbeat(50, path=path)], steps=97,
+        enable_checkpointing=True)  # fmt: skip
+    from genlight.adapter import ContractModule
+    from genlight.adapter.training_loop import BatchStream
+
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=100, enable_model_summary=False,
+        callbacks=[Checkpoint(tmp_path / "c", replace_existing=True), Heartbeat(50, path=path)],
+    )  # fmt: skip
+    trainer.fit(ContractModule(Counts(), None), BatchStream(range(100)), ckpt_path=str(tmp_path / "c" / "final.json"))
+
+    first, second = read_events(path)
+    assert (first["step"], second["step"]) == (50, 100)
+    assert first["run_id"] == second["run_id"]
+    figures = second["artifacts"]
+    assert figures["attempt_steps_per_sec"] * second["duration_sec"] == pytest.approx(3)
+    assert figures["steps_per_sec"] == pytest.approx(figures["attempt_steps_per_sec"])
+
+
+def test_a_job_has_one_run_id_in_events_and_telemetry(fit, path: Path) -> None:
+    from genlight.callbacks import Hook
+    from genlight.callbacks.hook.events import run_state_of
+
+    class Names(Hook):
+        def setup(self, trainer, pl_module, stage):
+            run_state_of(trainer).run_id = "job-7"
+
+    fit(Counts(), [Names(), Heartbeat(1, path=path)], steps=1, job=TrainingJobSpec("job-7", 1))
+
+    assert read_events(path)[0]["run_id"] == "job-7"
+
+
+def test_a_file_that_cannot_be_written_is_warned_of_once_and_training_goes_on(fit, tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").touch()
+
+    trainer, _ = fit(Counts(), [Heartbeat(1, path=tmp_path / "file" / "m.jsonl")], steps=5)
+
+    assert trainer.global_step == 5
+    (record,) = [record for record in caplog.records if "telemetry is not written" in record.getMessage()]
+    assert record.levelname == "WARNING"
+    assert record.exc_info is None
+    assert "is not a directory" in record.getMessage()
+
+
+def test_a_cadence_of_0_is_off(fit, path: Path) -> None:
+    fit(Counts(), [Heartbeat(0, path=path)], steps=3)
+
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((-1,), "Invalid `interval_steps`. Expected a number >= 0, but received -1"), ((1, ""), "Invalid `scenario`")],
+)
+def test_what_makes_no_sense_is_refused(arguments, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        Heartbeat(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "tokens"),
+    [
+        (pa.record_batch({"x": [1, 2, 3]}), 3, None),
+        (pa.record_batch({"input_ids": [[1, 2, 3], [4]]}).slice(0, 1), 1, 3),
+        (torch.ones(5, 2), 5, None),
+        ((torch.ones(5, 2), torch.ones(5)), 5, None),
+        ({"mask": None, "input_ids": torch.ones(4, 16, dtype=torch.long)}, 4, 64),
+        ({"tokens": [[1, 2], [3]]}, 2, 3),
+        ([{"x": 1}, {"x": 2}], 2, None),
+        (torch.tensor(1.0), None, None),
+        (7, None, None),
+        ("text", None, None),
+    ],
+)
+def test_samples_and_tokens_are_counted_where_a_batch_tells(batch, samples, tokens) -> None:
+    assert (samples_in(batch), tokens_in(batch)) == (samples, tokens)

@@ -1,0 +1,75 @@
+"""What a real Slurm tells its tasks is read as it is meant."""
+
+import json
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+PROGRAM = """
+import dataclasses, json, os
+from genlight.adapter import current_job_context
+from genlight.adapter.cluster.job_context import in_srun_task
+context = current_job_context()
+fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+fields |= {"array": [context.array_job_id, context.array_task_id], "env": context.torch_distributed_env()}
+fields |= {"is_task": in_srun_task(), "environment": None}
+print(json.dumps(fields, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def reported(slurm, tmp_path_factory):
+    """What each process of a job says, as the job was submitted with these options, from its batch script or srun."""
+    folder = tmp_path_factory.mktemp("contexts")
+    (folder / "report.py").write_text(PROGRAM)
+
+    def submit(*options, srun="srun "):
+        command = f"{srun}{sys.executable} report.py"
+        job = slurm.submit(*options, "--output=%A-%a.out", f"--wrap={command}", cwd=folder)
+        assert slurm.wait(job) == ("COMPLETED", 0)
+        lines = [line for path in folder.glob(f"{job}-*.out") for line in path.read_text().splitlines()]
+        contexts = [json.loads(line) for line in lines if line.startswith("{")]
+        return job, sorted(contexts, key=lambda context: (context["array"][1] or 0, context["rank"]))
+
+    return submit
+
+
+def test_each_rank_of_a_two_node_step_with_uneven_tasks_gets_its_own_place(reported):
+    job, contexts = reported("--nodes=2", "--ntasks=3")
+
+    places = [(context["rank"], context["local_rank"], context["node_rank"]) for context in contexts]
+    assert places == [(0, 0, 0), (1, 1, 0), (2, 0, 1)]
+    assert [context["local_world_size"] for context in contexts] == [2, 2, 1]
+    for context in contexts:
+        assert (context["job_id"], context["step_id"]) == (job, "0")
+        assert (context["world_size"], context["num_nodes"]) == (3, 2)
+        assert context["hostnames"] == ["n9", "n10"]
+        assert context["is_task"]
+    assert len({(context["master_addr"], context["master_port"]) for context in contexts}) == 1
+
+
+def test_the_batch_script_itself_is_no_task(reported):
+    _, (context,) = reported("--nodes=2", "--ntasks=3", srun="")
+
+    assert (context["rank"], context["world_size"], context["is_task"]) == (0, 3, False)
+    assert context["step_id"] is None or int(context["step_id"]) > 4_000_000_000
+
+
+def test_the_tasks_of_an_array_are_jobs_of_their_own(reported):
+    job, contexts = reported("--array=3,5", "--ntasks=1")
+
+    assert [context["array"] for context in contexts] == [[job, 3], [job, 5]]
+    assert len({context["job_id"] for context in contexts}) == 2
+    assert len({context["master_port"] for context in contexts}) == 2
+    assert [context["is_task"] for context in contexts] == [False, False]  # one task each
+
+
+def test_an_interactive_srun_with_the_name_of_a_shell_is_seen(slurm, tmp_path):
+    (tmp_path / "report.py").write_text(PROGRAM)
+    said = slurm.call("srun", "--job-name=bash", "--nodes=2", "--ntasks=2", sys.executable, "report.py", cwd=tmp_path)
+
+    contexts = [json.loads(line) for line in said.splitlines()]
+    assert {context["rank"] for context in contexts} == {0, 1}
+    assert all(context["is_task"] for context in contexts)

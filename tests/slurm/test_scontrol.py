@@ -1,0 +1,51 @@
+"""Hostlists are those of the real ``scontrol``, in both directions."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from genlight.adapter import compress_hostlist, expand_hostlist
+
+pytestmark = pytest.mark.slurm
+
+EXAMPLES = 150
+
+NUMBERS = st.integers(0, 120).flatmap(
+    lambda number: st.sampled_from([0, 2, 3]).map(lambda width: str(number).zfill(width))
+)
+RANGES = st.tuples(st.integers(0, 120), st.integers(0, 4), st.sampled_from([0, 2, 3]), st.sampled_from([0, 2, 4])).map(
+    lambda drawn: f"{str(drawn[0]).zfill(drawn[2])}-{str(drawn[0] + drawn[1]).zfill(drawn[3])}"
+)
+BRACKETS = st.lists(st.one_of(NUMBERS, RANGES), min_size=1, max_size=3).map(lambda entries: f"[{','.join(entries)}]")
+PREFIXES = st.sampled_from(["n", "a-", "r1n", "", "x.y"])
+WORDS = st.tuples(PREFIXES, st.lists(st.tuples(BRACKETS, st.sampled_from(["", "n", "x-", "7"])), max_size=3)).map(
+    lambda drawn: drawn[0] + "".join(bracket + text for bracket, text in drawn[1])
+)
+NAMES = st.tuples(st.sampled_from(["n", "rack", "b-", "n1-", "x.y", "4x"]), NUMBERS, st.sampled_from(["", "", "-ib"]))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(WORDS, min_size=1, max_size=3).map(",".join))
+def test_what_scontrol_expands_is_expanded_to_the_same_hosts_in_the_same_order(scontrol, text):
+    hosts = scontrol("hostnames", text)
+    if hosts:  # 22.05 refuses a suffix after the last bracket
+        assert expand_hostlist(text) == hosts
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(NAMES.map("".join), min_size=1, max_size=8))
+def test_hosts_are_written_as_scontrol_writes_them(scontrol, names):
+    assert [compress_hostlist(names)] == scontrol("hostlist", ",".join(names))
+
+
+@settings(max_examples=EXAMPLES)
+@given(PREFIXES, st.lists(st.tuples(st.integers(0, 110), st.integers(1, 4)), min_size=1, max_size=4))
+def test_runs_of_hosts_are_joined_where_scontrol_joins_them(scontrol, prefix, runs):
+    names = [f"{prefix}{start + each:0{width}d}" for start, width in runs for each in range(3)]
+    assert [compress_hostlist(names)] == scontrol("hostlist", ",".join(names))
+
+
+@pytest.mark.parametrize("text", ["n[3-1]", "n[]", "n[1,,2]", "n[-1]", "n[a-b]", "n[1-2-3]", "n[1-65537]", "n[1-2];n3"])
+def test_what_scontrol_refuses_is_refused(scontrol, text):
+    assert scontrol("hostnames", text) is None
+    with pytest.raises(ValueError, match="Invalid hostlist"):
+        expand_hostlist(text)
