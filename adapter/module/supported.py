@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import (
@@ -16,9 +17,12 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
 from ..contract.exceptions import StartupContractError
+from ..contract.types import TrainingJobSpec
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
+from .finders import fault_of_finder
 from .late_setup import faults_of_callbacks
 
 __all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
@@ -34,8 +38,13 @@ _REFUSED: dict[type[Strategy], str] = {
 }
 
 
-def check_trainer_arguments(trainer: pl.Trainer) -> None:
+def check_trainer_arguments(trainer: pl.Trainer, job: TrainingJobSpec, data: Any) -> None:
     """Refuse a strategy, an argument or a callback of a Lightning trainer that cannot host a trainer class.
+
+    Args:
+        trainer: The Lightning trainer.
+        job: What the trainer class is given.
+        data: The data module; None where there is none.
 
     Raises:
         StartupContractError: Names each, the reason and the way out.
@@ -53,6 +62,7 @@ def check_trainer_arguments(trainer: pl.Trainer) -> None:
             "torch.nn.utils.clip_grad_norm_ in train_step"
         )
     errors += faults_of_callbacks(trainer)
+    errors += filter(None, (fault_of_finder(callback, trainer, job, data) for callback in callbacks_of(trainer)))
     if errors:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
 

@@ -2,9 +2,3 @@
 
 May import everything but the command line.
 """
-
-from __future__ import annotations
-
-from ..plumbing.operating_system import require_linux
-
-require_linux(__name__)

@@ -182,8 +182,10 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     environment = ranks_environment(rank, world_size)
-    if kind == "ddp":
-        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
+    if kind in ("ddp", "small buckets"):
+        # A parameter for each bucket, so that everything that can travel early does.
+        settings: Any = {"bucket_cap_mb": 1e-6} if kind == "small buckets" else {}
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)
     strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
     strategy.cluster_environment = environment
     return strategy

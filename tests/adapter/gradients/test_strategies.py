@@ -63,6 +63,7 @@ INTERRUPTED = {
 def two_ranks(tmp_path_factory):
     """The whole zoo in one pair of processes, since starting one takes seconds."""
     jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
+    jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in zoo.ZOO]
     jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
@@ -99,6 +100,15 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
     assert not isinstance(first, str), first
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_gradients_that_travel_inside_of_backward_add_up_to_the_same_bits(two_ranks, name):
+    for rank in two_ranks:
+        early, late = rank[f"small buckets {name}"], rank[f"ddp {name}"]
+        assert not isinstance(early, str), early
+        assert all(torch.equal(early[key], late[key]) for key in late)
 
 
 @pytest.mark.slow

@@ -143,8 +143,8 @@ BROKEN = {
         "lightning.pytorch.callbacks.GradientAccumulationScheduler", scheduling={0: 2}
     ),
     "averaging by a callback": callback("lightning.pytorch.callbacks.StochasticWeightAveraging", swa_lrs=0.1),
-    "learning rate finder": callback("lightning.pytorch.callbacks.LearningRateFinder"),
-    "batch size finder": callback("lightning.pytorch.callbacks.BatchSizeFinder"),
+    "finder without a learning rate": callback("lightning.pytorch.callbacks.LearningRateFinder"),
+    "finder without a batch size": callback("lightning.pytorch.callbacks.BatchSizeFinder", batch_arg_name="rows"),
     "logger that cannot be imported": lightning(logger={"class_path": "no.such.Logger"}),
     "no data": {"dataset": ...},
     "no such file": {"dataset": {"parquet_paths": ["none.parquet"]}},
