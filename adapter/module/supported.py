@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from ...callbacks.checkpoint.sharded.strategy import sharded_url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
 from ..contract.exceptions import StartupContractError
@@ -61,7 +62,7 @@ def check_trainer_arguments(trainer: pl.Trainer, job: TrainingJobSpec, data: Any
             f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
             "torch.nn.utils.clip_grad_norm_ in train_step"
         )
-    errors += faults_of_callbacks(trainer)
+    errors += faults_of_callbacks(trainer) + sharded_url_faults(trainer)
     errors += filter(None, (fault_of_finder(callback, trainer, job, data) for callback in callbacks_of(trainer)))
     if errors:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
