@@ -50,7 +50,8 @@ def sharded_url_faults(trainer: pl.Trainer) -> list[str]:
             if is_remote(place):
                 faults.append(
                     f"{type(callback).__name__} saves to {os.fspath(place)!r}, and ranks that hold shards write a "
-                    "checkpoint together, to a local file system that all see. Give it such a `dirpath`, and `targets` of UploadArtifacts for copies elsewhere"
+                    "checkpoint together, to a local file system that all see. Give it such a `dirpath`, and `targets` "
+                    "of UploadArtifacts for copies elsewhere"
                 )
     return faults
 
