@@ -108,6 +108,8 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         return Attempt(*follower.run(allow_changed=options.allow_changed))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
+        if options.fresh:
+            _start_afresh(config)
         return _owning(_open_event_log(config), config, options, signals)
 
 
@@ -162,8 +164,6 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
                 )
                 outcome.lifecycle = stack.enter_context(session)
                 stop.add_check(outcome.lifecycle.reason)
-            if options.fresh:
-                _start_afresh(config)
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)

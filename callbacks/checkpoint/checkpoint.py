@@ -31,7 +31,7 @@ from .format.record import RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best, own_records
-from .save_meta import meta_of_save
+from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin, sharded_url_faults
@@ -171,8 +171,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             replaces = self.replace_existing or self._trained_in == self.directory
             check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
             self._trained_in = self.directory
-            if trainer.is_global_zero and not self.run.metadata:
-                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
+            if trainer.is_global_zero and self._io is not None:
+                self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
+                self._io.look(self.directory, said_to_stay(pl_module))
 
     @skippable
     @override

@@ -22,7 +22,7 @@ from ...discovery.discover import Discovered
 from . import values as sharded_values, writes as shard_writes
 from .errors import about_sharding, without_collectives
 from .gradients import ShardGradients
-from .rank_agreement import RankAgreement
+from .rank_agreement import BACKWARD, END_OF_STEP, UPDATE, RankAgreement
 from .units import units_of
 
 __all__ = ["ShardedStep", "fsdp_modules"]
@@ -116,7 +116,7 @@ class ShardedStep:
     def end(self, *, failed: bool) -> None:
         """A step ends. After a failure the other ranks may not come this far, so nothing is agreed on with them."""
         if self._units and not failed:
-            self.agree("end the step")
+            self.agree(END_OF_STEP)
             self.give_up_gathered()
         if self._agreement is not None:
             self._agreement.end_step()
@@ -124,7 +124,7 @@ class ShardedStep:
     def before_backward(self) -> None:
         """A backward call begins."""
         if self._gradients is not None:
-            self.agree("call backward")
+            self.agree(BACKWARD)
             self._gradients.begin()
 
     def abandon_backward(self) -> None:
@@ -193,7 +193,7 @@ class ShardedStep:
         """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
         if not self._units:
             return contextlib.nullcontext()
-        self.agree(f"update by {type(optimizer).__name__}")
+        self.agree(f"{UPDATE} {type(optimizer).__name__}")
         self.give_up_gathered()
         if optimizer not in self.optimizers:
             return contextlib.nullcontext()

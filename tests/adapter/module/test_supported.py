@@ -13,6 +13,8 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.contract.types import TrainingJobSpec
@@ -39,7 +41,10 @@ Homemade.__abstractmethods__ = frozenset()
         (blank(FSDPStrategy), "FSDPStrategy cannot host.*ModelParallelStrategy"),
         (ModelParallelStrategy(), "ModelParallelStrategy cannot host.*tensor_parallel_size=1"),
         (ModelParallelStrategy(1, 2), "tensor_parallel_size=1"),
-        (DDPStrategy(ddp_comm_hook=print), "DDPStrategy cannot host.*communication hook"),
+        (
+            DDPStrategy(ddp_comm_hook=powerSGD_hook, ddp_comm_state=PowerSGDState(None)),
+            "DDPStrategy cannot host.*hook keeps a PowerSGDState between steps.*fp16_compress_hook",
+        ),
         (DDPStrategy(model_averaging_period=2), "DDPStrategy cannot host.*averages models"),
         (blank(Homemade), "Homemade cannot host"),
         (DDPStrategy(start_method="spawn"), "DDPStrategy cannot host.*start_method='spawn'.*Use ddp"),
@@ -53,7 +58,13 @@ def test_a_strategy_that_cannot_host_a_trainer_is_refused_by_name_with_the_reaso
 
 @pytest.mark.parametrize(
     "strategy",
-    [SingleDeviceStrategy("cpu"), DDPStrategy(), DDPStrategy(find_unused_parameters=True), ModelParallelStrategy(2, 1)],
+    [
+        SingleDeviceStrategy("cpu"),
+        DDPStrategy(),
+        DDPStrategy(find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=5),
+        DDPStrategy(ddp_comm_hook=fp16_compress_hook),
+        ModelParallelStrategy(2, 1),
+    ],
 )
 def test_strategies_that_can_host_a_trainer_pass(strategy):
     check_strategy(strategy)

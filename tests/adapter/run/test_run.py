@@ -327,7 +327,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     first, place, line, last = said.splitlines()
     assert first == "train-step failure: ZeroDivisionError: bad batch"
     assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
-    assert last == f"  the whole traceback is in out/failures/{whole.name}; `genlight run --verbose` shows it here"
+    assert last == f"  the whole traceback is in out/failures/{whole.name}"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
@@ -422,6 +422,11 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert run(job, fresh=True) == 0
     (aside,) = (job.parent / "out").glob("before-*")
     assert (aside / "checkpoints" / "final.json").exists()
+    old = list(read_events(aside / "metrics" / "events.jsonl"))
+    assert [old[0]["event"], old[-1]["event"]] == ["started", "completed"]
+    new = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))
+    assert (new[0]["event"], new[0]["seq"]) == ("started", old[0]["seq"])
+    assert "attempt" not in new[0]
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
