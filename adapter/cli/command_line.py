@@ -7,6 +7,7 @@ neither torch nor Lightning, so that ``--help``, listings and shell completion a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -17,7 +18,9 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
+from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
+from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
 from .operating_system import unsupported_system
@@ -99,9 +102,7 @@ def _run(words: list[str]) -> int:
         if faults:
             sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
             return WRONG_USAGE
-        from .lightning_cli import run_lightning_cli
-
-        return run_lightning_cli(words)
+        return _run_lightning(words)
     parser = build_parser(words)
     parsed = parser.parse_args(words)
     if parsed.subcommand is None:
@@ -117,6 +118,17 @@ def _run(words: list[str]) -> int:
         sys.stderr.write(f"genlight {parsed.subcommand}: {path}: {error.strerror}; name a path that can be used\n")
         return WRONG_USAGE
     return code
+
+
+def _run_lightning(words: list[str]) -> int:
+    with contextlib.ExitStack() as stack:
+        signals = StopSignals()
+        if words[0] == "fit":
+            stack.enter_context(signals.installed())
+            signals.what_next = "the fit stops before it trains" if is_rank_zero() else ""
+        from .lightning_cli import run_lightning_cli  # takes seconds
+
+        return run_lightning_cli(words, signals)
 
 
 def build_parser(words: Sequence[str] = ()) -> CommandParser:

@@ -23,7 +23,7 @@ from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.resume import decide_start
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
-from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format import record_file as record_module
 from genlight.callbacks.checkpoint.format.record_file import digest_of, read_record
 from genlight.callbacks.checkpoint.format.safetensors_header import parse_header
 from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, parse_part, serialise_part

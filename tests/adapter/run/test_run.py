@@ -128,6 +128,10 @@ class BreaksInConstructor:
 '''
 
 
+ACCUMULATES = {
+    "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
+    "init_args": {"scheduling": {"0": 2}},
+}
 STOPS_EARLY = {
     "class_path": "lightning.pytorch.callbacks.EarlyStopping",
     "init_args": {"monitor": "train/loss", "mode": "y"},
@@ -265,6 +269,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
         ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [ACCUMULATES]}}, "startup", "GradientAccumulationScheduler: the trainer class", 2),
         ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
         ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
         ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
@@ -322,7 +327,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     first, place, line, last = said.splitlines()
     assert first == "train-step failure: ZeroDivisionError: bad batch"
     assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
-    assert last == f"  the whole traceback is in out/failures/{whole.name}; `genlight run --verbose` shows it here"
+    assert last == f"  the whole traceback is in out/failures/{whole.name}"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
@@ -417,6 +422,11 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert run(job, fresh=True) == 0
     (aside,) = (job.parent / "out").glob("before-*")
     assert (aside / "checkpoints" / "final.json").exists()
+    old = list(read_events(aside / "metrics" / "events.jsonl"))
+    assert [old[0]["event"], old[-1]["event"]] == ["started", "completed"]
+    new = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))
+    assert (new[0]["event"], new[0]["seq"]) == ("started", old[0]["seq"])
+    assert "attempt" not in new[0]
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
