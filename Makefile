@@ -56,10 +56,11 @@ lock: $(INSTALLED)  ## write down the versions that are installed now
 clean:
 	rm -rf $(VENV) .versions .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
 
-# The stamp is newer than both files only after a complete install, so an interrupted one starts again.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamp is newer than these files only after a complete install, so an interrupted one starts again.
+$(INSTALLED): pyproject.toml constraints.txt examples/guides/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/guides --requirement examples/guides/requirements.txt
 	touch $@

@@ -33,7 +33,7 @@ from .retention import Retention, best, own_records
 from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.strategy import save_through_plugin
+from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
@@ -151,6 +151,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
+        if faults := sharded_url_faults(trainer):
+            raise ValueError("; ".join(faults))
         directory = self.place_under(trainer)
         if stage == "fit" and trainer.is_global_zero:
             sweep(directory)
