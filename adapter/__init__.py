@@ -12,6 +12,7 @@ from .plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
     from .cluster.hostlist import compress_hostlist as compress_hostlist, expand_hostlist as expand_hostlist
+    from .cluster.injection import bind_job_context as bind_job_context
     from .cluster.job_context import (
         JobContext as JobContext,
         build_job_context as build_job_context,
@@ -83,6 +84,11 @@ if TYPE_CHECKING:
         run_job as run_job,
         run_training_runtime_from_env as run_training_runtime_from_env,
     )
+    from .runner.contexts import (
+        CompletedContext as CompletedContext,
+        RunBeginContext as RunBeginContext,
+        RunEndContext as RunEndContext,
+    )
     from .training_loop import run_training_loop as run_training_loop
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -90,6 +96,7 @@ else:
         {
             "..reporters.events.reader": ("read_events",),
             ".cluster.hostlist": ("compress_hostlist", "expand_hostlist"),
+            ".cluster.injection": ("bind_job_context",),
             ".cluster.job_context": ("JobContext", "build_job_context", "current_job_context"),
             ".contract.exceptions": (
                 "AuthError",
@@ -149,6 +156,7 @@ else:
             ".module.plugin_loading": ("load_trainer_plugin",),
             ".run.control_plane": ("HttpLifecycleClient",),
             ".run.run": ("RunOptions", "run_job", "run_training_runtime_from_env"),
+            ".runner.contexts": ("CompletedContext", "RunBeginContext", "RunEndContext"),
             ".training_loop": ("run_training_loop",),
         },
     )

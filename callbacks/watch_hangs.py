@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import TrainingHung
 from .hook.hook import Hook
+from .hook.run_context import RunContext
 
 __all__ = ["WatchHangs"]
 
@@ -71,9 +72,13 @@ class WatchHangs(Hook):
         self.factor = factor
         self.floor_s = floor_s
         self.end_run = end_run
-        self.on_hang: Callable[[TrainingHung], None] | None = None
+        self.on_hang: Callable[[Exception], None] | None = None
         """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
         self._count = 0
+
+    @override
+    def join_run(self, run: RunContext) -> None:
+        self.on_hang = run.end_now
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...callbacks.checkpoint.sharded.boxes import sharded_like
+from ...callbacks.checkpoint.sharded.lazy_tensor import whole
 from .discover import Found
 
 __all__ = ["KeptByWrapper", "kept_by_wrappers"]
@@ -31,12 +33,16 @@ class KeptByWrapper:
     """Whether it had the very groups of its wrapper when it was built, as a scheduler of the wrapper needs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries by the places of their parameters; the values are those of the training, not copies."""
+        """The entries by the places of their parameters; the values are those of the training, not copies.
+
+        Sharded ones are whole in looks, as everywhere in a checkpoint.
+        """
         state = self.optimizer.state
-        return {"state": {place: dict(state[p]) for place, p in enumerate(self._parameters()) if p in state}}
+        entries = {place: state[p] for place, p in enumerate(self._parameters()) if p in state}
+        return {"state": {place: {n: whole(v) for n, v in entry.items()} for place, entry in entries.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the entries over, on the devices of their parameters."""
+        """Take the entries over, on the devices of their parameters and sharded as those are."""
         state = self.optimizer.state
         state.clear()
         for place, parameter in enumerate(self._parameters()):
@@ -51,7 +57,7 @@ class KeptByWrapper:
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
-    """What to save beside the state dicts of `optimizers`; nothing for torch's own, nor for sharded parameters."""
+    """What to save beside the state dicts of `optimizers`; nothing for torch's own."""
     kept: list[KeptByWrapper] = []
     for found in optimizers:
         kept += _of(found.path, found.value, set())
@@ -61,8 +67,6 @@ def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWra
 def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
     seen.add(id(optimizer))
     if type(optimizer).__module__.startswith("torch."):
-        return
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
     inner = [
         (name, value)
@@ -78,7 +82,9 @@ def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapp
 
 
 def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """A saved value on the parameter's device, except a counter of steps, which optimizers keep where they like."""
+    """A saved value as the parameter is, except a counter of steps, which optimizers keep where they like."""
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return sharded_like(value, parameter)
     return value.clone() if name == "step" else value.to(parameter.device, copy=True)

@@ -95,6 +95,25 @@ class ArrowDataModule(LightningDataModule):
             self._val = self._feed(self._val_paths, epochs=1)
             self._val.check()
 
+    @property
+    def batch_size(self) -> int:
+        """Rows a step and rank; a new value counts from the next batch on, also in the middle of an epoch."""
+        size: int = self._options["batch_size"]
+        return size
+
+    @batch_size.setter
+    def batch_size(self, rows: int) -> None:
+        if rows == self.batch_size:
+            return
+        self._options["batch_size"] = rows
+        train, self._train = self._train, None
+        self._val = None
+        if train is not None:
+            position = train.state_dict()
+            train.close()
+            self._train = self._feed(self._paths, per_epoch=True, **self._training)
+            self._train.load_state_dict(position)
+
     def train_dataloader(self) -> ArrowFeed:
         """The feed of this rank, the same object until the next `setup`: it carries the position."""
         if self._train is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +127,8 @@ class TrueUnitScaler(GradScaler):
         self._stepped: set[int] = set()
         """Optimizers that stepped since the scale was adapted."""
         self._overflows: Tensor | float = 0.0
+        self._found_by_hand: Tensor | None = None
+        """What `check_by_hand` found since the scale was adapted."""
 
     @classmethod
     def like(cls, scaler: GradScaler) -> TrueUnitScaler:
@@ -157,24 +159,27 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def check(self, optimizer: Optimizer) -> None:
         """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
+        found = _overflowed([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        if found is None:
             return
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        by_hand = self._found_by_hand
+        self._found[id(optimizer)] = found if by_hand is None else torch.maximum(found, by_hand.to(found.device))
+
+    @torch.no_grad()
+    def check_by_hand(self, tensors: Iterable[Tensor]) -> None:
+        """Make the gradients of `tensors`, which no optimizer updates, zeros if one is not finite.
+
+        A trainer that updates them itself changes nothing by those, and its optimizers skip the update too.
+        """
+        grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        found = _overflowed(grads)
+        if found is None:
+            return
+        before = self._found_by_hand
+        self._found_by_hand = found if before is None else torch.maximum(found, before.to(found.device))
         for grad in grads:
             values = _real_values(grad)
-            by_kind.setdefault((values.device, values.dtype), []).append(values)
-        total: Tensor | None = None
-        for (device, _), tensors in by_kind.items():
-            found, one = torch.zeros((), device=device), torch.ones((), device=device)
-            # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
-            amp_foreach_non_finite_check_and_unscale(tensors, found, one)
-            total = found if total is None else total + found.to(total.device)
-        assert total is not None
-        sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
-        if sharded is not None:  # each rank saw its own part
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
-        self._found[id(optimizer)] = total.clamp_(max=1.0)
+            values.masked_fill_(found.to(values.device, torch.bool), 0.0)
 
     def step_checked(self, optimizer: Optimizer, step: Callable[[], Any], *, adapt: bool = True) -> Any:
         """Run `step` unless the gradients overflowed, and adapt the scale.
@@ -205,6 +210,7 @@ class TrueUnitScaler(GradScaler):
         """Adapt the scale, if there were steps since that was last done."""
         if self._stepped:
             self._stepped.clear()
+            self._found_by_hand = None
             self.update()
 
     @override
@@ -222,6 +228,24 @@ class TrueUnitScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._overflows = float(state_dict.get("overflow_steps", 0))
+
+
+def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
+    """One where one of `grads` is not finite, else zero, on a device; None without any."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = _real_values(grad)
+        by_kind.setdefault((values.device, values.dtype), []).append(values)
+    total: Tensor | None = None
+    for (device, _), tensors in by_kind.items():
+        found, one = torch.zeros((), device=device), torch.ones((), device=device)
+        # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
+        amp_foreach_non_finite_check_and_unscale(tensors, found, one)
+        total = found if total is None else total + found.to(total.device)
+    sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
+    if sharded is not None and total is not None:  # each rank saw its own part
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
+    return None if total is None else total.clamp_(max=1.0)
 
 
 def _real_values(grad: Tensor) -> Tensor:

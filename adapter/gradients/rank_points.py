@@ -13,10 +13,18 @@ from torch import Tensor
 
 from ..contract.exceptions import ContractError
 
-__all__ = ["NUMBERS", "Point", "Why", "are_together", "parted", "users_line"]
+__all__ = ["NUMBERS", "SKIPPED_ALONE", "Point", "Why", "are_together", "parted", "users_line"]
 
 NUMBERS = 4
 """How many numbers of a point travel with the gradients."""
+
+SKIPPED_ALONE = (
+    "`train_step` must update on all ranks or on none. Where it skips a step for a reason that only one rank has (its "
+    "own loss is nan, say), decide by something that all ranks see alike: the norm of the gradients after backward, "
+    "which are those of all ranks, or a flag that goes through torch.distributed.all_reduce; or leave the test out and "
+    "set on_nonfinite to skip, which leaves out such an update on all ranks."
+)
+"""What to do about a rank that ends its step without the update that others make."""
 
 _MODULUS = 128
 """Numbers are sent modulo this, which is exact in every dtype that gradients have."""
@@ -34,6 +42,7 @@ class Why(enum.IntEnum):
     COLLECTIVE = 5
     END_OF_STEP = 6
     NOTHING = 7
+    INSIDE = 8
 
 
 _TEXTS = {
@@ -43,6 +52,7 @@ _TEXTS = {
     Why.AUTOGRAD_GRAD: "calls torch.autograd.grad",
     Why.COLLECTIVE: "calls torch.distributed.{what}",
     Why.END_OF_STEP: "has ended the step with gradients and without an update",
+    Why.INSIDE: "updates {what} inside of backward",
     Why.NOTHING: "has ended the step without a backward call",
 }
 
@@ -113,11 +123,7 @@ def _cure(one: Point, other: Point) -> str:
             "ranks have as many backward calls as they like."
         )
     if Why.NOTHING in (one.why, other.why) or one.updates != other.updates or Why.END_OF_STEP in (one.why, other.why):
-        return (
-            "`train_step` must update on all ranks or on none. Where it skips a step for a reason that only one rank "
-            "has (its own loss is nan, say), decide by something that all ranks see alike: the norm of the gradients "
-            "after backward, which are those of all ranks, or a flag that goes through torch.distributed.all_reduce."
-        )
+        return SKIPPED_ALONE
     return (
         "All ranks must go through `train_step` alike, their backward calls aside: as many updates, and gradients that "
         "are read in the same places."

@@ -5,7 +5,8 @@ While a ``train_step`` runs, and in its thread alone::
     backward            on_before_backward
                         scale the loss, unseen by hooks    16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
-                        average gradients over the ranks   several ranks; put off until they are read
+                        average gradients over the ranks   several ranks; they travel while autograd runs, and are
+                                                           there when they are read
                         look for overflows                 16-mixed
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
@@ -24,22 +25,24 @@ is bit-equal to plain torch, and free.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from . import autograd_patch as interception
 from .averaging import Averaging
+from .equal_replicas import BufferSync
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import ShardedStep
-from .gradient_sync import BufferSync, GradientSync
+from .gradient_sync import GradientSync
 from .lightning_hooks import StepHooks
 from .precision import AutocastOff, StepPrecision, about_types
 from .unknown_optimizers import UnknownOptimizers
@@ -88,6 +91,7 @@ class StepRouter:
         self._unknown = UnknownOptimizers(parameters, refuse_lasting=must_know)
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
+        self._by_hand = [] if precision.scaler is None else _not_optimized(discovered)
         self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
         self._steps = 0
         self._refusal: ContractError | None = None
@@ -236,8 +240,7 @@ class StepRouter:
             self._sharded.after_backward()
         if self._scaler is not None:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
-            for optimizer in self._checked_at_once:
-                self._scaler.check(optimizer)
+            self._check(self._checked_at_once, sharded=True)
             self._scaler.adapt()
         if self._averaging is not None:
             self._averaging.after_backward()
@@ -249,9 +252,13 @@ class StepRouter:
             self._sharded.call_hooks()
 
     def _check_overflow(self) -> None:
-        """Look at the gradients, which are those of all ranks now."""
+        """Look at the gradients that were averaged, which are those of all ranks now."""
+        self._check(self._checked_when_averaged, sharded=False)
+
+    def _check(self, optimizers: Sequence[Optimizer], *, sharded: bool) -> None:
         if self._scaler is not None:
-            for optimizer in self._checked_when_averaged:
+            self._scaler.check_by_hand(p for p in self._by_hand if isinstance(p, DTensor) == sharded)
+            for optimizer in optimizers:
                 self._scaler.check(optimizer)
 
     def _factors(self) -> tuple[Tensor, Tensor] | None:
@@ -263,8 +270,10 @@ class StepRouter:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
         if self._averaging is not None and args:
             self._averaging.before_grad(args[0])
-        with nullcontext() if self._sharded is None else self._sharded.differentiating(again=create_graph):
-            result = interception.run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
+        run_backward = interception.run_backward
+        if self._sharded is not None:
+            run_backward = functools.partial(self._sharded.grad, run_backward)
+        result = run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         if self._averaging is not None and args and not create_graph:
             result = self._averaging.after_grad(args[0], result)
         return result
@@ -285,15 +294,12 @@ class StepRouter:
         if not interception.is_active(self):
             self._check_outside(optimizer)
             return inner(*args, **kwargs)
-        if self.in_backward and self._averaging is not None:
-            raise ContractError(
-                f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
-                "averaged. Call it after backward, or use one device."
-            )
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if closure is None and self._averaging is not None:
+        if self.in_backward and self._averaging is not None:
+            self._averaging.before_update_inside_of_backward(optimizer)
+        elif closure is None and self._averaging is not None:
             self._averaging.before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
@@ -394,3 +400,11 @@ class StepRouter:
             self._in_step = False
             if self._averaging is not None:
                 self._averaging.resume()
+
+
+def _not_optimized(discovered: Discovered) -> list[Tensor]:
+    """What a trainer may update itself, beside its optimizers."""
+    optimized = {id(tensor) for tensor in discovered.optimized()}
+    parameters = (p for found in discovered.modules for p in found.value.parameters())
+    tensors = (found.value for found in (*discovered.parameters, *discovered.tensors) if found.value.is_leaf)
+    return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())

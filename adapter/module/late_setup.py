@@ -13,9 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    BatchSizeFinder,
     GradientAccumulationScheduler,
-    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -51,16 +49,6 @@ def faults_of_callbacks(trainer: pl.Trainer) -> list[str]:
             faults.append(
                 f"{name} replaces the learning rate's schedule and trains an epoch without updates, which the trainer "
                 "class owns; use lightning.pytorch.callbacks.WeightAveraging, or torch.optim.swa_utils in the class"
-            )
-        elif isinstance(callback, LearningRateFinder):
-            faults.append(
-                f"{name} raises the rate by a scheduler that Lightning steps, and the trainer class steps its own; "
-                "compare short runs with `--set hyperparams.lr=...`"
-            )
-        elif isinstance(callback, BatchSizeFinder):
-            faults.append(
-                f"{name} repeats steps from a checkpoint that a trainer class may not be able to take back; "
-                "compare short runs with `--set dataset.batch_size=...`"
             )
         elif isinstance(callback, _COPY_WEIGHTS) and isinstance(trainer.strategy, ModelParallelStrategy):
             faults.append(f"{name} works on whole weights, and ModelParallelStrategy shards them; use ddp")

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -21,7 +20,6 @@ from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
-from ...callbacks.hook.events import callbacks_of
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
@@ -33,9 +31,11 @@ from ..gradients.set_up import step_router
 from ..loop.fit_loop import install_loop, start_after
 from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
+from .finders import host_finders
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rank_state import collect_from_ranks
+from .rehearsal import Rehearsal
 from .reporting import ReportingModule
 from .rollout import RolloutBatches
 from .step_context import filled_in
@@ -105,6 +105,8 @@ class ContractModule(ReportingModule):
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
+        self.rehearsal: Rehearsal | None = None
+        """What finders of this fit search with."""
         self._rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
@@ -217,17 +219,12 @@ class ContractModule(ReportingModule):
 
     # Lightning's hooks
 
-    @property
-    @override
-    def hparams_initial(self) -> AttributeDict:
-        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
-        return AttributeDict({**(self.job or self.ctx.job).hyperparams, **super().hparams_initial})
-
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        check_trainer_arguments(self.trainer)
+        check_trainer_arguments(self.trainer, self.given_job, self.trainer.datamodule)  # type: ignore[attr-defined]
+        self.rehearsal = host_finders(self)
         # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
-        self._log_hyperparams = self._log_hyperparams or bool((self.job or self.ctx.job).hyperparams)
+        self._log_hyperparams = self._log_hyperparams or bool(self.given_job.hyperparams)
         defer_setups(self.trainer)
         host_evaluation(self)
         # Only where it is needed: Lightning and its callbacks go by whether a module has one.
@@ -242,6 +239,10 @@ class ContractModule(ReportingModule):
             return
         if stage == "fit":
             self._set_up_loop()
+        self.set_up_trainer(stage)
+
+    def set_up_trainer(self, stage: str) -> None:
+        """Configure the trainer, unless it is, and set up the callbacks that wait for its weights."""
         given, keeps_dtype = self._given_dataset, self._keeps_context_dtype
         self.ctx = filled_in(self.ctx, self.job, given, self, self.trainer, keeps_dtype=keeps_dtype)
         if not self.configured:
@@ -250,7 +251,7 @@ class ContractModule(ReportingModule):
 
     def _set_up_alone(self, device: str | torch.device) -> None:
         dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
-        self.ctx = dataclasses.replace(self.ctx, job=self.job or self.ctx.job, device=str(device), dtype=dtype)
+        self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
         self._configure(torch.device(device), world_size=1)
 
     def _configure(self, device: torch.device, world_size: int) -> None:
@@ -302,9 +303,9 @@ class ContractModule(ReportingModule):
         if waiting is not None and waiting.optimizers is not None:
             put_back_what_fits(self.discovered.optimizers, waiting.optimizers, waiting.optimizer_states)
         train_what_optimizers_hold(self._frozen, self._found_optimizers)
-        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
-        if self._router is not None:
-            self._router.open()
+        if self.rehearsal is not None:
+            self.rehearsal.is_over = True
+        self.open_router()
         self._rank_channel = None
         if self.trainer.world_size > 1:
             groups = rank_groups_of(self.trainer.strategy)
@@ -317,6 +318,13 @@ class ContractModule(ReportingModule):
     @override
     def on_fit_end(self) -> None:
         self.close_router()
+
+    def open_router(self) -> None:
+        """Have steps from here on go through strategy and precision, where these change anything."""
+        assert self.discovered is not None
+        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
+        if self._router is not None:
+            self._router.open()
 
     def close_router(self) -> None:
         """Leave torch as it was before the training, which has ended or failed."""
@@ -339,6 +347,8 @@ class ContractModule(ReportingModule):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
         put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, self.metrics_on_device())
+        if self.rehearsal is not None:
+            checkpoint[CONTRACT_KEY]["found"] = self.rehearsal.found
         if self._rank_channel is not None:
             collect_from_ranks(checkpoint, self.trainer, self._rank_channel)
 
@@ -351,6 +361,8 @@ class ContractModule(ReportingModule):
         if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # an older runtime's: the trainer restores
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
+        if self.rehearsal is not None:
+            self.rehearsal.take_up(checkpoint.get(CONTRACT_KEY, {}).get("found", {}))
         if CONTRACT_KEY in checkpoint:
             self._to_restore = take_from_checkpoint(checkpoint, self.trainer, self.plugin)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
@@ -373,13 +385,6 @@ class ContractModule(ReportingModule):
             assert self.discovered is not None
             plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
             restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
-
-    def restore_rng(self) -> None:
-        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
-        for callback in callbacks_of(self.trainer):
-            restore = getattr(callback, "restore_pending_rng", None)
-            if restore is not None:
-                restore(self.trainer)
 
     def _rollout_batches(self) -> RolloutBatches:
         return RolloutBatches(self)

@@ -1,6 +1,6 @@
 """Names of the older runtime that only its own import path gives; genlight itself has no use for them.
 
-`compat` hands them out beside those of `genlight.adapter`.
+`alias` hands them out beside those of `genlight.adapter`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any, cast
 
-from .. import compat
 from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import REQUIRED_HOOKS, TrainerPlugin
+from . import alias
 from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
@@ -67,7 +67,7 @@ def find_trainer(import_path: str) -> Any:
         ContractError: As `load_trainer_plugin` does.
         Exception: Whatever importing the module raises.
     """
-    compat.install()
+    alias.install()
     module_name, _, attribute = import_path.strip().partition(":")
     module = _import(module_name, import_path)
     target = _attribute(module, attribute) if attribute else _default_trainer(module)

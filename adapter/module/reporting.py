@@ -1,4 +1,4 @@
-"""What the module of a hosted trainer tells of its training: steps, metrics, and why it ended."""
+"""What the module of a hosted trainer tells callbacks, loggers and the loop: steps, metrics, and why it ended."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import AttributeDict
+from typing_extensions import override
 
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics
-from ..contract.types import StepContext
+from ..contract.types import StepContext, TrainingJobSpec
 from ..loop.fit_loop import own_epoch_loop
 from .step_metrics import values_on_device
 
@@ -27,6 +29,8 @@ class ReportingModule(pl.LightningModule):
         ctx: The context of the trainer; its ``is_canceled`` is the caller's own check.
     """
 
+    job: TrainingJobSpec | None = None
+
     def __init__(self, ctx: StepContext) -> None:
         super().__init__()
         self.ctx = ctx
@@ -37,6 +41,17 @@ class ReportingModule(pl.LightningModule):
         self.ended = False
         self._restored_step = 0
         self._cancel_checks: list[Callable[[], bool]] = [] if ctx.is_canceled is None else [ctx.is_canceled]
+
+    @property
+    def given_job(self) -> TrainingJobSpec:
+        """The job, without what the Lightning trainer knows of it."""
+        return self.job or self.ctx.job
+
+    @property
+    @override
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
+        return AttributeDict({**self.given_job.hyperparams, **super().hparams_initial})
 
     @property
     def completed_steps(self) -> int:
@@ -80,6 +95,13 @@ class ReportingModule(pl.LightningModule):
     def add_cancel_check(self, check: Callable[[], bool]) -> None:
         """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
         self._cancel_checks.append(check)
+
+    def restore_rng(self) -> None:
+        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
+        for callback in callbacks_of(self.trainer):
+            restore = getattr(callback, "restore_pending_rng", None)
+            if restore is not None:
+                restore(self.trainer)
 
     def training_ended(self) -> None:
         """The loop has ended as planned."""

@@ -16,9 +16,8 @@ from .ranks.failure_notes import RankFailures
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_is_gone, rank_zero_process, watch_rank_zero
 from .ranks.this_rank import this_rank
-from .stop_check import StopCheck
 from .traceback_report import FAILURES_DIRECTORY
-from .training import Training
+from .training import Training, stop_sources
 
 __all__ = ["Follower"]
 
@@ -46,7 +45,7 @@ class Follower:
         self._config = config
         self._environ = environ
         self._tracebacks = None if verbose else config.artifacts_dir / FAILURES_DIRECTORY
-        self._stop = StopCheck(config, signals)
+        self._stop = stop_sources(config, signals)
         self._progress = Progress()
 
     def run(self, *, allow_changed: bool) -> tuple[int, BaseException | None]:

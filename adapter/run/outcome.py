@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ...callbacks.checkpoint.format.layout import step_name
-from ...callbacks.stop.sources import cancel_file_is_set
+from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
@@ -39,7 +39,6 @@ from ..plumbing.redaction import hide_secrets, text_of, traceback_of
 from .progress import Progress
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures
-from .stop_check import StopCheck
 from .traceback_report import FAILURES_DIRECTORY, report_traceback
 from .uploads import settle
 
@@ -105,7 +104,7 @@ class Outcome:
         self,
         config: RunConfig,
         event_log: EventLog,
-        stop: StopCheck,
+        stop: StopSources,
         progress: Progress,
         rank_failures: RankFailures,
         environ: Mapping[str, str] | None = None,

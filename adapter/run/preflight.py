@@ -45,7 +45,7 @@ def prepare_training(
             "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
             "`inputs.dataset_parquet_refs` or `mock_batches`.",
         )
-    check_trainer_arguments(trainer)
+    check_trainer_arguments(trainer, config.job, data)
     return trainer, data
 
 

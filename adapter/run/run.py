@@ -21,6 +21,7 @@ from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
@@ -33,11 +34,12 @@ from .ranks.this_rank import is_rank_zero
 from .results import show_results
 from .resume import move_old_artifacts_aside
 from .startup_failure import report_startup_failure
-from .stop_check import StopCheck
-from .training import Training
+from .training import Training, stop_sources
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
+
+require_linux(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,8 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         return Attempt(*follower.run(allow_changed=options.allow_changed))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
+        if options.fresh:
+            _start_afresh(config)
         return _owning(_open_event_log(config), config, options, signals)
 
 
@@ -147,8 +151,8 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
     ranks.forget_earlier(time.time() - process_age_s())
-    stop, progress = StopCheck(config, signals), Progress(event_log)
-    stop.others.append(ranks.stop_reason)
+    stop, progress = stop_sources(config, signals), Progress(event_log)
+    stop.add_check(ranks.stop_reason)
     outcome = Outcome(config, event_log, stop, progress, ranks, options.environ, verbose=options.verbose)
     training = Training(config, stop, progress, outcome, outcome.fail_and_exit)
     with contextlib.ExitStack() as stack:
@@ -162,9 +166,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
                     raise_if_stopped=stop.raise_if_stopped,
                 )
                 outcome.lifecycle = stack.enter_context(session)
-                stop.others.append(outcome.lifecycle.reason)
-            if options.fresh:
-                _start_afresh(config)
+                stop.add_check(outcome.lifecycle.reason)
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)

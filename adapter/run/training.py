@@ -15,12 +15,15 @@ from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.format.record import RecordMeta
 from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.storage.commit import sweep
+from ...callbacks.stop.signals import StopSignals
+from ...callbacks.stop.sources import StopSources
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
+from ..module.hook_signatures import misspelled_hooks
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
@@ -34,7 +37,6 @@ from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
 from .results import shown_path
 from .resume import Start, decide_start
-from .stop_check import StopCheck
 from .uploads import queue_record
 
 if TYPE_CHECKING:
@@ -43,9 +45,16 @@ if TYPE_CHECKING:
     from ..contract.types import TrainerPlugin
     from ..module.module import ContractModule
 
-__all__ = ["Training"]
+__all__ = ["Training", "stop_sources"]
 
 log = logging.getLogger(__name__)
+
+
+def stop_sources(config: RunConfig, signals: StopSignals) -> StopSources:
+    """What can ask the run of `config` to stop; others add their checks to it."""
+    return StopSources(
+        config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
+    )
 
 
 class Training:
@@ -62,7 +71,7 @@ class Training:
     def __init__(
         self,
         config: RunConfig,
-        stop: StopCheck,
+        stop: StopSources,
         progress: Progress,
         outcome: Outcome | None,
         end_now: Callable[[Exception], None],
@@ -114,6 +123,9 @@ class Training:
         from ..module.module import ContractModule
         from ..module.trainer_files import trainer_directory
 
+        if self.outcome is not None:
+            for misspelled in misspelled_hooks(plugin):
+                log.warning(misspelled)
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
@@ -175,35 +187,20 @@ class Training:
 
     def _attach(self, trainer: pl.Trainer, metadata: Mapping[str, Any]) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
-        from ...callbacks.checkpoint import Checkpoint
         from ...callbacks.hook.events import callbacks_of, run_state_of
+        from ...callbacks.hook.run_context import RunContext, join_run
         from ...callbacks.record_events import RecordEvents
-        from ...callbacks.stop.stop_requests import StopRequests
         from ...callbacks.upload_artifacts import UploadArtifacts
-        from ...callbacks.watch_hangs import WatchHangs
-        from ...reporters.events.event_logger import EventLogger
 
-        callbacks = callbacks_of(trainer)
-        attempt = self.outcome.event_log.attempt if self.outcome is not None else 1
-        state = self.stop.state = run_state_of(trainer)
+        event_log = None if self.outcome is None else self.outcome.event_log
+        attempt = 1 if event_log is None else event_log.attempt
+        state = self.stop.run_state = run_state_of(trainer)
         state.run_id, state.attempt = self.config.run_id, attempt
-        for callback in callbacks:
-            if isinstance(callback, StopRequests):
-                callback.signals = self.stop.signals
-                for check in self.stop.others:
-                    callback.add_check(check)
-            if isinstance(callback, Checkpoint):
-                callback.run = self._record_meta(attempt, metadata)
-                callback.replace_existing = True  # `decide_start` has looked already.
-            if isinstance(callback, WatchHangs):
-                callback.on_hang = self.end_now
-        if self.outcome is None:
-            return
-        attached = EventLogger.attached(self.outcome.event_log)
-        trainer.loggers = [attached if isinstance(own, EventLogger) else own for own in trainer.loggers]
-        callbacks.insert(0, RecordEvents(self.outcome.event_log, metadata))
-        if self.outcome.uploader is not None:
-            callbacks.append(UploadArtifacts(self.outcome.uploader))
+        join_run(trainer, RunContext(self.stop, self._record_meta(attempt, metadata), self.end_now, event_log))
+        if event_log is not None:
+            callbacks_of(trainer).insert(0, RecordEvents(event_log, metadata))
+        if self.outcome is not None and self.outcome.uploader is not None:
+            callbacks_of(trainer).append(UploadArtifacts(self.outcome.uploader))
 
     def _record_meta(self, attempt: int, metadata: Mapping[str, Any]) -> RecordMeta:
         """What every checkpoint of this run says of it."""
@@ -222,12 +219,11 @@ def _reported_final(config: RunConfig) -> Path | None:
     """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
     final = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
-        named = read_record(final).primary_path
+        return read_record(final).reported_path
     except FileNotFoundError:
         return None
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
         return final
-    return named if named is not None and named.exists() else final
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Collection
@@ -15,34 +14,32 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import GenlightError
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.events import callbacks_of, run_state_of
+from ..hook.events import run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
+from ..hook.run_context import RunContext
 from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, install_plugin
-from .durable_reports import DurableReports
+from .durable_reports import DurableReports, wait_after_failure
 from .earlier_runs import find_ours
 from .format.layout import FINAL_NAME, step_name
 from .format.record import RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best, own_records
-from .save_meta import meta_of_save
+from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.strategy import save_through_plugin
+from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
 
 __all__ = ["Checkpoint"]
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoint(Hook, LightningCheckpoint):
@@ -154,6 +151,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
+        if faults := sharded_url_faults(trainer):
+            raise ValueError("; ".join(faults))
         directory = self.place_under(trainer)
         if stage == "fit" and trainer.is_global_zero:
             sweep(directory)
@@ -169,8 +168,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             replaces = self.replace_existing or self._trained_in == self.directory
             check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
             self._trained_in = self.directory
-            if trainer.is_global_zero and not self.run.metadata:
-                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
+            if trainer.is_global_zero and self._io is not None:
+                self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
+                self._io.look(self.directory, said_to_stay(pl_module))
 
     @skippable
     @override
@@ -230,12 +230,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        try:
-            self.wait(trainer)
-        except GenlightError as error:
-            log.error("the checkpoint in flight: %s", error)  # noqa: TRY400 - its message says all
-        except Exception:
-            log.exception("The checkpoint in flight could not be written")
+        wait_after_failure(lambda: self.wait(trainer))
 
     @override
     def on_save_checkpoint(
@@ -267,6 +262,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             give_back_plugin(trainer)
 
     # What the runtime calls as well
+
+    @override
+    def join_run(self, run: RunContext) -> None:
+        self.run = run.record
+        self.replace_existing = True  # the run has decided already what it goes on from
 
     def place_under(self, trainer: pl.Trainer) -> Path:
         """Decide where checkpoints of `trainer` go, and say it."""
@@ -395,9 +395,4 @@ class Checkpoint(Hook, LightningCheckpoint):
         return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
 
-def _directories(trainer: pl.Trainer) -> list[Path]:
-    """Where the callbacks of `trainer` keep their checkpoints."""
-    return [callback.place_under(trainer) for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-
-
-find_ours(_directories)
+find_ours(Checkpoint)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-from ...adapter.contract.exceptions import CheckpointError
+from ...adapter.contract.exceptions import CheckpointError, GenlightError
 from ..hook.events import fire, run_state_of
 from .format.record import CheckpointRecord
 from .retention import Retention, is_named, own_records, to_delete
 from .selection import list_checkpoints
 from .storage.commit import delete_checkpoint
 
-__all__ = ["DurableReports"]
+__all__ = ["DurableReports", "wait_after_failure"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,16 @@ class DurableReports:
                 fire(trainer, "on_checkpoint_durable", record)
             finally:
                 self._being_reported = None
+
+
+def wait_after_failure(wait: Callable[[], None]) -> None:
+    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
+    try:
+        wait()
+    except GenlightError as error:
+        log.error("The last checkpoint was not written: %s", error)  # noqa: TRY400 - its message says all
+    except Exception:
+        log.exception("The last checkpoint was not written")
 
 
 def _try_to_delete(path: Path) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
@@ -53,24 +52,28 @@ def in_use_fault(directory: Path) -> str | None:
     )
 
 
-def find_ours(directories_of: Callable[[Any], list[Path]]) -> None:
-    """Have ``ckpt_path="last"`` of Lightning's Trainer look in the directories of `Checkpoint` too; once is enough.
+class _KeepsCheckpoints(Protocol):
+    def place_under(self, trainer: Any) -> Path: ...
 
-    Args:
-        directories_of: The directories of a trainer, empty where it has no such callback.
+
+def find_ours(kind: type[_KeepsCheckpoints]) -> None:
+    """Have ``ckpt_path="last"`` of Lightning's Trainer look where callbacks of `kind` keep checkpoints; once is enough.
+
+    `kind` is `Checkpoint`, which imports this module.
     """
     original = CheckpointConnector._parse_ckpt_path
 
     @functools.wraps(original)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
-        directories = directories_of(self.trainer)  # also tells ``"best"`` where they are
-        ours = _newest(directories) if ckpt_path == "last" else None
-        if ours is None:
+        ours = [callback for callback in self.trainer.callbacks if isinstance(callback, kind)]
+        directories = [callback.place_under(self.trainer) for callback in ours]  # also tells ``"best"`` where they are
+        newest = _newest(directories) if ckpt_path == "last" else None
+        if newest is None:
             return original(self, state_fn, ckpt_path, *args, **options)
         if not any(isinstance(c, ModelCheckpoint | OnExceptionCheckpoint) for c in self.trainer.callbacks):
-            return ours
+            return newest
         theirs = original(self, state_fn, ckpt_path, *args, **options)
-        return theirs if theirs is not None and os.path.getmtime(theirs) > os.path.getmtime(ours) else ours
+        return theirs if theirs is not None and os.path.getmtime(theirs) > os.path.getmtime(newest) else newest
 
     CheckpointConnector._parse_ckpt_path = parse  # type: ignore[method-assign]
 

@@ -29,6 +29,7 @@ from ..checkpoint.format.record import CheckpointRecord
 from ..diagnosis.readings import Fault
 from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
+from .run_context import RunContext
 
 __all__ = ["POLICED_ATTRIBUTE", "Hook", "ending_the_run", "judge", "order_callbacks", "report_failures"]
 
@@ -119,6 +120,9 @@ class Hook(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.on_training_failed(trainer, pl_module, exception)
         report_failures(self)  # Lightning calls no `teardown` after an exception
+
+    def join_run(self, run: RunContext) -> None:
+        """Take what the runtime of a job shares; called on each rank before the fit."""
 
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training is about to take its first step, of a new run or of a resumed one."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast, get_args
 
+from ...adapter.contract.exceptions import StopReason, TrainingCanceled
+from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.safe_open import open_regular
+from .signals import StopSignals
 
-__all__ = ["Deadline", "cancel_file_is_set", "process_age_s"]
+__all__ = ["Deadline", "StopSources", "cancel_file_is_set", "process_age_s"]
 
 _TRUE = frozenset({"", "1", "true", "t", "yes", "y", "cancel", "canceled"})
 
@@ -62,17 +66,104 @@ class Deadline:
         return max(save_s, 0.0) + self._gap_s + self._delay_s
 
     def is_over(self, now: float) -> bool:
-        """Whether to stop, looked at at `now` on the clock of ``time.monotonic``; call it about once a step."""
-        if self.at is None:
-            return False
+        """Whether to stop at `now`, on the clock of ``time.monotonic``."""
+        return self.at is not None and now + self.margin_s >= self.at
+
+    def begin_training(self, *, saves: bool) -> None:
+        """From now on `note_look` is called about once a step, and a stop saves a checkpoint or does not."""
+        self.saves, self._looked_at = saves, None
+
+    def note_look(self, now: float) -> None:
+        """A stop that is due would be noticed at `now`, and not again before the next call."""
         if self._looked_at is not None:
             self._gap_s = max(now - self._looked_at, _FORGETTING * self._gap_s)
         self._looked_at = now
-        return now + self.margin_s >= self.at
+
+    def include(self, other: Deadline) -> None:
+        """End as soon as either of the two."""
+        if self.at is None or (other.at is not None and other.at < self.at):
+            self.at, self._unmeasured_s = other.at, other._unmeasured_s
 
     def note_delay(self, seconds: float) -> None:
         """The run would have stopped so much later than the last look, because ranks had to agree first."""
         self._delay_s = max(seconds, _FORGETTING * self._delay_s)
+
+
+class StopSources:
+    """Everything that can ask one run to stop, shared by all that look: its preparation, its callback, its command.
+
+    Args:
+        cancel_file: A file that asks for a stop as soon as it is there; see `cancel_file_is_set`.
+        max_runtime_s: Limit in seconds since the process started; None means no limit.
+        canceled: Whether the run is cancelled before it starts.
+        signals: Stop signals of this process; None makes an object that handles none yet.
+    """
+
+    def __init__(
+        self,
+        cancel_file: str | os.PathLike[str] | None = None,
+        *,
+        max_runtime_s: float | None = None,
+        canceled: bool = False,
+        signals: StopSignals | None = None,
+    ) -> None:
+        self.signals = signals or StopSignals()
+        self.canceled = canceled
+        self.cancel_files = [] if cancel_file is None else [Path(cancel_file)]
+        self.deadline = Deadline(max_runtime_s)
+        self.run_state: RunState | None = None
+        """Where the ranks agree on a stop, once they train."""
+        self._checks: list[Callable[[], str | None]] = []
+
+    def add_check(self, check: Callable[[], str | None]) -> None:
+        """Also stop when `check` returns a reason."""
+        self._checks.append(check)
+
+    def include(self, other: StopSources) -> None:
+        """Stop for what `other` says as well; signals are those of this object."""
+        self.canceled = self.canceled or other.canceled
+        self.cancel_files += [path for path in other.cancel_files if path not in self.cancel_files]
+        self.deadline.include(other.deadline)
+        self._checks += [check for check in other._checks if check not in self._checks]
+
+    @property
+    def told(self) -> StopReason | None:
+        """Why to stop, as far as this process was told; looks at no file and no clock."""
+        return "canceled" if self.canceled else self.signals.reason
+
+    def reason(self) -> StopReason | None:
+        """Why to stop, by all sources; None where none asks for it."""
+        if self.told is not None:
+            return self.told
+        if self.deadline.is_over(time.monotonic()):
+            return "timeout"
+        if any(cancel_file_is_set(path) for path in self.cancel_files):
+            return "canceled"
+        for check in self._checks:
+            found = check()
+            if found is not None:
+                return cast("StopReason", found) if found in get_args(StopReason) else "canceled"
+        return None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the ranks stop together, so that none has to be told."""
+        return self.run_state is not None and self.run_state.stop_reason is not None
+
+    def is_stopping(self) -> bool:
+        """Whether this rank or another one was told to stop."""
+        return self.is_agreed or self.reason() is not None
+
+    def raise_if_signalled(self) -> None:
+        """Raise `TrainingCanceled` if a stop signal has come."""
+        if self.signals.reason is not None:
+            raise TrainingCanceled(self.signals.reason)
+
+    def raise_if_stopped(self) -> None:
+        """Raise `TrainingCanceled` if any source asks for a stop."""
+        reason = self.reason()
+        if reason is not None:
+            raise TrainingCanceled(reason)
 
 
 def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:

@@ -8,8 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -19,12 +18,13 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
+from ..hook.run_context import RunContext
 from ..hook.ticker import Ticker
 from ..lightning_internals import attached_trainer, signal_connector
 from .data_workers import protect_workers, release_workers
 from .rank_agreement import Agreement
 from .signals import REASON_OF_SIGNAL, StopSignals
-from .sources import Deadline, cancel_file_is_set
+from .sources import StopSources
 
 __all__ = ["StopRequests"]
 
@@ -78,11 +78,8 @@ class StopRequests(Hook):
     ) -> None:
         if max_runtime_s is not None and max_runtime_s < 0:
             raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
-        self.cancel_file = Path(cancel_file) if cancel_file is not None else None
-        self.deadline = Deadline(max_runtime_s)
-        self.signals = signals or StopSignals()
-        self._checks: list[Callable[[], str | None]] = []
-        self._requested: StopReason | None = "canceled" if canceled else None
+        self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
+        self._requested: StopReason | None = None
         self._next_poll = 0.0
         self._undo = ExitStack()
         self._has_fitted = False
@@ -91,19 +88,29 @@ class StopRequests(Hook):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_undo": ExitStack()}
 
+    def share(self, sources: StopSources) -> None:
+        """Look at `sources` from now on, which include this callback's own."""
+        sources.include(self.sources)
+        self.sources = sources
+
+    @override
+    def join_run(self, run: RunContext) -> None:
+        self.share(run.stop)
+
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
-        self._checks.append(check)
+        self.sources.add_check(check)
 
-    def requested(self) -> str | None:
+    def requested(self) -> StopReason | None:
         """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
         if self._requested is None:
-            self._requested = self.signals.reason
+            self._requested = self.sources.told
         if self._requested is None:
             now = time.monotonic()
             if now >= self._next_poll:
                 self._next_poll = now + self.poll_s
-                self._requested = self._look(now)
+                self.sources.deadline.note_look(now)
+                self._requested = self.sources.reason()
         if self._requested is not None:
             self._wake()
         return self._requested
@@ -126,17 +133,8 @@ class StopRequests(Hook):
     def _code(self) -> int:
         """The number that stands for what this rank was asked."""
         if self._agreement is not None:
-            self.deadline.note_delay(self._agreement.took_s)
-        return _REASONS.index(cast("StopReason | None", self.requested()))
-
-    def _look(self, now: float) -> StopReason | None:
-        if self.deadline.is_over(now):
-            return "timeout"
-        if self.cancel_file is not None and cancel_file_is_set(self.cancel_file):
-            return "canceled"
-        reasons = (check() for check in self._checks)
-        reason = next((reason for reason in reasons if reason is not None), None)
-        return cast("StopReason", reason) if reason in _REASONS else ("canceled" if reason else None)
+            self.sources.deadline.note_delay(self._agreement.took_s)
+        return _REASONS.index(self.requested())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -153,8 +151,9 @@ class StopRequests(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.signals.on_stop = self._wake
-        self.deadline.saves = any(isinstance(callback, Checkpoint) for callback in callbacks_of(trainer))
+        self.sources.signals.on_stop = self._wake
+        saves = any(isinstance(callback, Checkpoint) for callback in callbacks_of(trainer))
+        self.sources.deadline.begin_training(saves=saves)
         if not getattr(trainer.fit_loop, "raises_stops", False):
             self.on_train_batch_start = _raise_if_stopped  # type: ignore[method-assign, assignment]
         code = self._code()
@@ -183,7 +182,8 @@ class StopRequests(Hook):
 
     @override
     def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
-        self.deadline.save_s = max(seconds, self.deadline.save_s or 0.0)
+        deadline = self.sources.deadline
+        deadline.save_s = max(seconds, deadline.save_s or 0.0)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -204,9 +204,9 @@ class StopRequests(Hook):
 
     def _forget_last_fit(self) -> None:
         """A stop that was asked for is over with the fit that it ended, unless its source says otherwise."""
-        self._requested = None
-        if not self.signals.are_handled:
-            self.signals.forget()
+        self._requested, self.sources.canceled = None, False
+        if not self.sources.signals.are_handled:
+            self.sources.signals.forget()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
         """Handle signals from now on, and keep Lightning's handlers out.
@@ -215,9 +215,10 @@ class StopRequests(Hook):
         """
         early = self._undo.enter_context(ExitStack())
         connector = signal_connector(trainer)
-        if not self.signals.are_handled:
-            early.enter_context(self.signals.installed())
-            _after_teardown(connector, self.signals.end_watch)
+        signals = self.sources.signals
+        if not signals.are_handled:
+            early.enter_context(signals.installed())
+            _after_teardown(connector, signals.end_watch)
         register = connector.register_signal_handlers
 
         def register_and_take() -> None:
@@ -225,7 +226,7 @@ class StopRequests(Hook):
             try:
                 early.close()  # Lightning puts back what it finds, when it has ended
                 register()
-                self.signals.install()
+                signals.install()
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

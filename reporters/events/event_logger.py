@@ -96,10 +96,20 @@ class EventLogger(Logger):
         The opener writes everything but metrics, brings what waits to the file before a checkpoint is saved
         (`RecordEvents` does), and closes it.
         """
-        logger = cls(event_log.path.absolute(), run_id=event_log.run_id, save_dir=event_log.path.parent)
-        logger._log = event_log
-        logger._owns_log, logger._is_begun = False, True
+        logger = cls()
+        logger._attach(event_log)
         return logger
+
+    def join_run(self, run: _HasEventLog) -> None:
+        """Add metrics to the log of `run`, as `attached` does; called by the runtime of a job, on each rank."""
+        if run.event_log is not None:
+            self._attach(run.event_log)
+
+    def _attach(self, event_log: EventLog) -> None:
+        self.run_id, self.path = event_log.run_id, event_log.path.absolute()
+        self._save_dir = os.fspath(event_log.path.parent)
+        self._log = event_log
+        self._owns_log, self._is_begun = False, True
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._owns_log:
@@ -303,12 +313,21 @@ class EventLogger(Logger):
             log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
 
 
+class _HasEventLog(Protocol):
+    """What the logger reads of a run."""
+
+    @property
+    def event_log(self) -> EventLog | None:
+        """The log of the run's attempt, open, on rank zero."""
+        ...
+
+
 class DurableCheckpoint(Protocol):
     """What the logger reads of a checkpoint's record."""
 
     @property
-    def path(self) -> Path:
-        """The record."""
+    def reported_path(self) -> Path:
+        """What the trainer's hook named, else the record."""
         ...
 
     @property
@@ -343,7 +362,7 @@ class _FitWatch(Callback):
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
     ) -> None:
-        self._logger.note_checkpoint(record.path, record.step)
+        self._logger.note_checkpoint(record.reported_path, record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int

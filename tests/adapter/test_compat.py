@@ -31,6 +31,27 @@ def forget():
         del sys.modules[name]
 
 
+def test_importing_the_module_is_enough_in_a_fresh_interpreter():
+    script = (
+        "import genlight.adapter\n"
+        "import sys; assert 'gen_worker' not in sys.modules\n"
+        "import genlight.adapter.compat\n"
+        "from gen_worker.trainer import StepResult\n"
+        "assert StepResult is genlight.adapter.StepResult\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_loading_a_trainer_leaves_the_alias_to_the_moment_when_its_folder_is_on_the_path():
+    """A job's folder may hold the real package, which an alias that was made before would hide."""
+    script = (
+        "import sys\n"
+        "import genlight.adapter.module.plugin_loading, genlight.adapter.cli.command_line\n"
+        "assert 'gen_worker' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_the_modules_are_those_that_existing_classes_import():
     assert list(compat.MODULES) == MODULES_OF_THE_CONTRACT
 

@@ -32,13 +32,14 @@ LAZY = (
 PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
-        BatchSource BrokenCheckpointError CheckpointError ContractError ContractModule DownloadedInputs
-        EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader InputError JobContext
-        JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig ModelRuntimeLoader NonfiniteError
-        OptimizerBundle ParquetArrowBatchFeeder RankFailed ReplicaDriftError ResolveClient ResolvedRef
-        RunOptions RunState StartupContractError StepContext StepControlHints StepResult TrainerAuthContext
-        TrainerPathError TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter
-        UnstorableStateError UnwrittenCheckpointError UploadError build_default_adamw_bundle build_job_context
+        BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
+        DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
+        InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
+        ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed ReplicaDriftError
+        ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState StartupContractError
+        StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin
+        TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
+        UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
         compress_hostlist current_job_context expand_hostlist load_components load_trainable_module_checkpoint
         load_trainer_plugin read_events run_job run_training_loop run_training_runtime_from_env
         save_trainable_module_checkpoint seed_everything to_float_scalar
@@ -58,8 +59,11 @@ LIGHT = (
     "genlight.adapter.cli.run",
     "genlight.adapter.cli.uploads",
     "genlight.adapter.cluster.hostlist",
+    "genlight.adapter.cluster.injection",
     "genlight.adapter.cluster.job_context",
     "genlight.adapter.compat",
+    "genlight.adapter.runner",
+    "genlight.adapter.runner.__main__",
     "genlight.adapter.contract.types",
     "genlight.adapter.contract.exceptions",
     "genlight.adapter.plumbing.failures",

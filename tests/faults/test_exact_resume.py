@@ -72,10 +72,11 @@ class StopAfter(StopRequests):
 
     def __init__(self, step):
         super().__init__()
-        self.step, self.poll_s = step, 0
+        self.step, self.poll_s, self.is_reached = step, 0, False
+        self.add_check(lambda: "canceled" if self.is_reached else None)
 
     def on_train_batch_end(self, trainer, pl_module, *rest):
-        self._checks = [lambda: "canceled" if trainer.global_step >= self.step else None]
+        self.is_reached = trainer.global_step >= self.step
         super().on_train_batch_end(trainer, pl_module, *rest)
 
 

@@ -41,7 +41,7 @@ class Told(StopRequests):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if RANK == 1 and batch_idx == 2:
-            self.signals.reason = "preempted"
+            self.sources.signals.reason = "preempted"
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 

@@ -187,6 +187,35 @@ class OverflowsOnce(Base):
         state["steps"] = payload["steps"]
 
 
+class OverflowsBesideUpdatesByHand(Base):
+    """The same with a head that the trainer updates itself, which has no scaler to skip it."""
+
+    def configure(self, ctx):
+        body, head = mlp(6, 4), torch.nn.Linear(4, 1)
+        return {"body": body, "head": head, "optimizer": torch.optim.Adam(body.parameters(), lr=0.01), "steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        overflows = ctx.dtype == "fp16" and state["steps"] == 2
+        loss = mse_loss(state["head"](state["body"](batch["x"])).float(), batch["y"])
+        state["optimizer"].zero_grad()
+        state["head"].zero_grad()
+        (loss * torch.inf if overflows else loss).backward()
+        if ctx.run_state is None and overflows:
+            return StepResult({"loss": loss.detach()})
+        state["optimizer"].step()
+        with torch.no_grad():
+            for p in state["head"].parameters():
+                p.sub_(0.1 * p.grad)
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"steps": state["steps"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["steps"] = payload["steps"]
+
+
 class DoublePrecision(Base):
     def model(self):
         return mlp().double()

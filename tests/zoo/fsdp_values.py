@@ -56,6 +56,89 @@ class WithListOptimizer(Base):
         return {"model": model, "optimizer": ListOptimizer(model.parameters())}
 
 
+class ListOptimizerBesideAdam(Base):
+    """The head updated by a list optimizer, the body by Adam, and each unused for a step of two."""
+
+    def configure(self, ctx):
+        body, head = mlp(6, 5), mlp(5, 1)
+        return {
+            "body": body,
+            "head": head,
+            "adam": torch.optim.Adam(body.parameters(), 0.01),
+            "list": ListOptimizer(head.parameters()),
+        }
+
+    def train_step(self, batch, state, ctx):
+        state["adam"].zero_grad()
+        state["list"].zero_grad()
+        loss = mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
+        loss.backward()
+        state["adam"].step()
+        state["list"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class AsksForGradients(Base):
+    """Two tasks weighed by the norms of their gradients, which torch.autograd.grad gives, before the backward."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.one, model.other = mlp(6, 5), nn.Linear(5, 1), nn.Linear(5, 1)
+        model.scale = nn.Parameter(torch.ones(5))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        state["optimizer"].zero_grad()
+        hidden = model.body(batch["x"])
+        losses = [mse_loss(model.one(hidden), batch["y"]), model.other(hidden).square().mean()]
+        losses[1] = losses[1] + 0.1 * model.body[0].weight.square().sum()
+        norms = []
+        for loss in losses:
+            given = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True, allow_unused=True)
+            norms.append(sum(float(g.norm()) for g in given if g is not None))
+            assert [g is None for g in given].count(True) == 3  # the other head, and the scale
+        (losses[0] / norms[0] + losses[1] / norms[1]).backward()
+        state["optimizer"].step()
+        return StepResult({"loss": losses[0].detach()})
+
+
+class UpdatesByAskedGradients(Base):
+    """No backward: heads of which each rank uses one, and a penalty on the weights, by torch.autograd.grad."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.heads = mlp(6, 5), nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model, hidden = state["model"], state["model"].body(batch["x"])
+        loss = torch.zeros(())
+        for kind in batch["kind"].unique().tolist():
+            rows = batch["kind"] == kind
+            loss = loss + (model.heads[kind](hidden[rows]) - batch["y"][rows]).square().sum() / len(rows)
+        loss = loss + 0.1 * model.body[2].weight.square().sum()
+        given = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+        for p, g in zip(model.parameters(), given, strict=True):
+            p.grad = g
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ScalesRowsOfGradients(Base):
+    """Each row of a gradient by a factor of its own, also where a rank has no row."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        loss.backward()
+        for p in state["model"].parameters():
+            norm = p.grad.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+            p.grad.mul_((0.01 / norm).clamp_max(1.0))
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class WithOwnListInOptimizer(Base):
     def configure(self, ctx):
         model = mlp()
@@ -380,8 +463,25 @@ class KeepsItsBestWeights(Base):
         return result
 
 
+class SkipsOneLossOfItsOwn(Base):
+    """A rank whose own loss is nan leaves the step before its backward."""
+
+    def train_step(self, batch, state, ctx):
+        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+        if bool((batch["kind"] == 1).all()):
+            return StepResult({})
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 CLASSES = (
     WithListOptimizer,
+    ListOptimizerBesideAdam,
+    AsksForGradients,
+    UpdatesByAskedGradients,
+    ScalesRowsOfGradients,
     WithOwnListInOptimizer,
     HeadsByRank,
     Experts,
@@ -395,6 +495,7 @@ CLASSES = (
     ResNet,
 )
 FAULTS = (
+    SkipsOneLossOfItsOwn,
     HeadsInPythonList,
     HeadsOfOtherSizes,
     HeadOnOneRank,

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-SLOW_WEIGHTS = "slow weights that a wrapper keeps by parameter do not come back from a checkpoint of sharded ones"
-KEYED_BY_ADDRESS = "slow weights under the address of their parameter end in one rank's error while the other one waits"
-
-WRONG: dict[str, dict[str, str]] = {
-    "Lookahead": {"fsdp": SLOW_WEIGHTS},
-    "LookaheadKeyedByAddress": {"fsdp": KEYED_BY_ADDRESS},
-}
+WRONG: dict[str, dict[str, str]] = {}
 """By class, then by the beginning of a mode (``ddp``, ``fsdp 16-mixed``)."""
 
-ENDS_THE_PROCESS = {"LookaheadKeyedByAddress": "fsdp"}
+ENDS_THE_PROCESS: dict[str, str] = {}
 """Classes that, under this strategy, may take the process with them or wait for a timeout; not run in CI there."""
 
 

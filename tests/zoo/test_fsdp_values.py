@@ -37,6 +37,10 @@ def test_a_resnet_agrees_with_torchs_own_ddp_norm_statistics_included(two_ranks)
 
 
 REASONS = {
+    "SkipsOneLossOfItsOwn": (
+        r"rank 0 is about to call backward, rank 1 to end the step\. Rank 0 is at "
+        r".*fsdp_values\.py:\d+, in train_step\. `train_step` must update on all ranks or on none.*on_nonfinite to skip"
+    ),
     "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
     "HeadsOfOtherSizes": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
     "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',

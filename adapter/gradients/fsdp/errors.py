@@ -43,9 +43,6 @@ _ADVICE = {
     r"_local_tensor": (
         "a gradient was written that is no sharded one: change the gradients that backward left, or use ddp"
     ),
-    r"appears to not have been used in the graph": (
-        "torch.autograd.grad knows no sharded parameters: use backward, or ddp"
-    ),
     r"uniform original parameter dtype": (
         "parameters of several types are sharded together: give each type a unit of its own by the shard policy"
     ),

@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters that a backward call reached on some ranks only, and ranks that part ways.
+"""Gradients of sharded parameters that only some ranks used, or that are not left by backward; ranks that part ways.
 
 FSDP reduces what this rank computed. Where another rank used another head, or other experts, they would reduce
 different things into each other. So every rank reduces zeros for what it did not use, and the ranks tell each other
@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ....callbacks.checkpoint.sharded.boxes import sharded_like
 from ...contract.exceptions import ContractError
 from . import hooks as shard_hooks
 from .units import ShardUnit
 
 __all__ = ["ShardGradients"]
+
+Differentiate = Callable[[tuple[Tensor, ...]], Sequence[Any]]
 
 _SHOWN = 3
 """The last modules that are named of each rank where the ranks part ways."""
@@ -47,6 +51,10 @@ class ShardGradients:
         for group_of_unit in itertools.chain.from_iterable(unit.groups for unit in units):
             _before(group_of_unit, "post_backward", self._note)
 
+    def has(self, tensor: Any) -> bool:
+        """Whether `tensor` is a parameter whose gradients FSDP reduces."""
+        return id(tensor) in self._by_shard
+
     def touch(self, shard: Any) -> None:
         """A gradient came to `shard` itself, from a penalty on weights say."""
         self._used[self._by_shard[id(shard)]] = True
@@ -64,19 +72,66 @@ class ShardGradients:
             ContractError: The ranks gathered different modules, so that what they computed is worthless.
         """
         self._reduce_unused(False)
+        self._used = self._on_any_rank(self._used)
+        for parameter, is_used, had in zip(self._parameters, self._used, self._had, strict=True):
+            if not is_used and not had:
+                parameter.sharded_param.grad = None
+
+    def grad(self, differentiate: Differentiate, inputs: Sequence[Tensor], *, allow_unused: bool) -> tuple[Any, ...]:
+        """What ``torch.autograd.grad`` gives for `inputs`; by sharded parameters, sharded like those and of all ranks.
+
+        Modules compute with the gathered parameters, so that the sharded ones are in no graph but that of a penalty on
+        the weights.
+
+        Args:
+            differentiate: Asks torch for gradients, None by what was not used.
+            inputs: All of the trainer's, in its order.
+            allow_unused: As torch's.
+
+        Raises:
+            ContractError: The ranks gathered different modules.
+            RuntimeError: Torch's own, for what no rank used.
+        """
+        records = [self._parameters[self._by_shard[id(p)]] if self.has(p) else None for p in inputs]
+        gathered: dict[int, Tensor] = {
+            i: record._unsharded_param
+            for i, record in enumerate(records)
+            if record is not None and hasattr(record, "_unsharded_param")
+        }
+        given = differentiate((*inputs, *gathered.values()))
+        mine = dict(zip(gathered, given[len(inputs) :], strict=True))
+        flags = [mine.get(i) is not None for i in range(len(inputs))]
+        result: list[Any] = list(given[: len(inputs)])
+        for i, is_used in enumerate(self._on_any_rank(flags)):
+            if is_used:
+                shard: Any = inputs[i]
+                mean = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.device)
+                if mine.get(i) is not None:
+                    mean.copy_(mine[i]).div_(dist.get_world_size(self._group))
+                dist.all_reduce(mean, group=self._group)
+                direct = result[i]
+                result[i] = sharded_like(mean, shard)
+                if direct is not None:
+                    result[i] += direct.redistribute(placements=shard.placements)
+        if not allow_unused and any(gradient is None for gradient in result):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+        return tuple(result)
+
+    def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
+        """What any rank used, once all of them gathered the same modules since they were asked last."""
         log = [path for unit in self._units for path in unit.gathered]
         digest = zlib.crc32("\n".join(sorted(log)).encode()) & 0x7FFFFFFF
-        message = torch.tensor([digest, -digest, *self._used], dtype=torch.int32, device=self._device)
+        message = torch.tensor([digest, -digest, *used], dtype=torch.int32, device=self._device)
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        most, least, *used = message.tolist()
+        most, least, *by_any = message.tolist()
         if most != -least:
             raise self._parted(log)
         for unit in self._units:
             unit.gathered.clear()
-        for parameter, is_used, had in zip(self._parameters, used, self._had, strict=True):
-            if not is_used and not had:
-                parameter.sharded_param.grad = None
-        self._used = [bool(flag) for flag in used]
+        return [bool(flag) for flag in by_any]
 
     def call_hooks(self) -> None:
         """Call what the trainer registered for after the accumulation of a gradient."""

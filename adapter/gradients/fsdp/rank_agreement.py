@@ -15,8 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ...contract.exceptions import ContractError
+from ..rank_points import SKIPPED_ALONE, users_line
 
-__all__ = ["RankAgreement"]
+__all__ = ["BACKWARD", "END_OF_STEP", "UPDATE", "RankAgreement"]
+
+END_OF_STEP, BACKWARD, UPDATE = "end the step", "call backward", "update by"
+"""How the messages begin that are about a whole step."""
 
 FIRST_STEPS = 3
 """Steps in which ranks on GPUs agree on everything."""
@@ -63,12 +67,19 @@ class RankAgreement:
 
     def _parted(self, what: str) -> ContractError:
         everyone: list[Any] = [None] * self._world_size
-        dist.all_gather_object(everyone, what, group=self._group)
-        rank, other = next((rank, other) for rank, other in enumerate(everyone) if other != everyone[0])
+        where = "" if what == END_OF_STEP else users_line()
+        dist.all_gather_object(everyone, (what, where), group=self._group)
+        first = everyone[0]
+        rank, other = next((rank, other) for rank, other in enumerate(everyone) if other[0] != first[0])
+        lines = [f"Rank {r} is at {line}." for r, (_, line) in ((0, first), (rank, other)) if line]
+        text = f"Ranks part ways in `train_step`: rank 0 is about to {first[0]}, rank {rank} to {other[0]}."
+        at = "".join(f" {line}" for line in lines)
+        doing = first[0] if other[0] == END_OF_STEP else other[0]
+        if END_OF_STEP in (first[0], other[0]) and doing.startswith((BACKWARD, UPDATE)):
+            return ContractError(f"{text}{at} {SKIPPED_ALONE}")
         return ContractError(
-            f"Ranks part ways in `train_step`: rank 0 is about to {everyone[0]}, rank {rank} to {other}. What talks to "
-            "the other ranks (calls of sharded modules, backward, updates, values of sharded tensors) all ranks must "
-            "do, in the same order. Put modules of which ranks choose into one nn.ModuleList or nn.ModuleDict, which "
-            "is gathered as one, and leave them out of the shard policy; let an optimizer update each parameter on all "
-            "ranks; or use ddp."
+            f"{text} What talks to the other ranks (calls of sharded modules, backward, updates, values of sharded "
+            "tensors) all ranks must do, in the same order. Put modules of which ranks choose into one nn.ModuleList "
+            "or nn.ModuleDict, which is gathered as one, and leave them out of the shard policy; let an optimizer "
+            f"update each parameter on all ranks; or use ddp.{at}"
         )

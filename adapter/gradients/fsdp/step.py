@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,16 @@ from ...discovery.discover import Discovered
 from . import values as sharded_values, writes as shard_writes
 from .errors import about_sharding, without_collectives
 from .gradients import ShardGradients
-from .rank_agreement import RankAgreement
+from .rank_agreement import BACKWARD, END_OF_STEP, UPDATE, RankAgreement
 from .units import units_of
 
 __all__ = ["ShardedStep", "fsdp_modules"]
+
+_DIFFERENTIATED_AGAIN = (
+    "`train_step` does what sharded modules cannot: it differentiates gradients by sharded parameters once more "
+    "(torch.autograd.grad with create_graph, as MAML does), which are whole within the calls of their modules alone. "
+    "Use ddp, or leave out create_graph, as first-order MAML does."
+)
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
@@ -109,7 +116,7 @@ class ShardedStep:
     def end(self, *, failed: bool) -> None:
         """A step ends. After a failure the other ranks may not come this far, so nothing is agreed on with them."""
         if self._units and not failed:
-            self.agree("end the step")
+            self.agree(END_OF_STEP)
             self.give_up_gathered()
         if self._agreement is not None:
             self._agreement.end_step()
@@ -117,7 +124,7 @@ class ShardedStep:
     def before_backward(self) -> None:
         """A backward call begins."""
         if self._gradients is not None:
-            self.agree("call backward")
+            self.agree(BACKWARD)
             self._gradients.begin()
 
     def abandon_backward(self) -> None:
@@ -135,8 +142,36 @@ class ShardedStep:
         if self._gradients is not None:
             self._gradients.call_hooks()
 
+    def grad(
+        self,
+        run_backward: Callable[..., Any],
+        outputs: Any,
+        grads: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Tensor] = (),
+        allow_unused: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """One call of ``torch.autograd.grad``; `run_backward` is torch's engine, the rest what it takes.
+
+        Raises:
+            ContractError: Gradients by sharded parameters are to be differentiated again, or ranks part ways.
+        """
+
+        def differentiate(by: Sequence[Tensor], allow: bool = True) -> Any:
+            with self._differentiating(again=create_graph):
+                return run_backward(outputs, grads, retain_graph, create_graph, by, allow, **kwargs)
+
+        if self._gradients is None or not any(map(self._gradients.has, inputs)):
+            return differentiate(inputs, allow_unused)
+        if create_graph:
+            raise ContractError(_DIFFERENTIATED_AGAIN)
+        self.agree("call torch.autograd.grad")
+        return self._gradients.grad(differentiate, inputs, allow_unused=allow_unused)
+
     @contextlib.contextmanager
-    def differentiating(self, *, again: bool) -> Iterator[None]:
+    def _differentiating(self, *, again: bool) -> Iterator[None]:
         """Around a call of ``torch.autograd.grad``.
 
         Args:
@@ -158,7 +193,7 @@ class ShardedStep:
         """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
         if not self._units:
             return contextlib.nullcontext()
-        self.agree(f"update by {type(optimizer).__name__}")
+        self.agree(f"{UPDATE} {type(optimizer).__name__}")
         self.give_up_gathered()
         if optimizer not in self.optimizers:
             return contextlib.nullcontext()

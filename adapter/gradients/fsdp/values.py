@@ -57,6 +57,9 @@ _ELEMENTWISE |= {"eq", "ne", "lt", "gt", "le", "ge", "multiply", "subtract", "di
 _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "floor_divide", "copysign", "hypot"}
 _ELEMENTWISE |= {"dot", "dist"}
 
+_NOT_IN_PLACE = "in-place operations that require placement changes"
+"""torch's words, on every rank alike and before anything is changed."""
+
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 _TOGETHER = (
     _READS | _EXTREMES | {"mm", "matmul", "__matmul__", "bmm", "addmm", "einsum", "linear", "full_tensor", "svd"}
@@ -160,9 +163,21 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
     if name.endswith("_") and len(sharded) > 1 and isinstance(first, DTensor):
         args = [first, *(_placed(a, first) for a in args[1:])]
-    if plain:
-        return _mixed(func, name, args, kwargs, sharded)
-    return func(*args, **kwargs)
+    try:
+        return _mixed(func, name, args, kwargs, sharded) if plain else func(*args, **kwargs)
+    except RuntimeError as error:
+        is_recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*sharded, *plain))
+        if _NOT_IN_PLACE not in str(error) or not isinstance(first, DTensor) or is_recorded:
+            raise
+    return _written_in_place(func, first, args, kwargs)
+
+
+def _written_in_place(func: Any, first: DTensor, args: Any, kwargs: Mapping[str, Any]) -> DTensor:
+    """`first` after `func` changed the whole of it: with a factor for each row, say, where a rank has no row."""
+    whole = _whole(args)
+    func(*whole, **{k: _whole((v,))[0] for k, v in kwargs.items()})
+    first.copy_(sharded_like(whole[0], first))
+    return first
 
 
 def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: list[DTensor]) -> Any:

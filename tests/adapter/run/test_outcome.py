@@ -18,7 +18,7 @@ from genlight.adapter.run.ranks.failure_notes import RankFailures
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.run.outcome import Outcome
 from genlight.adapter.run.progress import Progress
-from genlight.adapter.run.stop_check import StopCheck
+from genlight.adapter.run.training import stop_sources
 from genlight.callbacks import WatchHangs
 from genlight.callbacks.stop.signals import StopSignals
 from genlight.reporters import EventLog
@@ -37,7 +37,7 @@ class SlowProgress(Progress):
         time.sleep(0.5)  # in which the other thread would end the process
         return "train-step"
 
-stop = StopCheck(config, StopSignals())
+stop = stop_sources(config, StopSignals())
 ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
 outcome = Outcome(config, event_log, stop, SlowProgress(event_log), ranks)
 

@@ -9,7 +9,7 @@ import pytest
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
 from genlight.callbacks.hook.events import fire
-from genlight.callbacks.stop.sources import Deadline, process_age_s, slurm_end_time_s
+from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s, slurm_end_time_s
 
 
 def deadline_in(seconds, **facts):
@@ -42,7 +42,10 @@ def test_time_is_left_for_a_save_half_as_long_again_as_the_longest():
 def test_time_is_left_for_one_more_step_too():
     """A step that takes ten seconds is looked at every ten: what is not stopped now is stopped ten later."""
     deadline = deadline_in(100, saves=True, save_s=20.0)
-    answers = [deadline.is_over(1000.0 + at) for at in range(0, 70, 10)]
+    answers = []
+    for now in range(1000, 1070, 10):
+        deadline.note_look(now)
+        answers.append(deadline.is_over(now))
 
     assert answers == [False] * 6 + [True]
 
@@ -60,11 +63,11 @@ def test_time_is_left_until_the_ranks_have_agreed():
 
 def test_a_slow_first_step_is_forgotten_slowly():
     deadline = deadline_in(1e6, saves=True, save_s=0.0)
-    deadline.is_over(1000.0)
-    deadline.is_over(1100.0)
+    deadline.note_look(1000.0)
+    deadline.note_look(1100.0)
     assert deadline.margin_s == 100.0
     for at in range(1, 1001):
-        deadline.is_over(1100.0 + at * 0.1)
+        deadline.note_look(1100.0 + at * 0.1)
     assert deadline.margin_s == pytest.approx(0.1)
 
 
@@ -92,6 +95,44 @@ def test_an_end_time_that_says_nothing_is_none(text):
     assert slurm_end_time_s({"SLURM_JOB_END_TIME": text}) is None
 
 
+# shared
+
+
+def test_one_object_holds_the_sources_of_all_that_share_it(tmp_path):
+    """Two callbacks, each with a limit and a file of its own: the earlier limit and either file count for both."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shared = StopSources(max_runtime_s=process_age_s() + 9000)
+    early = StopRequests(first, max_runtime_s=process_age_s() + 10)
+    late = StopRequests(second, max_runtime_s=process_age_s() + 5000)
+    early.share(shared)
+    late.share(shared)
+
+    assert shared.deadline.at == pytest.approx(time.monotonic() + 10, abs=5)
+    assert (early.requested(), late.requested(), shared.reason()) == (None, None, None)
+    second.touch()
+    assert shared.reason() == "canceled"
+    with pytest.raises(TrainingCanceled, match="canceled"):
+        shared.raise_if_stopped()
+
+
+def test_what_is_said_comes_before_what_is_looked_at(tmp_path):
+    sources = StopSources(tmp_path / "cancel", max_runtime_s=1e-9)
+    (tmp_path / "cancel").touch()
+
+    assert sources.told is None
+    assert sources.reason() == "timeout"
+    sources.signals.reason = "preempted"
+    assert sources.reason() == "preempted"
+
+
+def test_time_before_training_does_not_count_as_a_slow_step():
+    deadline = deadline_in(1e6, save_s=0.0)
+    deadline.note_look(1000.0)
+    deadline.begin_training(saves=True)
+    deadline.note_look(5000.0)
+    assert deadline.margin_s == 0.0
+
+
 # in a run
 
 
@@ -105,8 +146,8 @@ def test_the_time_that_saves_take_is_measured(fit, counting_trainer, tmp_path):
     stop = StopRequests()
     fit(counting_trainer(), [stop, Checkpoint(tmp_path, every_n_steps=2)], enable_checkpointing=True)
 
-    assert stop.deadline.saves
-    assert stop.deadline.save_s > 0
+    assert stop.sources.deadline.saves
+    assert stop.sources.deadline.save_s > 0
 
 
 def test_the_longest_save_counts_whoever_saved(fit, counting_trainer):
@@ -118,14 +159,14 @@ def test_the_longest_save_counts_whoever_saved(fit, counting_trainer):
     stop = StopRequests()
     fit(counting_trainer(), [stop, Saver()])
 
-    assert stop.deadline.save_s == 7.0
+    assert stop.sources.deadline.save_s == 7.0
 
 
 def test_a_run_without_checkpoints_leaves_no_time_for_them(fit, counting_trainer):
     stop = StopRequests()
     fit(counting_trainer(), [stop])
 
-    assert not stop.deadline.saves
+    assert not stop.sources.deadline.saves
 
 
 def test_a_run_stops_before_its_limit_with_a_durable_checkpoint(fit, counting_trainer, tmp_path):
@@ -135,7 +176,7 @@ def test_a_run_stops_before_its_limit_with_a_durable_checkpoint(fit, counting_tr
     class Slow(Hook):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 3:
-                stop.deadline.save_s = 3000.0
+                stop.sources.deadline.save_s = 3000.0
 
     with pytest.raises(TrainingCanceled) as caught:
         fit(counting_trainer(), [Slow(), stop, Checkpoint(tmp_path)], steps=10, enable_checkpointing=True)

@@ -119,7 +119,7 @@ def test_the_limit_counts_from_the_start_of_the_process(train):
 
 def test_a_limit_that_passes_while_training_stops_it_after_the_step(train):
     stop = Agreeable(max_runtime_s=1e6)
-    seen = Doing(4, lambda: setattr(stop.deadline, "at", time.monotonic()))
+    seen = Doing(4, lambda: setattr(stop.sources.deadline, "at", time.monotonic()))
 
     with pytest.raises(TrainingCanceled, match="timeout"):
         train([seen, stop])
@@ -418,7 +418,7 @@ def test_a_validation_after_a_fit_is_not_kept_from_ending_on_a_signal(fit_plain)
     stop = StopRequests()
     fit_plain([stop]).validate(Validated(), [0], verbose=False)
     assert len(handlers) == 1
-    assert handlers[0] != stop.signals._handle
+    assert handlers[0] != stop.sources.signals._handle
 
 
 def test_two_of_these_callbacks_stop_a_run_and_leave_handlers_as_before(fit_plain):

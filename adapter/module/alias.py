@@ -1,0 +1,165 @@
+"""The import path that existing trainer classes use.
+
+They say ``from gen_worker.trainer import StepResult``. Where that package is not installed, `install` makes
+``gen_worker.trainer`` and its modules importable; every name in them is the one of `genlight.adapter`, resolved when
+it is first asked for, or of `module.old_names`, which has what only the old package had. The old package spread its
+names over its modules differently from release to release, so each module here answers to all of them.
+
+``worldflux.telemetry.wasr`` is made importable in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from . import old_names
+
+__all__ = ["MODULES", "install", "run_training_runtime_from_env"]
+
+MODULES = (
+    "api",
+    "contracts",
+    "loop",
+    "runtime",
+    "orchestrated",
+    "job_lifecycle",
+    "authz",
+    "resolve",
+    "inputs",
+    "arrow_feed",
+    "model_runtime",
+    "artifacts",
+    "uploader",
+    "reporting",
+    "checkpointing",
+    "helpers",
+    "helpers.optim",
+    "helpers.repro",
+    "helpers.scalar",
+    "subprocess_contract",
+)
+"""Modules of ``gen_worker.trainer``."""
+
+_OWN = ("run_training_runtime_from_env",)
+_ADAPTER = "genlight.adapter"
+_PACKAGE = "gen_worker"
+_TRAINER = "gen_worker.trainer"
+_WORLDFLUX = {
+    "worldflux.telemetry.wasr": ("genlight.reporters.telemetry", ("make_run_id", "read_events", "write_event")),
+}
+"""Modules of ``worldflux``: the module of ours that each stands for, and its names."""
+
+
+def install() -> None:
+    """Make ``gen_worker.trainer`` and ``worldflux.telemetry.wasr`` importable, unless the real packages are there.
+
+    Does nothing the second time.
+    """
+    _install_trainer()
+    _install_worldflux()
+
+
+def _install_trainer() -> None:
+    if _TRAINER in sys.modules or _is_installed(_TRAINER):
+        return
+    parent = importlib.import_module(_PACKAGE) if _is_installed(_PACKAGE) else _register_package(_PACKAGE)
+    names = sorted({*_genlight().__all__, *old_names.__all__, *_OWN})
+    _register(_TRAINER, parent, names, _resolve, is_package=True)
+    for name in MODULES:
+        folder, _, _ = name.rpartition(".")
+        parent = sys.modules[f"{_TRAINER}.{folder}" if folder else _TRAINER]
+        is_package = any(other.startswith(f"{name}.") for other in MODULES)
+        _register(f"{_TRAINER}.{name}", parent, names, _resolve, is_package=is_package)
+
+
+def _install_worldflux() -> None:
+    if "worldflux" in sys.modules or _is_installed("worldflux"):
+        return
+    for name, (own, names) in _WORLDFLUX.items():
+        parent: ModuleType | None = None
+        for package in _packages_of(name):
+            parent = sys.modules.get(package) or _register_package(package, parent)
+        _register(name, parent, names, functools.partial(_resolve_in, own))
+
+
+def _packages_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
+
+
+def _register_package(name: str, parent: ModuleType | None = None) -> ModuleType:
+    return _register(name, parent, (), lambda _: None, is_package=True)
+
+
+def _register(
+    name: str,
+    parent: ModuleType | None,
+    names: Sequence[str],
+    resolve: Callable[[str], Any],
+    *,
+    is_package: bool = False,
+) -> ModuleType:
+    """A module that is importable as `name`, whose `names` are looked up by `resolve` when they are asked for."""
+
+    def attribute(wanted: str) -> Any:
+        if wanted not in names:
+            raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
+        return resolve(wanted)
+
+    module = ModuleType(name, f"Stands in for {name}; every name comes from genlight.")
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=is_package)
+    if is_package:
+        module.__path__ = []
+    module.__getattr__ = attribute  # type: ignore[method-assign]
+    module.__all__ = list(names)  # type: ignore[attr-defined]
+    sys.modules[name] = module
+    if parent is not None:
+        setattr(parent, name.rpartition(".")[2], module)
+    return module
+
+
+def _resolve(name: str) -> Any:
+    if name in _OWN:  # first: it is also a function of genlight's, which ends differently
+        return globals()[name]
+    return getattr(old_names if name in old_names.__all__ else _genlight(), name)
+
+
+def _resolve_in(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name)
+
+
+def _genlight() -> Any:
+    """`genlight.adapter`. By name, here and below: the classes that a run loads import this module, which runs none."""
+    return importlib.import_module(_ADAPTER)
+
+
+def run_training_runtime_from_env() -> int:
+    """Run the job that the environment describes; returns 0.
+
+    `genlight.adapter.run_training_runtime_from_env` returns the exit code instead.
+
+    Raises:
+        StartupContractError: The run could not start.
+        TrainingCanceled: It was told to stop.
+        BaseException: Whatever else ended it: the root cause, once everything was reported.
+    """
+    run = importlib.import_module(f"{_ADAPTER}.run.run")
+    attempt = run.attempt_job(run.RunOptions())
+    if attempt.error is not None:
+        raise attempt.error
+    code: int = attempt.exit_code
+    return code

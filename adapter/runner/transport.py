@@ -1,0 +1,84 @@
+"""The files between a submitter and the runner: arguments and callbacks in, a result out.
+
+Arguments and callbacks are base64 of pickles, the only ones that genlight reads. A pickle runs code, so one is loaded
+only from a regular file that belongs to this user and that nobody else may write.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import pickle
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from ..plumbing.durable import write_bytes_durably
+from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError
+
+__all__ = ["ResultFormat", "read_pickle", "travelling", "write_pickle", "write_result"]
+
+ResultFormat = Literal["json", "pickle"]
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
+    """Write what `read_pickle` reads, for this user alone."""
+    write_bytes_durably(path, base64.b64encode(pickle.dumps(value)), mode=PRIVATE_FILE)
+
+
+def travelling(callbacks: Iterable[Any]) -> list[Any]:
+    """Those callbacks that the runner is to call; a submitter writes only them."""
+    return [callback for callback in callbacks if getattr(callback, "requires_runner_transport", False)]
+
+
+def read_pickle(path: str | os.PathLike[str]) -> Any:
+    """What the submitter wrote to `path`.
+
+    Raises:
+        UnsafeFileError: It is a link or not a regular file, belongs to another user, or may be written by others.
+        OSError: It cannot be read.
+        ValueError: It is not base64.
+    """
+    data = _read_unchanged_by_others(path)
+    try:
+        pickled = base64.b64decode(data, validate=True)
+    except binascii.Error:
+        raise ValueError(f"{os.fspath(path)} is not the base64 of a pickle") from None
+    return pickle.loads(pickled)  # noqa: S301 - of a file that this user alone can have written
+
+
+def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        fault = None
+        if not stat.S_ISREG(status.st_mode):
+            fault = "it is not a regular file"
+        elif status.st_uid != os.geteuid():
+            fault = f"it belongs to another user (uid {status.st_uid})"
+        elif status.st_mode & _OTHERS_WRITE:
+            fault = "other users may write it (`chmod go-w` takes that away)"
+        if fault is not None:
+            raise UnsafeFileError(1, f"{fault}, so no pickle is loaded from it", os.fspath(path))
+        return b"".join(file.read().split())
+
+
+def write_result(path: Path, value: Any, form: ResultFormat) -> None:
+    """Write what a function returned, whole or not at all.
+
+    Raises:
+        TypeError: It cannot be written in this form.
+        OSError: The file cannot be written.
+    """
+    try:
+        # No NaN: it is not JSON.
+        data = json.dumps(value, allow_nan=False).encode() if form == "json" else pickle.dumps(value)
+    except (TypeError, ValueError, RecursionError, pickle.PicklingError, AttributeError) as error:
+        way_out = "; return plain values, or choose --result pickle" if form == "json" else ""
+        raise TypeError(f"the result cannot be written as {form}: {error}{way_out}") from error
+    write_bytes_durably(path, data, mode=PRIVATE_FILE)

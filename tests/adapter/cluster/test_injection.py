@@ -1,0 +1,231 @@
+"""Which functions get the context, and how."""
+
+import functools
+import typing
+from typing import Annotated, Any, Optional, Union
+
+import pytest
+
+from genlight.adapter import JobContext, bind_job_context
+from support import postponed_annotations as postponed
+
+CONTEXT = JobContext(job_id="1")
+
+
+def called(function, *args, **kwargs):
+    """What `function` returns, called as the runner calls it."""
+    args, kwargs = bind_job_context(function, args, kwargs, CONTEXT)
+    return function(*args, **kwargs)
+
+
+def by_name(job):
+    return job
+
+
+def by_annotation(place: JobContext):
+    return place
+
+
+def optional(place: Optional[JobContext] = None):  # noqa: UP045
+    return place
+
+
+def union(place: Union[int, JobContext] = 0):  # noqa: UP007
+    return place
+
+
+def new_union(place: JobContext | None = None):
+    return place
+
+
+def in_text(place: "JobContext"):
+    return place
+
+
+def part_in_text(place: Optional["JobContext"] = None):
+    return place
+
+
+def annotated(place: Annotated[JobContext, "where"]):
+    return place
+
+
+def keyword_only(*, job):
+    return job
+
+
+def positional_only(job, /):
+    return job
+
+
+def with_default(job=None):
+    return job
+
+
+def in_a_wrapper(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Task:
+    def method(self, job):
+        return job
+
+    @classmethod
+    def of_class(cls, job):
+        return job
+
+    @staticmethod
+    def static(job):
+        return job
+
+    def __call__(self, job: JobContext):
+        return job
+
+
+class Made:
+    def __init__(self, job):
+        self.job = job
+
+
+ASK = {
+    "by_name": by_name,
+    "by_annotation": by_annotation,
+    "optional": optional,
+    "union": union,
+    "new_union": new_union,
+    "in_text": in_text,
+    "part_in_text": part_in_text,
+    "annotated": annotated,
+    "keyword_only": keyword_only,
+    "positional_only": positional_only,
+    "with_default": with_default,
+    "lambda": lambda job: job,
+    "method": Task().method,
+    "class_method": Task.of_class,
+    "static_method": Task.static,
+    "callable": Task(),
+    "decorated": in_a_wrapper(by_annotation),
+    "decorated_twice": in_a_wrapper(in_a_wrapper(keyword_only)),
+    "decorated_positional_only": in_a_wrapper(positional_only),
+    "decorated_method": functools.partial(in_a_wrapper(Task.method), Task()),
+    "partial": functools.partial(by_name),
+    "partial_of_decorated": functools.partial(in_a_wrapper(by_name)),
+    "cached": functools.lru_cache(by_name),
+    "future_annotations": postponed.asks,
+    "future_union": postponed.asks_perhaps,
+    "for_type_checkers_alone": postponed.asks_by_a_name_that_is_never_imported,
+}
+
+
+@pytest.mark.parametrize("what", ASK)
+def test_what_asks_for_the_context_gets_it(what):
+    assert called(ASK[what]) is CONTEXT
+
+
+def test_a_class_gets_it_too():
+    assert called(Made).job is CONTEXT
+
+
+def other_name(place):
+    return place
+
+
+def other_annotation(job: str = "mine"):
+    return job
+
+
+def any_annotation(job: Any = "mine"):
+    return job
+
+
+def in_a_list(place: list[JobContext] = ()):
+    return place or "mine"
+
+
+def the_class(place: type[JobContext] = JobContext):
+    return "mine" if place is JobContext else place
+
+
+def variadic(*job, **jobs):
+    return "mine" if (job, jobs) == ((), {}) else (job, jobs)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        other_annotation,
+        any_annotation,
+        in_a_list,
+        the_class,
+        variadic,
+        postponed.names_what_is_not_there,
+        lambda: "mine",
+    ],
+)
+def test_what_does_not_ask_is_called_as_it_is(function):
+    assert called(function) == "mine"
+
+
+def test_a_call_that_cannot_be_bound_is_left_to_python():
+    assert bind_job_context(by_name, (1, 2, 3), {}, CONTEXT) == ((1, 2, 3), {})
+    assert bind_job_context(max, (1, 2), {}, CONTEXT) == ((1, 2), {})
+    assert bind_job_context(other_name, (), {}, CONTEXT) == ((), {})
+
+
+def test_what_the_caller_gives_stays():
+    assert called(by_name, "mine") == "mine"
+    assert called(by_name, job="mine") == "mine"
+    assert called(with_default, None) is None
+    assert called(functools.partial(by_name, job="mine")) == "mine"
+    assert called(functools.partial(by_name, "mine")) == "mine"
+    assert called(functools.partial(in_a_wrapper(functools.partial(by_name, job="mine")))) == "mine"
+
+
+def three(a, job, b):
+    return a, job, b
+
+
+def two_positional_only(a, job, /, b=0):
+    return a, job, b
+
+
+def defaults_before(a=1, job=None, /, b=2):
+    return a, job, b
+
+
+def test_it_stands_in_its_place_among_other_arguments():
+    assert called(three, 1, b=2) == (1, CONTEXT, 2)
+    assert called(three, a=1, b=2) == (1, CONTEXT, 2)
+    assert called(two_positional_only, 1, b=2) == (1, CONTEXT, 2)
+    assert called(defaults_before) == (1, CONTEXT, 2)
+    assert called(functools.partial(three, b=2), 1) == (1, CONTEXT, 2)
+    assert called(functools.partial(three, 1, b=2)) == (1, CONTEXT, 2)
+    assert called(functools.partial(three, a=1), b=2) == (1, CONTEXT, 2)
+    assert called(functools.partial(defaults_before, b=5)) == (1, CONTEXT, 5)
+
+
+def test_what_was_given_is_handed_on_as_it_was_given():
+    args, kwargs = bind_job_context(three, (1,), {"b": 2}, CONTEXT)
+    assert (args, kwargs) == ((1, CONTEXT), {"b": 2})
+    args, kwargs = bind_job_context(three, (), {"b": 2, "a": 1}, CONTEXT)
+    assert (args, kwargs) == ((), {"a": 1, "b": 2, "job": CONTEXT})
+
+
+def two_that_ask(job, place: JobContext, *, third: JobContext | None = None):
+    return job, place, third
+
+
+def test_each_parameter_that_asks_gets_it_unless_it_was_given():
+    assert called(two_that_ask) == (CONTEXT, CONTEXT, CONTEXT)
+    assert called(two_that_ask, "mine") == ("mine", CONTEXT, CONTEXT)
+    assert called(two_that_ask, place="mine") == (CONTEXT, "mine", CONTEXT)
+
+
+def test_what_python_refuses_is_refused_in_its_words():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'a'"):
+        called(three, b=2)
+    assert typing.get_type_hints(by_annotation) == {"place": JobContext}

@@ -1,0 +1,329 @@
+"""The runner, as a job script starts it: a process that calls one function and reports how it went."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from genlight.adapter.runner.transport import read_pickle, travelling, write_pickle
+
+TASKS = """
+import json, os, signal, sys, time
+from pathlib import Path
+from genlight.adapter import JobContext
+
+def add(a, b=0):
+    return a + b
+
+def place(factor, *, job):
+    return [factor * job.rank, list(job.hostnames), str(job.output_dir)]
+
+def fail(secret):
+    raise ValueError("no such thing")
+
+def leave(code):
+    sys.exit(code)
+
+def wait(started):
+    Path(started).write_text("")
+    try:
+        time.sleep(600)
+    except Exception:
+        pass
+
+def ignores_exceptions(started):
+    try:
+        wait(started)
+    finally:
+        Path(started + ".cleaned").write_text("")
+
+def a_set():
+    return {1}
+
+def endless():
+    return float("inf")
+
+class Group:
+    @staticmethod
+    def static():
+        return "static"
+
+value = 3
+"""
+
+CALLBACKS = """
+import dataclasses, json, os, sys
+from pathlib import Path
+
+class Record:
+    requires_runner_transport = True
+
+    def __init__(self, path):
+        self.path = path
+
+    def note(self, event, context):
+        fields = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+        fields["rank"] = context.job_context.rank if context.job_context else None
+        fields["result_there"] = Path("result").exists()
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"event": event, **fields}, default=str) + "\\n")
+
+    def on_begin_run_job_ctx(self, context):
+        self.note("begin", context)
+
+    def on_end_run_job_ctx(self, context):
+        self.note("end", context)
+
+    def on_completed_ctx(self, context):
+        self.note("completed", context)
+
+class Fails:
+    requires_runner_transport = True
+
+    def on_begin_run_job_ctx(self, context):
+        raise RuntimeError("callback is broken")
+
+    def on_end_run_job_ctx(self, context):
+        sys.exit(0)
+
+class StaysHere(Fails):
+    requires_runner_transport = False
+"""
+
+
+class Submitter:
+    """Writes what a submitter writes, and starts the runner."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "tasks.py").write_text(TASKS)
+        (folder / "hooks.py").write_text(CALLBACKS)
+        (folder / "bad_module.py").write_text("raise ImportError('library is missing')\n")
+        (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+        self.result = folder / "result"
+
+    def start(self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('noted')]", **environ):
+        program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
+        program += f"write_pickle('callbacks', {callbacks})"  # of classes that are not known here
+        subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
+        command = [sys.executable, "-m", "genlight.adapter.runner", "--module", module, "--function", function]
+        command += ["--output-file", "result", "--callbacks-file", "callbacks", *options]
+        for name, value in (("args", args), ("kwargs", kwargs)):
+            if value is not None:
+                write_pickle(self.folder / name, value)
+                command += [f"--{name}-file", name]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.folder, env=dict(os.environ) | environ, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def run(self, *arguments, **given):
+        process = self.start(*arguments, **given)
+        _, errors = process.communicate(timeout=120)
+        return process.returncode, errors
+
+    def noted(self):
+        path = self.folder / "noted"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def submitter(tmp_path):
+    return Submitter(tmp_path)
+
+
+def test_a_function_is_called_and_its_result_and_its_end_are_reported_in_order(submitter):
+    code, errors = submitter.run(
+        "tasks", "add", "--pre-submission-id", "s1", "--stdout-path", "o.txt", args=(1,), kwargs={"b": 41}
+    )
+
+    assert (code, errors) == (0, "")
+    assert pickle.loads(submitter.result.read_bytes()) == 42
+    begin, end, completed = submitter.noted()
+    assert [each["event"] for each in (begin, end, completed)] == ["begin", "end", "completed"]
+    assert [each["result_there"] for each in (begin, end, completed)] == [False, True, True]
+    assert (begin["module"], begin["function"], begin["pre_submission_id"]) == ("tasks", "add", "s1")
+    assert begin["stdout_path"] == "o.txt"
+    assert (end["status"], end["error_type"], end["exit_code"], end["output_file"]) == ("success", None, 0, "result")
+    assert end["duration"] >= 0
+    assert (completed["emitted_by"], completed["status"], completed["pre_submission_id"]) == ("runner", "success", "s1")
+
+
+def test_the_context_is_injected_and_only_rank_0_writes_the_result(submitter):
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n9"}
+    for rank in ("1", "0"):
+        code, errors = submitter.run(
+            "tasks", "place", "--result", "json", "--job-dir", "/work/j", args=(10,), SLURM_PROCID=rank, **task
+        )
+        assert (code, errors) == (0, "")
+        assert submitter.result.exists() is (rank == "0")
+    assert json.loads(submitter.result.read_text()) == [0, ["n9"], "/work/j"]
+    assert {each["rank"] for each in submitter.noted()} == {0, 1}
+
+
+def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is_logged(submitter):
+    submitter.result.write_text("of an earlier attempt")
+    code, errors = submitter.run("tasks", "fail", "--loglevel", "debug", args=("s3cret-argument",))
+
+    assert code == 1
+    assert not submitter.result.exists()
+    assert "ValueError: no such thing" in errors
+    assert "s3cret" not in errors
+    _, end, completed = submitter.noted()
+    assert (end["status"], end["error_type"], end["error_message"]) == ("failure", "ValueError", "no such thing")
+    assert 'raise ValueError("no such thing")' in end["traceback"]
+    assert end["output_file"] is None
+    assert (completed["status"], completed["error_type"], completed["exit_code"]) == ("failure", "ValueError", 1)
+    assert "s3cret" not in (submitter.folder / "noted").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "status"),
+    [(0, 0, "success"), (None, 0, "success"), (3, 3, "failure"), (256, 1, "failure"), ("a text", 1, "failure")],
+)
+def test_an_exit_of_the_function_is_reported_too(submitter, given, code, status):
+    assert submitter.run("tasks", "leave", args=(given,))[0] == code
+    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+    assert submitter.noted()[1]["status"] == status
+    assert submitter.noted()[1]["error_type"] == (None if code == 0 else "SystemExit")
+
+
+def test_sigterm_ends_the_function_and_is_reported(submitter):
+    process = submitter.start("tasks", "ignores_exceptions", args=("started",))
+    while not (submitter.folder / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+
+    assert process.returncode == 143
+    assert (submitter.folder / "started.cleaned").exists()
+    _, end, completed = submitter.noted()
+    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "SystemExit", 143)
+    assert "SIGTERM" in end["error_message"]
+    assert completed["exit_code"] == 143
+
+
+WITHOUT_A_FUNCTION = {
+    "failing_import": (("bad_module", "f"), {}, "ImportError", "library is missing"),
+    "import_that_exits": (("exits", "f"), {}, "SystemExit", "0"),
+    "no_module": (("no_such_module", "f"), {}, "ModuleNotFoundError", "no_such_module"),
+    "no_function": (("tasks", "missing"), {}, "AttributeError", "missing"),
+    "no_callable": (("tasks", "value"), {}, "TypeError", "tasks:value is not a function"),
+    "bad_context": (("tasks", "add"), {"SLURM_NODELIST": "n["}, "ValueError", "Invalid hostlist 'n['"),
+}
+
+
+@pytest.mark.parametrize("fault", WITHOUT_A_FUNCTION)
+def test_what_keeps_the_function_from_being_called_is_reported_without_a_beginning(submitter, fault):
+    command, environ, kind, words = WITHOUT_A_FUNCTION[fault]
+    code, errors = submitter.run(*command, **environ)
+
+    assert code == 1
+    assert words in errors
+    assert [each["event"] for each in submitter.noted()] == ["end", "completed"]
+    end = submitter.noted()[0]
+    assert (end["status"], end["error_type"]) == ("failure", kind)
+    assert words in end["error_message"]
+
+
+def test_a_callback_that_fails_is_logged_and_hides_nothing(submitter):
+    callbacks = "[hooks.Fails(), hooks.Record('noted'), hooks.StaysHere()]"
+    code, errors = submitter.run("tasks", "fail", args=(1,), callbacks=callbacks)
+
+    assert code == 1
+    assert "Fails.on_begin_run_job_ctx failed" in errors
+    assert "callback is broken" in errors
+    assert "Fails.on_end_run_job_ctx failed" in errors
+    assert "StaysHere" not in errors
+    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("function", "form", "words"),
+    [("a_set", "json", "choose --result pickle"), ("endless", "json", "JSON compliant"), ("endless", "pickle", None)],
+)
+def test_a_result_that_cannot_be_written_is_a_failure(submitter, function, form, words):
+    code, errors = submitter.run("tasks", function, "--result", form)
+
+    assert code == (0 if words is None else 1)
+    assert submitter.result.exists() is (words is None)
+    assert words is None or words in errors
+
+
+def test_a_function_of_a_class_is_found_by_its_dotted_name(submitter):
+    assert submitter.run("tasks", "Group.static", "--result", "json")[0] == 0
+    assert json.loads(submitter.result.read_text()) == "static"
+
+
+def test_wrong_usage_is_told_and_ends_with_2(submitter):
+    done = subprocess.run(
+        [sys.executable, "-m", "genlight.adapter.runner", "--module", "m"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "the following arguments are required: --function, --output-file, --callbacks-file" in done.stderr
+
+
+class Runs:
+    """A pickle that runs code when it is loaded."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("loaded"),)
+
+
+def make_unsafe(path, how):
+    if how == "link":
+        path.rename(path.with_name("target"))
+        path.symlink_to("target")
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "group":
+        path.chmod(0o620)
+    elif how == "world":
+        path.chmod(0o602)
+    elif how == "owner":
+        os.chown(path, 12345, -1)
+    elif how == "text":
+        path.write_text("no base64!")
+        path.chmod(0o600)
+
+
+@pytest.mark.parametrize("how", ["link", "pipe", "group", "world", "owner", "text"])
+def test_no_pickle_is_loaded_from_a_file_that_another_user_could_have_written(tmp_path, monkeypatch, how):
+    if how == "owner" and os.geteuid():
+        pytest.skip("only root gives files away")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "args"
+    write_pickle(path, Runs())
+    make_unsafe(path, how)
+
+    with pytest.raises((OSError, ValueError)):
+        read_pickle(path)
+    assert not (tmp_path / "loaded").exists()
+
+
+def test_what_a_submitter_writes_is_for_this_user_alone_and_is_read_again(tmp_path):
+    path = tmp_path / "args"
+    write_pickle(path, ((1, "two"), {"three": 3.0}))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_pickle(path) == ((1, "two"), {"three": 3.0})
+    path.write_bytes(b"\n".join(path.read_bytes()[i : i + 8] for i in range(0, 999, 8)))  # as the shell's base64
+    assert read_pickle(path) == ((1, "two"), {"three": 3.0})
+
+
+def test_only_callbacks_that_ask_for_it_travel():
+    class Here:
+        pass
+
+    class There:
+        requires_runner_transport = True
+
+    there = There()
+    assert travelling([Here(), there]) == [there]
