@@ -63,7 +63,7 @@ __all__ = [
     "signal_connector",
 ]
 
-SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.6"}
+SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.13,<2.14"}
 """The releases that genlight's own requirements name."""
 
 

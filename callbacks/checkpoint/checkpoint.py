@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Collection
@@ -41,8 +40,6 @@ from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
 
 __all__ = ["Checkpoint"]
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoint(Hook, LightningCheckpoint):
