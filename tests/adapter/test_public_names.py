@@ -45,8 +45,8 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents ReplicaGuard
-        StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents
+        ReplicaGuard StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
@@ -184,6 +184,8 @@ def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
 
 
 def test_the_version_is_that_of_the_distribution():
+    import genlight.adapter
     from genlight.adapter.cli.command_line import version_text
 
+    assert genlight.adapter.__version__ == importlib.metadata.version("genlight")
     assert f"genlight {importlib.metadata.version('genlight')} " in version_text()
