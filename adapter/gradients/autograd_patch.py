@@ -140,8 +140,7 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
     def routed(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return through(self, inner, *args, **kwargs)
 
-    # What a compiled step would trace is genlight; the update itself it still compiles.
-    setattr(optimizer, name, types.MethodType(disable_dynamo(routed), optimizer))
+    setattr(optimizer, name, types.MethodType(routed, optimizer))
 
 
 class _Canary:
@@ -227,7 +226,6 @@ def _before_any_collective(name: str) -> None:
         interceptor.before_collective(name)
 
 
-@disable_dynamo
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
     interceptor = _active.get(threading.get_ident()) or _of_engine()
     if interceptor is not None:

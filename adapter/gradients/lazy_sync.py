@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .buckets import read_gradient, write_gradient
 from .rank_points import Why
-from .torch_internals import disable_dynamo, disabled_torch_function
+from .torch_internals import disabled_torch_function
 
 __all__ = ["Accumulation", "post_accumulate_hooks"]
 
@@ -117,13 +117,11 @@ class Accumulation:
             self._settle_now(self.settled, why, what)
             self.settled += 1
 
-    @disable_dynamo
     def on_read(self, parameter: Tensor) -> None:
         """The gradient of a guarded parameter is wanted."""
         if not self._in_backward and (self._pending or id(parameter) in self._written):
             self.settle(Why.READ, parameter)
 
-    @disable_dynamo
     def on_write(self, parameter: Tensor, value: Tensor | None) -> None:
         """The gradient of a guarded parameter is about to become `value`."""
         if self._in_backward:

