@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +24,9 @@ STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
 """How many steps later a digest has left its device, and all ranks have sent theirs: no step waits for either."""
 
+TURNS = 4
+"""How many comparisons it takes to have seen all optimizer states."""
+
 _LARGEST = 2**62 - 1
 
 
@@ -37,9 +40,11 @@ class ReplicaGuard(Hook):
 
     By default replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
     training. A comparison reads each tensor once, on its device, sends 16 bytes over a process group of its own and is
-    read four steps later, so that it costs about as much as a pass over the weights. Then, if there is a difference,
-    the first tensor that differs is looked for, and its values. What a trainer class names in its ``rank_local``,
-    states of optimizers that shard them, and sharded tensors are left out. With one rank nothing is done.
+    read four steps later, so that it costs about as much as a pass over the weights. Optimizer states, most of the
+    bytes, take turns at the steps that double, a quarter each time: one that drifts has its parameter drift with the
+    next update. Then, if there is a difference, the first tensor that differs is looked for, and its values. What a
+    trainer class names in its ``rank_local``, states of optimizers that shard them, and sharded tensors are left out.
+    With one rank nothing is done.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -89,7 +94,7 @@ class ReplicaGuard(Hook):
             if step >= self._pending.step + STEPS_UNTIL_READ:
                 self._read(pl_module)
         if is_due or (self.doubles and step >= self._next_double):
-            self._begin(trainer, pl_module)
+            self._begin(trainer, pl_module, turn=(step - self._first_step).bit_length() if self.doubles else None)
         if self.doubles:
             self._next_double = _next_double(step, self._first_step)
             self.next_due_step = min(self.next_due_step, self._next_double)
@@ -118,11 +123,12 @@ class ReplicaGuard(Hook):
     def _is_to_compare(self, trainer: pl.Trainer) -> bool:
         return (self.doubles or self.every_n_steps > 0) and _has_process_group(trainer)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to compare what there is now."""
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, turn: int | None = None) -> None:
+        """Begin to compare what there is now; with a `turn`, only those optimizer states whose turn it is."""
         self._read(pl_module)
-        self._compared_step = trainer.global_step
-        tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
+        if turn is None:
+            self._compared_step = trainer.global_step
+        tensors = [*taking_turns(_replicated(pl_module, trainer), turn)]
         if tensors:
             number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST
             self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]))
@@ -139,6 +145,22 @@ class ReplicaGuard(Hook):
         if not comparison.is_equal():
             named = list(_replicated(pl_module, comparison.trainer))
             raise ReplicaDriftError(_explained(named, comparison.step, comparison.group))
+
+
+def taking_turns(named: Iterable[tuple[str, Tensor]], turn: int | None) -> Iterator[Tensor]:
+    """What is compared at a `turn` of what is replicated: optimizer states each fourth time, the rest each time."""
+    states = 0
+    for name, tensor in named:
+        if turn is not None and _is_state(name):
+            states += 1
+            if (states - turn) % TURNS:
+                continue
+        yield tensor
+
+
+def _is_state(name: str) -> bool:
+    """Whether a tensor of this name is of an optimizer's state."""
+    return " of " in name
 
 
 def _has_process_group(trainer: pl.Trainer) -> bool:
@@ -263,7 +285,7 @@ def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
 def _cause(drifted: Sequence[str], count: int) -> str:
     if all(name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") for name in drifted):
         return "statistics of a norm layer that each rank computes from its own rows; SyncBatchNorm makes them equal"
-    if all(" of " in name for name in drifted):
+    if all(map(_is_state, drifted)):
         return "an optimizer that shards its state, or one whose state was changed by what a rank's own rows say"
     if 2 * len(drifted) > count:
         return (

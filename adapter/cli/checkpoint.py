@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.contents import read_header
-from ...callbacks.checkpoint.format.layout import name_of, record_path
+from ...callbacks.checkpoint.format.layout import name_of, record_path, tensor_file
 from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
 from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES
@@ -219,7 +219,7 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         for key, stored in read_header(record, entry).items():
-            found[f"{name}:{key}"] = (stored.dtype, list(stored.shape))
+            found[f"{tensor_file(name)}:{key}"] = (stored.dtype, list(stored.shape))
     return found
 
 

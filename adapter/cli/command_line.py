@@ -7,6 +7,7 @@ neither torch nor Lightning, so that ``--help``, listings and shell completion a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -17,16 +18,22 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 
+from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
+from ..plumbing.operating_system import unsupported_system
+from ..plumbing.reference_page import reference
+from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
-from .operating_system import unsupported_system
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
 
 __all__ = ["main"]
 
 WRONG_USAGE = 2
+
+ANYWHERE = ("checkpoint", "events", "init")
+"""Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
     "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
@@ -50,6 +57,7 @@ _CHATTY_LOGGERS = (
 _NOT_FOR_USERS = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
+    "The .srun. command is available on your system but is not used.*",
     "Using ModelCheckpoint with manual optimization.*",
     ".*treespec, LeafSpec.*",
     "Checkpoint directory .* exists and is not empty.*",
@@ -92,18 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
-    fault = unsupported_system(words[0]) if words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) else None
+    needs_linux = words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) and words[0] not in ANYWHERE
+    fault = unsupported_system(f"genlight {words[0]}") if needs_linux else None
     if fault:
-        sys.stderr.write(f"error: {fault}\n")
+        sys.stderr.write(f"error: {fault} These commands work here: {', '.join(ANYWHERE)}.\n")
         return WRONG_USAGE
     if words and words[0] in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
         if faults:
             sys.stderr.writelines(f"error: {fault}\n" for fault in faults)
             return WRONG_USAGE
-        from .lightning_cli import run_lightning_cli
-
-        return run_lightning_cli(words)
+        return _run_lightning(words)
     parser = build_parser(words)
     parsed = parser.parse_args(words)
     if parsed.subcommand is None:
@@ -121,6 +128,17 @@ def _run(words: list[str]) -> int:
     return code
 
 
+def _run_lightning(words: list[str]) -> int:
+    with contextlib.ExitStack() as stack:
+        signals = StopSignals()
+        if words[0] == "fit":
+            stack.enter_context(signals.installed())
+            signals.what_next = "the fit stops before it trains" if is_rank_zero() else ""
+        from .lightning_cli import run_lightning_cli  # takes seconds
+
+        return run_lightning_cli(words, signals)
+
+
 def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """The parser of all commands.
 
@@ -130,6 +148,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """
     set_parsing_settings(add_print_completion_argument=True)
     parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+    parser.see_also = f"reference: {reference('commands')}"
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
     for name, summary in COMMANDS.items():
@@ -146,6 +165,10 @@ def _command_parser(name: str, *, declares: bool) -> CommandParser:
     command: Any = import_module(f".{name}", __package__)
     parser = CommandParser(description=command.__doc__)
     command.add_arguments(parser)
+    if name in ("init", "run", "doctor"):
+        parser.see_also = f"every key of a job: {reference('a-jobs-keys')}"
+    elif name == "check":
+        parser.see_also = f"every hook of a trainer class: {reference('the-hooks')}"
     return parser
 
 

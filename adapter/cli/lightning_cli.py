@@ -14,8 +14,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks.timer import Interval
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
@@ -32,7 +32,7 @@ from ..contract.exceptions import BrokenCheckpointError, EventLogError, Genlight
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
-from ..plumbing.log_redaction import redact_uncaught, redacted_logs
+from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
@@ -40,6 +40,9 @@ from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
 from ..run.results import show_results
+from ..run.resume import move_checkpoints_aside
+from .fit_config import SaveAttemptConfig, checkpoints_of
+from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -63,16 +66,16 @@ class GenlightCLI(LightningCLI):
     ``--resume auto`` goes on from the newest whole checkpoint of the `Checkpoint` callback, if there is one.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._is_own_process = list(arguments) == sys.argv[1:]
+    def __init__(self, arguments: Sequence[str], signals: StopSignals, report: FailureReport) -> None:
+        self._signals = signals
+        self._report = report
         self._resumed_step: int | None = None
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_callback=SaveConfigCallback,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=SaveAttemptConfig,
             trainer_defaults={
                 # By its path: jsonargparse copies defaults, and an instance holds a lock.
                 "plugins": [{"class_path": "genlight.callbacks.DurableCheckpointIO"}],
@@ -81,7 +84,7 @@ class GenlightCLI(LightningCLI):
             seed_everything_default=False,
             parser_class=_Parser,
             # LightningCLI warns of arguments beside those of the process, even where they are the same.
-            args=None if self._is_own_process else list(arguments),
+            args=None if list(arguments) == sys.argv[1:] else list(arguments),
         )
 
     @staticmethod
@@ -95,20 +98,35 @@ class GenlightCLI(LightningCLI):
             "--resume",
             choices=["auto", "never"],
             default=None,
-            help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: start anew; "
-            "without it a run does not start where the callback genlight.callbacks.Checkpoint left checkpoints. For "
-            "validate and test, auto takes the newest whole checkpoint",
+            help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: move earlier "
+            "checkpoints aside and start anew; without it a run does not start where the callback "
+            "genlight.callbacks.Checkpoint left checkpoints. For validate and test, auto takes the newest whole "
+            "checkpoint",
         )
 
     @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":  # Lightning has another `--verbose` for the others
+            parser.add_argument(
+                "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
+            )
+        return parser
+
+    @override
     def instantiate_classes(self) -> None:
+        settings = self.config[str(self.subcommand)]
+        self._report.secrets = secrets_in(self.config.as_dict())
+        root = settings.trainer.default_root_dir or os.curdir
+        shows_all = self.subcommand == "fit" and settings.verbose
+        self._report.folder = None if shows_all or "://" in root else Path(root)
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
-            raise _UnusableConfigurationError(str(cause)) from error
+            raise UnusableConfigurationError(str(cause)) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -121,14 +139,16 @@ class GenlightCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        secrets = secrets_in(self.config.as_dict())
-        with redacted_logs(secrets):
+        checkpoints = checkpoints_of(self.trainer)
+        self._report.saves = checkpoints is not None
+        if self._report.folder is not None:
+            self._report.folder = checkpoints or self._report.folder
+        with redacted_logs(self._report.secrets):
             try:
                 self._run_and_tell(subcommand)
-            except Exception:
-                if self._is_own_process:  # whose interpreter shows what nobody catches
-                    redact_uncaught(secrets)
-                raise
+            finally:
+                if getattr(self.model, "failed_step", self.trainer.global_step) > 0:
+                    self._report.stage = "train-step"
 
     def _run_and_tell(self, subcommand: str) -> None:
         try:
@@ -137,11 +157,11 @@ class GenlightCLI(LightningCLI):
         except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
             if not is_about_what_was_given(error):
                 raise
-            raise _UnusableConfigurationError(_text_of(error)) from error
+            raise UnusableConfigurationError(text_of_error(error)) from error
         except EventLogError as error:
             if self.trainer.global_step:
                 raise
-            raise _UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
+            raise UnusableConfigurationError(f"{error}; choose another `path` for the event log") from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -150,12 +170,13 @@ class GenlightCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, where that was left to us, and overwrite none silently."""
+        StopSources(signals=self._signals).raise_if_signalled()
         settings = self.config["fit"]
         for limit in ("max_steps", "max_epochs", "limit_train_batches"):
             if getattr(self.trainer, limit) == 0 and self.trainer.is_global_zero:
                 log.warning("`trainer.%s` is 0: no step is trained", limit)
         self._refuse_unwritable_places()
-        directory = self._checkpoints()
+        directory = checkpoints_of(self.trainer)
         if directory is not None and self.trainer.is_global_zero:  # before it is looked at
             self._held.callback(lock_directory(directory, "genlight fit").release)
         if self._takes_named("going on after"):
@@ -163,27 +184,34 @@ class GenlightCLI(LightningCLI):
         if settings["resume"] == "auto":
             self._refuse_to_train_on_an_older_end()
             if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
-                raise _UnusableConfigurationError(
+                raise UnusableConfigurationError(
                     f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
-                    "`--resume never`, which replaces them, or choose another `dirpath`."
+                    "`--resume never`, which moves them aside, or choose another `dirpath`."
                 )
         elif settings["resume"] == "never":
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, Checkpoint):
-                    callback.replace_existing = True
+                    callback.replace_existing = True  # what is no checkpoint, and of a name that one may get
+                    self._move_aside(callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints")
         elif directory is not None and checkpoint_files(directory):
-            raise _UnusableConfigurationError(
-                f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, replace them with "
+            raise UnusableConfigurationError(
+                f"{str(directory)!r} holds checkpoints already. Go on with `--resume auto`, move them aside with "
                 "`--resume never`, or choose another `dirpath`."
             )
 
+    def _move_aside(self, directory: Path) -> None:
+        """Else a start with ``--resume auto`` after this fit would find them, and go on from another training."""
+        moved = move_checkpoints_aside(directory) if self.trainer.is_global_zero else None
+        if moved is not None:
+            log.info("moved earlier checkpoints to %s", moved)
+
     def _refuse_to_train_on_an_older_end(self) -> None:
         """An older runtime's ``final.json`` tells no step, so what comes after it cannot be counted."""
-        directory = self._checkpoints()
+        directory = checkpoints_of(self.trainer)
         with contextlib.suppress(BrokenCheckpointError, OSError):  # which the look for the newest tells
             final = None if directory is None else find_final(directory)
             if final is not None and final.is_old:
-                raise _UnusableConfigurationError(
+                raise UnusableConfigurationError(
                     f"{str(final.path)!r} is the end of a run of an older runtime: there is nothing to train. Name the "
                     "checkpoint to go on from by `--ckpt_path`, or choose another `dirpath`."
                 )
@@ -192,13 +220,13 @@ class GenlightCLI(LightningCLI):
         """Before anything is trained that could not be kept."""
         if not self.trainer.is_global_zero:
             return
-        places: dict[str, Path | None] = {"dirpath": self._checkpoints()}
+        places: dict[str, Path | None] = {"dirpath": checkpoints_of(self.trainer)}
         root = self.trainer.default_root_dir
         if not self.trainer.loggers and "://" not in root:  # where the configuration is written then
             places["trainer.default_root_dir"] = Path(root)
         faults = [directory_fault(name, path, "Choose another.") for name, path in places.items() if path is not None]
         if any(faults):
-            raise _UnusableConfigurationError("\n".join(filter(None, faults)))
+            raise UnusableConfigurationError("\n".join(filter(None, faults)))
 
     def before_validate(self) -> None:
         """Choose the checkpoint to evaluate, where that was left to us."""
@@ -217,27 +245,25 @@ class GenlightCLI(LightningCLI):
             self._require_newest("evaluating")
 
     def fit(self, **arguments: Any) -> None:
-        """Train; a stop signal is heeded from here on, and a failure that it caused is that stop.
+        """Train; a failure that a stop signal caused is that stop.
 
         Raises:
             TrainingCanceled: The run was stopped.
         """
-        stop = StopSources()
-        signals = stop.signals
+        signals = self._signals
+        stop = StopSources(signals=signals)
         for callback in callbacks_of(self.trainer):
             if isinstance(callback, StopRequests):  # ours, and maybe one of the configuration's
                 callback.share(stop)
         if self.trainer.is_global_zero:
-            saves = self._checkpoints() is not None
             signals.what_next = (
                 "the run saves a checkpoint after the current step, and stops"
-                if saves
+                if self._report.saves
                 else "the run stops after the current step"
             )
         children = RankProcesses(self.trainer)
         signals.before_exit = children.kill_at_once
         with (
-            signals.installed(),
             watching_rendezvous(self.trainer, stop.raise_if_stopped, self._end_now),
             watching_paused_ranks(children.ids, stop.is_stopping, self._end_failed),
         ):
@@ -248,12 +274,15 @@ class GenlightCLI(LightningCLI):
                 if cause is None:
                     raise
                 raise cause from error
+            finally:
+                signals.before_exit = lambda: None
+                signals.what_next = ""
 
     def after_fit(self) -> None:
         """Say how the training ended, and where its results are."""
         if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
             return
-        directory = self._checkpoints()
+        directory = checkpoints_of(self.trainer)
         places: dict[str, Path | None] = {
             "final checkpoint": None if directory is None else directory / f"{FINAL_NAME}.json",
             "checkpoints": directory,
@@ -273,7 +302,7 @@ class GenlightCLI(LightningCLI):
         show_results(ended, places)
 
     def _end_now(self, stop: TrainingCanceled) -> None:
-        code = _report_stop(stop)
+        code = self._report.tell_stop(stop)
         RankProcesses(self.trainer).kill()
         os._exit(code)
 
@@ -282,21 +311,14 @@ class GenlightCLI(LightningCLI):
         RankProcesses(self.trainer).kill()
         os._exit(describe_failure(error, has_checkpoint=False).exit_code)
 
-    def _checkpoints(self) -> Path | None:
-        """Where the `Checkpoint` callback keeps them; None without one, or where this run writes none."""
-        callback = next((c for c in callbacks_of(self.trainer) if isinstance(c, Checkpoint)), None)
-        if callback is None or getattr(self.trainer, "fast_dev_run", False):
-            return None
-        return callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints"
-
     def _takes_named(self, doing: str) -> bool:
         """Whether ``--ckpt_path`` names a checkpoint; ``last`` is the newest whole one, a folder the newest in it."""
         given, resume = (self.config[str(self.subcommand)].get(name) for name in ("ckpt_path", "resume"))
         if given is None:
             return False
         if resume == "never":
-            raise _UnusableConfigurationError("--ckpt_path and --resume never contradict each other; leave one out")
-        if given == "last" and self._checkpoints() is not None:
+            raise UnusableConfigurationError("--ckpt_path and --resume never contradict each other; leave one out")
+        if given == "last" and checkpoints_of(self.trainer) is not None:
             self._require_newest(doing)
             return True
         found = None if given in _WORDS_OF_LIGHTNING else _found(given)
@@ -307,15 +329,15 @@ class GenlightCLI(LightningCLI):
 
     def _require_newest(self, doing: str) -> None:
         if not self._take_newest(doing):
-            raise _UnusableConfigurationError(
-                f"{str(self._checkpoints())!r} holds no whole checkpoint. Name one by `--ckpt_path`."
+            raise UnusableConfigurationError(
+                f"{str(checkpoints_of(self.trainer))!r} holds no whole checkpoint. Name one by `--ckpt_path`."
             )
 
     def _take_newest(self, doing: str) -> bool:
         """Have the subcommand start from the newest whole checkpoint, and say so; whether there is one."""
-        directory = self._checkpoints()
+        directory = checkpoints_of(self.trainer)
         if directory is None:
-            raise _UnusableConfigurationError(
+            raise UnusableConfigurationError(
                 "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
             )
         try:
@@ -339,34 +361,28 @@ class GenlightCLI(LightningCLI):
             log.info(message, *values)
 
 
-def run_lightning_cli(arguments: Sequence[str]) -> int:
-    """Run one of LightningCLI's subcommands and return genlight's exit code for it."""
+def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
+    """Run one of LightningCLI's subcommands and return genlight's exit code for it.
+
+    Args:
+        arguments: Those of the command line.
+        signals: Heeded by a fit; they are handled already.
+    """
     alias.install()
     if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
         sys.path.insert(0, os.getcwd())
+    report = FailureReport()
     with redacted_logs(()):
         try:
-            GenlightCLI(arguments)
+            GenlightCLI(arguments, signals, report)
         except TrainingCanceled as error:
-            return _report_stop(error)
-        except GenlightError as error:
-            log.error("%s", error)  # noqa: TRY400 - its message says all
-            return describe_failure(error, has_checkpoint=False).exit_code
-        except (_UnusableConfigurationError, MisconfigurationException) as error:
+            return report.tell_stop(error)
+        except (UnusableConfigurationError, MisconfigurationException) as error:
             log.error("%s", error)  # noqa: TRY400 - its message says all
             return EXIT_STARTUP
+        except Exception as error:  # noqa: BLE001 - whatever ends it is told
+            return report.tell(error)
     return EXIT_COMPLETED
-
-
-def _report_stop(stop: TrainingCanceled) -> int:
-    log.warning("stopped: %s; start again with --resume auto to go on", stop.reason)
-    # A launcher ends the other processes when one leaves with an error, rank 0 while it still tidies up.
-    is_first = getattr(rank_zero_only, "rank", 0) == 0
-    return describe_failure(stop, has_checkpoint=True).exit_code if is_first else EXIT_COMPLETED
-
-
-class _UnusableConfigurationError(Exception):
-    """A configuration asks for what it cannot have."""
 
 
 def _found(given: str) -> Path | None:
@@ -379,15 +395,8 @@ def _found(given: str) -> Path | None:
         raise _unreadable(error) from error
 
 
-def _unreadable(error: OSError) -> _UnusableConfigurationError:
-    return _UnusableConfigurationError(f"{_text_of(error)}; let this user read it, or move it away")
-
-
-def _text_of(error: Exception) -> str:
-    """What an error says, of one about a path without the system's number for it."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error).strip()
+def _unreadable(error: OSError) -> UnusableConfigurationError:
+    return UnusableConfigurationError(f"{text_of_error(error)}; let this user read it, or move it away")
 
 
 def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .gradient_sync import BufferSync, GradientSync, average_scalar
-from .lazy_sync import Accumulation
+from .equal_replicas import BufferSync, average_scalar
+from .gradient_sync import GradientSync
+from .lazy_sync import Accumulation, post_accumulate_hooks
 from .rank_points import Point, Why, users_line
 from .torch_internals import is_gradtrackingtensor
 
@@ -78,6 +79,7 @@ class Averaging:
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, where a collective would hang."""
+        self._gradients.abandon()
         if self._accumulation is not None:
             self._accumulation.abandon()
 
@@ -88,11 +90,17 @@ class Averaging:
 
     def before_backward(self) -> None:
         """A backward call begins."""
+        ordinal = 0
         if self._accumulation is not None:
             self._accumulation.before_backward()
+            ordinal = self._accumulation.settled
+        if not any(map(post_accumulate_hooks, self._gradients.parameters())):  # they may update in the middle of it
+            at = Point(Why.BACKWARD, self._completed_steps() + 1, ordinal, self._updates)
+            self._gradients.before_backward(at)
 
     def leave_backward(self) -> None:
         """A backward call is over, or has raised; the trainer may go on."""
+        self._gradients.after_backward()
         if self._accumulation is not None:
             self._accumulation.leave_backward()
 
@@ -128,6 +136,16 @@ class Averaging:
         if self._may_be_written or id(optimizer) not in self._averaged:
             self._settle(0, Why.UPDATE, first)
         self._may_be_written = False
+        self._updated_by(optimizer)
+
+    def before_update_inside_of_backward(self, optimizer: Optimizer) -> None:
+        """Average the gradients of one optimizer that a hook of a parameter steps while backward still runs."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._gradients.average_inside_of_backward(parameters, self._point(Why.INSIDE, 0, next(iter(parameters), "")))
+        self._was_averaged = True
+        self._updated_by(optimizer)
+
+    def _updated_by(self, optimizer: Optimizer) -> None:
         self._averaged.discard(id(optimizer))
         if id(optimizer) in self._gradients.shared:
             self._updates += 1

@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .communication_hooks import CommunicationHook, HookBucket
+
 __all__ = ["Bucket", "grouped", "read_gradient", "write_gradient"]
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are averaged in pieces of this size, each on its way while the next is packed (DDP's own default)."""
+"""Gradients are averaged in pieces of this size, each on its way while the next is computed (DDP's own default)."""
+FIRST_BUCKET_BYTES = 2**20
+"""The size of the first piece, so that the exchange begins early (DDP's own default)."""
 
 _GRAD: Any = Tensor.grad
 read_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
@@ -33,24 +37,40 @@ class Bucket:
         parameters: Of one dtype, on one device.
         group: Process group; None means all ranks.
         extra: How many numbers are sent along.
+        hook: Exchanges the gradients in its own way; the rest is then sent beside them.
+        index: Position of this bucket among those of an exchange.
+        is_last: Whether it is the last of them.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None = None, extra: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        extra: int = 0,
+        *,
+        hook: CommunicationHook | None = None,
+        index: int = 0,
+        is_last: bool = True,
+    ) -> None:
         self.parameters = list(parameters)
         self._group = group
         self._world_size = dist.get_world_size(group)
         first, count = self.parameters[0], len(self.parameters)
+        self.device = first.device
         sizes = [*(p.numel() for p in self.parameters), count, count, extra]
         self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         *pieces, self._used, self._is_sparse, self.extra = torch.split(self._flat, sizes)
-        self._averaged = self._flat[: len(self._flat) - extra]
+        data = sum(sizes[:-3])
+        self._data, self._tail = self._flat[:data], self._flat[data:]
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
         self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
         """The gradients that are dense, and where each stands in the flat tensor."""
         self._missing: list[int] = []
         self._sparse: list[int] = []
         self._gradients: Gradients = ()
-        self._work: Any = None
+        self._works: list[Any] = []
+        self._hook = hook
+        self._index, self._is_last = index, is_last
 
     def send(self, gradients: Gradients) -> None:
         """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
@@ -63,14 +83,30 @@ class Bucket:
             self._pack_others()
         else:
             self._dense = cast("list[Tensor]", list(gradients)), self._views
-        if self._dense[0]:
-            torch._foreach_copy_(self._dense[1], self._dense[0])
-        self._averaged.div_(self._world_size)
+        if self.device.type == "cpu" and self._hook is None:  # one pass over the memory rather than two
+            for gradient, view in zip(*self._dense, strict=True):
+                torch.div(gradient, self._world_size, out=view)
+        else:
+            if self._dense[0]:
+                torch._foreach_copy_(self._dense[1], self._dense[0])
+            if self._hook is None:
+                self._data.div_(self._world_size)
         self.send_as_it_is()
+
+    def send_or_take_part(self, gradient_of: Callable[[Tensor], Tensor | None] | None) -> None:
+        """Send what `gradient_of` gives for each parameter; None takes part without gradients."""
+        if gradient_of is None:
+            self.send_as_it_is()
+        else:
+            self.send([gradient_of(p) for p in self.parameters])
 
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        if self._hook is None:
+            self._works = [dist.all_reduce(self._flat, group=self._group, async_op=True)]
+        else:
+            averages = self._hook(HookBucket(self._index, self._data, self.parameters, self._is_last))
+            self._works = [averages, dist.all_reduce(self._tail, group=self._group, async_op=True)]
 
     def _pack_others(self) -> None:
         for i in self._missing:
@@ -79,6 +115,8 @@ class Bucket:
         for i in self._sparse:
             self._is_sparse[i] = 1
             self._views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
+            if self.device.type == "cpu" and self._hook is None:
+                self._views[i].div_(self._world_size)
         others = {*self._missing, *self._sparse}
         pairs = enumerate(zip(self._gradients, self._views, strict=True))
         dense = [(cast("Tensor", grad), view) for i, (grad, view) in pairs if i not in others]
@@ -86,7 +124,14 @@ class Bucket:
 
     def wait(self) -> None:
         """Until the averages are here; `extra` can be read then."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
+        if self._hook is not None:
+            result = self._works[0].value()
+            averages = result if isinstance(result, Tensor) else result[0]
+            if averages.data_ptr() != self._data.data_ptr():
+                self._data.copy_(averages)
+        self._works.clear()
 
     def land(self) -> dict[int, Tensor]:
         """Write the averages into the dense gradients; the new gradients of other parameters, by position."""
@@ -104,15 +149,27 @@ class Bucket:
         return new
 
 
-def grouped(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`tensors` in their order, in groups of one kind and of at most `BUCKET_BYTES`."""
+def grouped(
+    tensors: Sequence[Tensor], most_bytes: int | None = None, first_bytes: int | None = None
+) -> Iterator[list[Tensor]]:
+    """`tensors` in groups of one kind.
+
+    Args:
+        tensors: Come in their order.
+        most_bytes: Of a group with several tensors; None means `BUCKET_BYTES`.
+        first_bytes: Of the first group of each kind, where that is less.
+    """
+    most = BUCKET_BYTES if most_bytes is None else most_bytes
+    first = most if first_bytes is None else min(first_bytes, most)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    limits: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:
         kind = (tensor.device, tensor.dtype)
         size = tensor.numel() * tensor.element_size()
-        if kind in groups and sizes[kind] + size > BUCKET_BYTES:
+        if kind in groups and sizes[kind] + size > limits.setdefault(kind, first):
             yield groups.pop(kind)
+            limits[kind] = most
         sizes[kind] = sizes[kind] + size if kind in groups else size
         groups.setdefault(kind, []).append(tensor)
     yield from groups.values()

@@ -1,4 +1,4 @@
-"""Keeps the replicas of a data-parallel run equal: gradients averaged, buffers and first weights from rank 0.
+"""Averages the gradients of a data-parallel run.
 
 A trainer calls its modules directly, so ``DistributedDataParallel`` and its forward never see them. What it does is
 done here for bare tensors instead, with the same arithmetic, and without its conditions: a parameter may be unused on
@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import Bucket, grouped, read_gradient, write_gradient
+from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .communication_hooks import CommunicationHook
+from .early_buckets import EarlyBuckets, Place, Plan
+from .equal_replicas import check_same
 from .rank_points import NUMBERS, Point, are_together, parted
-from .torch_internals import NormBase
+from .torch_internals import group_timeout
 
-__all__ = ["BufferSync", "GradientSync", "average_scalar", "broadcast_from_zero", "check_same_on_all_ranks"]
+__all__ = ["GradientSync"]
 
 LATE_CALLS = 8
 """How many calls a GPU may be behind the host before the host waits for it."""
@@ -48,6 +49,8 @@ class GradientSync:
             are left to those.
         group: Process group; None means all ranks.
         rank_local: What is each rank's own.
+        bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
+        hook: Exchanges them in its own way, but for those of optimizers that are stepped inside of backward.
     """
 
     def __init__(
@@ -55,12 +58,19 @@ class GradientSync:
         discovered: Discovered,
         group: dist.ProcessGroup | None = None,
         rank_local: RankLocal = EVERYTHING_SHARED,
+        *,
+        bucket_bytes: int | None = None,
+        hook: CommunicationHook | None = None,
     ) -> None:
+        self._hook = hook
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self._first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self._discovered = discovered
         self._rank_local = rank_local
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
+        self._buckets_group = _group_of_buckets(group)
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._sent: deque[_SentPoint] = deque()
         self._previous: Point | None = None
@@ -69,13 +79,41 @@ class GradientSync:
         self._candidates: list[Tensor] = []
         self._others: list[Tensor] = []
         self._all: list[Tensor] = []
-        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
+        self._averaged_inside: set[int] = set()
+        """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
+        self._pending_plan: Plan | None = None
+        """Of the parameters as they were in the first backward call since gradients were averaged."""
+        self._early = EarlyBuckets(self._buckets_group)
+        self._step = -1
+        self._updates_before = 0
+        self._is_small = True
         self._was_replaced = False
         self.by_hand: frozenset[int] = frozenset()
         """Ids of the tensors that no optimizer updates."""
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
         self.parameters()
+
+    def before_backward(self, at: Point) -> None:
+        """A backward call begins, whose gradients may be sent before it ends."""
+        if self._pending_plan is None:
+            self._refresh()
+            if not self._is_small:
+                plan = self._current_plan()
+                self._pending_plan = plan if len(plan.buckets) > 1 else None
+        if self._pending_plan is not None:
+            self._early.before_backward(self._pending_plan, self._place(at))
+
+    def after_backward(self) -> None:
+        """A backward call has ended or failed."""
+        self._early.after_backward()
+
+    def abandon(self) -> None:
+        """The step failed: the other ranks may not come this far."""
+        self._pending_plan = None
+        self._early.abandon()
 
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
@@ -86,8 +124,13 @@ class GradientSync:
         Raises:
             ContractError: It is not, and what was averaged does not belong together.
         """
-        for parameter, gradient in self._average(read_gradient, at):
-            write_gradient(parameter, gradient)
+        pending, self._pending_plan = self._pending_plan, None
+        if pending is not None:
+            self._write_averages(pending, at)
+        plan = self._current_plan()
+        self._averaged_inside.clear()
+        if plan is not pending:
+            self._write_averages(plan, at)
 
     def average_given(self, gradients: Mapping[int, Tensor | None], at: Point) -> dict[int, Tensor]:
         """Replace `gradients`, by the ids of their parameters, by their mean; in place, as far as there were any.
@@ -95,8 +138,41 @@ class GradientSync:
         Returns:
             What other ranks have and this one does not.
         """
-        new = self._average(lambda p: gradients.get(id(p)), at)
+        if self._pending_plan is not None:  # its buckets are on their way
+            self(at)
+        new = self._average(self._current_plan(), lambda p: gradients.get(id(p)), at)
         return {id(p): gradient for p, gradient in new if id(p) in gradients}
+
+    @torch.no_grad()
+    def average_inside_of_backward(self, parameters: Sequence[Tensor], at: Point) -> None:
+        """Average the gradients of `parameters` alone, in the middle of a backward call; for that call once.
+
+        Raises:
+            ContractError: Another rank is not at the same parameters.
+        """
+        self._refresh()
+        mine = {id(p) for p in parameters}
+        averaged = [p for p in self._all if id(p) in mine and p.requires_grad]
+        if not averaged:
+            return
+        # Ranks whose graphs differ come here with other parameters, of other sizes: first of all they compare notes.
+        position = next(i for i, p in enumerate(self._all) if p is averaged[0])
+        points = torch.zeros(self._world_size, NUMBERS + 1, device=averaged[0].device)
+        points[self._rank] = torch.tensor([*at.numbers(), position])
+        dist.all_reduce(points, group=self._buckets_group)
+        if any(row != points[0].tolist() for row in points.tolist()):
+            raise parted(self._named(at), self.group)
+        key = tuple(map(id, averaged))
+        if key not in self._buckets_inside:
+            self._buckets_inside[key] = [Bucket(group, self._buckets_group) for group in grouped(averaged)]
+        buckets = self._buckets_inside[key]
+        for bucket in buckets:
+            bucket.send_or_take_part(read_gradient)
+        for bucket in buckets:
+            bucket.wait()
+            for i, gradient in bucket.land().items():
+                write_gradient(bucket.parameters[i], gradient)
+        self._averaged_inside |= set(key)
 
     def take_no_part(self, at: Point) -> None:
         """This rank's step ends without a gradient; learn whether that is so on all ranks.
@@ -104,20 +180,26 @@ class GradientSync:
         Raises:
             ContractError: It is not.
         """
-        plan = self._current_plan()
+        pending, self._pending_plan = self._pending_plan, None  # of a backward call that failed
+        plan = pending or self._current_plan()
         if plan.buckets:
             self._exchange(plan, None, at)
 
+    def _write_averages(self, plan: Plan, at: Point) -> None:
+        for parameter, gradient in self._average(plan, read_gradient, at):
+            write_gradient(parameter, gradient)
+
     @torch.no_grad()
-    def _average(self, gradient_of: Callable[[Tensor], Tensor | None], at: Point) -> list[tuple[Tensor, Tensor]]:
+    def _average(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None], at: Point
+    ) -> list[tuple[Tensor, Tensor]]:
         """Average in place; gives the gradients that are to be put in the place of others, or of none."""
-        plan = self._current_plan()
         if not plan.buckets:
             return []
         others_used = self._exchange(plan, gradient_of, at)
         buckets = [*plan.buckets]
         if any(others_used):
-            seconds = plan.of_others(others_used, self.group)
+            seconds = plan.of_others(others_used, self._buckets_group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
@@ -125,30 +207,47 @@ class GradientSync:
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
-    def _exchange(self, plan: _Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
-        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds."""
+    def _exchange(self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
+        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds.
+
+        Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
+        sent again, on this rank or another.
+        """
         if self._was_replaced:
             self._was_replaced = False
-            _check_same(_shapes([*self._candidates, *self._others]), self.group, _REPLACED)
-        first = plan.buckets[0]
-        points, others = first.extra[: NUMBERS * self._world_size], first.extra[NUMBERS * self._world_size :]
-        first.extra.zero_()
-        mine = points[NUMBERS * self._rank :][:NUMBERS]
-        mine.copy_(torch.tensor(at.numbers()))
+            check_same(_shapes([*self._candidates, *self._others]), self.group, _REPLACED)
+        *firsts, last = plan.buckets
+        window = self._early.window
+        order = plan.order(self._place(at))
+        for bucket in (firsts[position] for position in order if window is None or position not in window.sent):
+            bucket.send_or_take_part(gradient_of)
+        points, repeats, others = torch.split(last.extra, [NUMBERS * self._world_size, 1, len(plan.others)])
+        last.extra.zero_()
+        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        if window is not None and window.must_repeat():
+            repeats.fill_(1)
         if gradient_of is not None and plan.others:
             others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
-        for bucket in plan.buckets:
-            if gradient_of is None:
-                bucket.send_as_it_is()
-            else:
-                bucket.send([gradient_of(p) for p in bucket.parameters])
+        last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
             bucket.wait()
         self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
         self._previous = at
         used = [flag > 0 for flag in others.tolist()]
-        self._check_points(0 if used or self._sent[-1].ready is None else LATE_CALLS)
+        self._check_points(0 if used or firsts or self._sent[-1].ready is None else LATE_CALLS)
+        if firsts:
+            repeated = repeats.item() > 0
+            for bucket in firsts if repeated else ():
+                bucket.send_or_take_part(gradient_of)
+                bucket.wait()
+            self._early.close(plan, self._place(at), repeated=repeated)
         return used
+
+    def _place(self, at: Point) -> Place:
+        """Where in its step `at` is; what happens there is likely to happen there in the next step."""
+        if at.step != self._step:
+            self._step, self._updates_before = at.step, at.updates
+        return at.updates - self._updates_before, at.ordinal
 
     def _check_points(self, most_left: int) -> None:
         """Compare where the ranks were; on a GPU some calls later, so that the host need not wait for the device.
@@ -190,6 +289,8 @@ class GradientSync:
         self._was_replaced = before is not None
         self._optimized = optimized
         self._plans.clear()
+        self._buckets_inside.clear()
+        self._early.forget()
         left_out = self._foreign | self._rank_local.ids(self._discovered)
         held = {id(p) for p in optimized}
         others = [p for _, p in self._outside_of_optimizers() if id(p) not in held]
@@ -201,6 +302,7 @@ class GradientSync:
             self._candidates, self._others = self._others, []
         modules = [m for found in self._discovered.modules for m in found.value.modules()]
         self._all = self._candidates + self._others
+        self._is_small = sum(p.numel() * p.element_size() for p in self._all) <= self._first_bytes
         self._slots = [
             (m._parameters, name, p)
             for m in modules
@@ -213,18 +315,29 @@ class GradientSync:
             yield from self._rank_local.parameters(found)
         yield from self._rank_local.bare(self._discovered)
 
-    def _current_plan(self) -> _Plan:
+    def _current_plan(self) -> Plan:
         self._refresh()
         # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
-        pattern = tuple([p.requires_grad for p in self._all])
+        inside = self._averaged_inside
+        pattern = tuple([p.requires_grad and id(p) not in inside for p in self._all])
         plan = self._plans.get(pattern)
         if plan is None:
             # Backward makes the last parameters' gradients first; so does the order of the buckets.
-            wanted = [p for p in reversed(self._candidates) if p.requires_grad]
-            others = [p for p in self._others if p.requires_grad]
-            plan = _plan(wanted or others, others if wanted else [], self.group)
+            wanted = [p for p in reversed(self._candidates) if p.requires_grad and id(p) not in inside]
+            others = [p for p in self._others if p.requires_grad and id(p) not in inside]
+            plan = self._plan(wanted or others, others if wanted else [])
             self._plans[pattern] = plan
         return plan
+
+    def _plan(self, always: list[Tensor], others: list[Tensor]) -> Plan:
+        extra = NUMBERS * self._world_size + 1 + len(others)
+        groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
+        last = len(groups) - 1
+        buckets = [
+            Bucket(g, self._buckets_group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
+            for i, g in enumerate(groups)
+        ]
+        return Plan(buckets, others)
 
 
 class _SentPoint(NamedTuple):
@@ -236,97 +349,6 @@ class _SentPoint(NamedTuple):
     ready: torch.cuda.Event | None
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How gradients travel: some always, others once it is known that some rank has one."""
-
-    buckets: list[Bucket]
-    others: list[Tensor]
-    _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
-
-    def of_others(self, used: Sequence[bool], group: dist.ProcessGroup | None) -> list[Bucket]:
-        key = tuple(used)
-        if key not in self._others_buckets:
-            wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
-            self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
-        return self._others_buckets[key]
-
-
-def _plan(always: list[Tensor], others: list[Tensor], group: dist.ProcessGroup | None) -> _Plan:
-    extra = NUMBERS * dist.get_world_size(group) + len(others)
-    pieces = enumerate(grouped(always))
-    return _Plan([Bucket(parameters, group, 0 if i else extra) for i, parameters in pieces], others)
-
-
-class BufferSync:
-    """Gives every rank the buffers of rank 0, such as the running statistics of a BatchNorm.
-
-    As with DDP each rank's forward updates its own, and rank 0's count. Called at the end of a step, so that
-    checkpoints, samples and comparisons between steps see equal replicas.
-
-    Args:
-        discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
-        group: Process group; None means all ranks.
-        rank_local: What is each rank's own.
-    """
-
-    def __init__(
-        self,
-        discovered: Discovered,
-        group: dist.ProcessGroup | None = None,
-        rank_local: RankLocal = EVERYTHING_SHARED,
-    ) -> None:
-        self._group = group
-        shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
-        owners = [m for found in discovered.trained for m in found.value.modules()]
-        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, NormBase)]
-        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
-
-    def __bool__(self) -> bool:
-        return bool(self._slots)
-
-    def __call__(self) -> None:
-        """Overwrite the buffers with those of rank 0."""
-        buffers = (owner._buffers.get(name) for owner, name in self._slots)
-        broadcast_from_zero([b for b in buffers if b is not None], self._group)
-
-
-@torch.no_grad()
-def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    for bucket in grouped([t for t in tensors if not isinstance(t, DTensor)]):
-        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
-        dist.broadcast(flat, src=source, group=group)
-        for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-            tensor.detach().copy_(view.view(tensor.shape))
-
-
-def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """The mean of a loss over the ranks, of the type it came in; None and other things come back as they are."""
-    if not isinstance(value, Tensor | float | int):
-        return value
-    mean = torch.as_tensor(value, dtype=torch.float64, device=device).detach().clone()
-    dist.all_reduce(mean.div_(dist.get_world_size(group)), group=group)
-    return mean.to(value.dtype) if isinstance(value, Tensor) else mean.item()
-
-
-def check_same_on_all_ranks(
-    discovered: Discovered, group: dist.ProcessGroup | None = None, rank_local: RankLocal = EVERYTHING_SHARED
-) -> None:
-    """Refuse ranks whose trainers built different things.
-
-    Raises:
-        ContractError: Names the first entry that differs and the two ranks.
-    """
-    _check_same(_inventory(discovered, rank_local), group, _BUILT)
-
-
-_BUILT = (
-    "Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` must build the "
-    "same modules and optimizers, in the same order, on every rank; what is meant to differ is named in the trainer's "
-    "`rank_local`."
-)
 _REPLACED = (
     "Parameters were replaced while training, and not by equal ones on all ranks: rank 0 has {here}, rank {rank} has "
     "{there}. Ranks that add or remove rows must decide by what is equal on all of them: gradients of parameters are, "
@@ -334,24 +356,16 @@ _REPLACED = (
 )
 
 
-def _check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> None:
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            here, there = next(
-                (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
-            )
-            raise ContractError(text.format(rank=rank, here=here, there=there))
+def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks for gradients alone.
 
-
-def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
-    tensors = rank_local.tensors(discovered)
-    lines = [f"{path} {tuple(t.shape)} {t.dtype}" for path, t in tensors]
-    for found in rank_local.shared(discovered):
-        shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
-        lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
-    return lines
+    They are sent inside of backward, where they could come before or after a collective of the trainer (of a
+    synchronized BatchNorm, say): in a group of their own the order does not matter.
+    """
+    parent = group or dist.group.WORLD
+    assert parent is not None
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
+    return made
 
 
 def _shapes(tensors: Iterable[Tensor]) -> list[str]:

@@ -22,9 +22,10 @@ from .buckets import read_gradient, write_gradient
 from .rank_points import Why
 from .torch_internals import disabled_torch_function
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "post_accumulate_hooks"]
 
-_post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
 
 
 class Accumulation:
@@ -46,7 +47,8 @@ class Accumulation:
     ) -> None:
         self._parameters = parameters
         self._settle_now = settle
-        self._settled = 0
+        self.settled = 0
+        """How many times gradients were averaged since the last update."""
         self._pending = False
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written, since gradients were averaged."""
@@ -84,7 +86,7 @@ class Accumulation:
         """An update follows: gradients are those of all ranks, and read without a detour, until `resume`."""
         self.settle(Why.UPDATE, what)
         self._unguard()
-        self._settled = 0
+        self.settled = 0
 
     def resume(self) -> None:
         """The trainer's own code goes on after an update, or in a closure of one."""
@@ -98,22 +100,22 @@ class Accumulation:
         """The step ends; gradients are those of all ranks."""
         self.settle(Why.END_OF_STEP)
         self._unguard()
-        self._settled = 0
+        self.settled = 0
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, so nothing is averaged."""
         self._unguard()
         self._pending = self._in_backward = False
         self._written.clear()
-        self._settled = 0
+        self.settled = 0
 
     def settle(self, why: Why, what: Tensor | str = "") -> None:
         """Average what was accumulated or written since that was done last."""
         if self._pending or self._written:
             self._pending = False
             self._written.clear()
-            self._settle_now(self._settled, why, what)
-            self._settled += 1
+            self._settle_now(self.settled, why, what)
+            self.settled += 1
 
     def on_read(self, parameter: Tensor) -> None:
         """The gradient of a guarded parameter is wanted."""
@@ -139,7 +141,7 @@ class Accumulation:
             kinds = {type(p) for p in parameters}
             can_be_guarded = kinds <= self._classes.keys()
             self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
-        if (parameters and not self._guarded) or any(map(_post_accumulate_hooks, parameters)):
+        if (parameters and not self._guarded) or any(map(post_accumulate_hooks, parameters)):
             self._unguard()
             return False
         if not self._is_on:

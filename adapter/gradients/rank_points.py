@@ -42,6 +42,7 @@ class Why(enum.IntEnum):
     COLLECTIVE = 5
     END_OF_STEP = 6
     NOTHING = 7
+    INSIDE = 8
 
 
 _TEXTS = {
@@ -51,6 +52,7 @@ _TEXTS = {
     Why.AUTOGRAD_GRAD: "calls torch.autograd.grad",
     Why.COLLECTIVE: "calls torch.distributed.{what}",
     Why.END_OF_STEP: "has ended the step with gradients and without an update",
+    Why.INSIDE: "updates {what} inside of backward",
     Why.NOTHING: "has ended the step without a backward call",
 }
 

@@ -5,7 +5,8 @@ While a ``train_step`` runs, and in its thread alone::
     backward            on_before_backward
                         scale the loss, unseen by hooks    16-mixed
                         autograd, outside of autocast      16-mixed, bf16-mixed
-                        average gradients over the ranks   several ranks; put off until they are read
+                        average gradients over the ranks   several ranks; they travel while autograd runs, and are
+                                                           there when they are read
                         look for overflows                 16-mixed
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
@@ -37,10 +38,11 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from . import autograd_patch as interception
 from .averaging import Averaging
+from .equal_replicas import BufferSync
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import ShardedStep
-from .gradient_sync import BufferSync, GradientSync
+from .gradient_sync import GradientSync
 from .lightning_hooks import StepHooks
 from .precision import AutocastOff, StepPrecision, about_types
 from .unknown_optimizers import UnknownOptimizers
@@ -292,15 +294,12 @@ class StepRouter:
         if not interception.is_active(self):
             self._check_outside(optimizer)
             return inner(*args, **kwargs)
-        if self.in_backward and self._averaging is not None:
-            raise ContractError(
-                f"{type(optimizer).__name__}.step() is called inside backward, before the gradients of the ranks are "
-                "averaged. Call it after backward, or use one device."
-            )
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if closure is None and self._averaging is not None:
+        if self.in_backward and self._averaging is not None:
+            self._averaging.before_update_inside_of_backward(optimizer)
+        elif closure is None and self._averaging is not None:
             self._averaging.before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)

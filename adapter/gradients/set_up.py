@@ -6,14 +6,17 @@ import functools
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.lightning_internals import ddp_settings
 from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .communication_hooks import communication_hook
+from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
-from .gradient_sync import BufferSync, GradientSync, broadcast_from_zero, check_same_on_all_ranks
+from .gradient_sync import GradientSync
 from .lightning_hooks import step_hooks
 from .precision import cast_inputs, step_precision
 from .router import StepRouter
@@ -45,7 +48,13 @@ def step_router(
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
-        gradients = GradientSync(discovered, group, rank_local)
+        gradients = GradientSync(
+            discovered,
+            group,
+            rank_local,
+            bucket_bytes=_bucket_bytes(trainer),
+            hook=communication_hook(trainer.strategy),
+        )
         buffers = BufferSync(discovered, group, rank_local)
         local = frozenset(rank_local.ids(discovered))
     if precision.cast_inputs_to is not None:
@@ -83,3 +92,11 @@ def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
     return None
+
+
+def _bucket_bytes(trainer: pl.Trainer) -> int | None:
+    """What ``DDPStrategy(bucket_cap_mb=…)`` asks for, in the megabytes that DDP means."""
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return None
+    megabytes = ddp_settings(trainer.strategy).ddp_arguments.get("bucket_cap_mb")
+    return None if megabytes is None else int(megabytes * 2**20)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
@@ -33,6 +35,7 @@ __all__ = [
     "disabled_torch_function",
     "engine_run_backward",
     "fsdp_training_state",
+    "group_timeout",
     "is_gradtrackingtensor",
     "protected",
     "require_fsdp",
@@ -90,6 +93,7 @@ _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (GradScaler, ("_device", "_scale", "_unscale_grads_")),
     (Optimizer, ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")),
     (DTensor, ("_local_tensor", "__torch_function__")),
+    *([(dist.ProcessGroup, ("_get_backend", "_device_types"))] if dist.is_available() else []),
 )
 for _owner, _names in _OF_CLASSES:
     require_names("torch", _owner, *_names)
@@ -100,6 +104,12 @@ for _name in ("_foreach_copy_", "_foreach_mul_"):
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:
     """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
     setattr(torch.autograd, _ENGINE, entry)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` may take."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 _FSDP = "torch.distributed.fsdp._fully_shard"

@@ -11,12 +11,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, TextIO
 
 from .redaction import hide_secrets, traceback_of
 
-__all__ = ["redact_uncaught", "redacted_logs"]
+__all__ = ["redacted_logs"]
 
 _OWN_FIELDS = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 """What every log record has; all else came by ``extra=``."""
@@ -146,20 +145,6 @@ def _redacted_exceptions(hide: _Hide) -> Iterator[None]:
             threading.excepthook = end_thread
         if sys.unraisablehook is no_caller_redacted:
             sys.unraisablehook = no_caller
-
-
-def redact_uncaught(secrets: Iterable[str | None]) -> None:
-    """From here to the end of the process, have the interpreter show an exception that ends it without secrets."""
-    known, end = tuple(secrets), sys.excepthook
-
-    def end_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        def hide(text: str) -> str:
-            return hide_secrets(text, secrets=known)
-
-        if not _show_redacted(error, "genlight", hide):
-            end(kind, error, trace)
-
-    sys.excepthook = end_redacted
 
 
 def _show_redacted(error: BaseException | None, title: str, hide: _Hide) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ..contract.exceptions import BrokenCheckpointError, InputError, StartupCont
 from ..job.config import RunConfig
 from ..job.identity import differing_fields
 
-__all__ = ["Start", "decide_start", "move_old_artifacts_aside"]
+__all__ = ["Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
 
 IN_USE = "startup.artifacts_in_use"
 _SAMPLE_NAME = re.compile(r"step-\d{8,}(-\d{2,})?(\.json|\.txt)?")
@@ -138,19 +138,38 @@ def _texts(spec: Mapping[str, object]) -> dict[str, str]:
 
 
 def move_old_artifacts_aside(config: RunConfig) -> Path | None:
-    """Move checkpoints and samples of earlier runs into a folder beside them; the event log goes on.
+    """Move checkpoints, samples and the event log of earlier attempts into a folder beside them.
 
-    Everything else in their directories stays where it is.
+    Everything else in their directories stays where it is, and so does an event log outside of the run's own directory,
+    which others may read.
 
     Returns:
         The folder, or None if there was nothing to move.
     """
-    records = checkpoint_files(config.checkpoints_dir)
+    log, root = config.events_path, config.artifacts_dir
+    logs = [log] if log.is_relative_to(root) and log.is_file() and not log.is_symlink() else []
+    return _move_aside([*_checkpoints_in(config.checkpoints_dir), *_samples_in(config.samples_dir), *logs], root)
+
+
+def move_checkpoints_aside(directory: Path) -> Path | None:
+    """Move the checkpoints of `directory` into a folder in it; everything else stays where it is.
+
+    Returns:
+        The folder, or None if there was nothing to move.
+    """
+    return _move_aside(_checkpoints_in(directory), directory)
+
+
+def _checkpoints_in(directory: Path) -> list[Path]:
+    records = checkpoint_files(directory)
     # Folders first: a data folder without its record would be taken for what a killed run left.
-    olds = [*folders_of_checkpoints(records), *records, *_samples_in(config.samples_dir)]
+    return [*folders_of_checkpoints(records), *records]
+
+
+def _move_aside(olds: Sequence[Path], root: Path) -> Path | None:
     if not olds:
         return None
-    aside = config.artifacts_dir / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
+    aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     for path in olds:
         target = aside / path.parent.name
         target.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
@@ -37,6 +38,8 @@ from .training import Training, stop_sources
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
+
+require_linux(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +111,8 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         return Attempt(*follower.run(allow_changed=options.allow_changed))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
+        if options.fresh:
+            _start_afresh(config)
         return _owning(_open_event_log(config), config, options, signals)
 
 
@@ -162,8 +167,6 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
                 )
                 outcome.lifecycle = stack.enter_context(session)
                 stop.add_check(outcome.lifecycle.reason)
-            if options.fresh:
-                _start_afresh(config)
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)

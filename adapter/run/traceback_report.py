@@ -53,7 +53,7 @@ def report_traceback(error: BaseException, directory: Path, hide: Callable[[str]
         [
             hide(said),
             *(hide(frame) for frame in shown),
-            f"  the whole traceback is in {shown_path(path)}; `genlight run --verbose` shows it here",
+            f"  the whole traceback is in {shown_path(path)}",
         ]
     )
 
@@ -68,12 +68,16 @@ def _user_frames(error: BaseException) -> Iterator[str]:
     for each in reversed(chain):
         frames = [frame for frame in traceback.extract_tb(each.__traceback__) if _is_users(frame.filename)]
         yield from (_frame_line(frame) for frame in frames)
+        if isinstance(each, SyntaxError) and each.filename and _is_users(each.filename):  # it has no frame of its own
+            frames.append(traceback.FrameSummary(each.filename, each.lineno, "<module>", line=each.text))
+            yield _frame_line(frames[-1])
         if frames and each is not error:
             yield f"  {type(each).__name__}: {text_of(each)[:_LONGEST_LINE]}, and then:"
 
 
 def _frame_line(frame: traceback.FrameSummary) -> str:
     place = f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+    place = place.removesuffix(", in <module>")
     return f"{place}\n    {frame.line[:_LONGEST_LINE]}" if frame.line else place
 
 

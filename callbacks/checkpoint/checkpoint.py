@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Collection
@@ -31,18 +30,16 @@ from .format.record import RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best, own_records
-from .save_meta import meta_of_save
+from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.strategy import save_through_plugin
+from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
 
 __all__ = ["Checkpoint"]
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoint(Hook, LightningCheckpoint):
@@ -154,6 +151,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
         save_through_plugin(trainer.strategy)
+        if faults := sharded_url_faults(trainer):
+            raise ValueError("; ".join(faults))
         directory = self.place_under(trainer)
         if stage == "fit" and trainer.is_global_zero:
             sweep(directory)
@@ -169,8 +168,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             replaces = self.replace_existing or self._trained_in == self.directory
             check_directory(trainer, pl_module, self.directory, replaces=replaces, saves_final=self.save_final)
             self._trained_in = self.directory
-            if trainer.is_global_zero and not self.run.metadata:
-                self.run = replace(self.run, metadata=metadata_of_module(pl_module))
+            if trainer.is_global_zero and self._io is not None:
+                self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
+                self._io.look(self.directory, said_to_stay(pl_module))
 
     @skippable
     @override

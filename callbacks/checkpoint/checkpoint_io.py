@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from .saving import Prepared, prepare, write
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel, EndOfSave, RankGroups
 from .sharded.save import only_slices, plan_save, write_together
+from .shares import Shares
 from .storage.background_writer import BackgroundWriter
 from .storage.commit import Staging, delete_checkpoint
 from .storage.host_buffer import HostBuffer
@@ -77,6 +78,7 @@ class DurableCheckpointIO(CheckpointIO):
         self.writer = BackgroundWriter()
         self.buffer = HostBuffer()
         self._requests: dict[Path, SaveRequest] = {}
+        self._shares = Shares()
         self._on_background_save: list[Callable[[], None]] = []
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
@@ -99,6 +101,13 @@ class DurableCheckpointIO(CheckpointIO):
         """Have `call` called, in the training thread, before each save in the background."""
         if call not in self._on_background_save:
             self._on_background_save.append(call)
+
+    def look(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Look at the model's `tensors` that training is not to change, so that checkpoints in `directory` share them.
+
+        Called once, on the rank that writes, before the first step. Each save with a `RecordMeta.trained` looks again.
+        """
+        self._shares.look(directory, tensors)
 
     def expect(self, path: str | os.PathLike[str], request: SaveRequest) -> None:
         """State how the next `save_checkpoint` to `path` is to be done."""
@@ -140,12 +149,14 @@ class DurableCheckpointIO(CheckpointIO):
             with naming_the_checkpoint(record, prepared.nbytes):
                 record.parent.mkdir(parents=True, exist_ok=True)
             self.wait()
+            prepared, staging = self._shares.divide(record, prepared, request.staging)
+            request = replace(request, staging=staging)
         except BaseException:
             if request.staging is not None:
                 request.staging.discard()
             raise
         asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
-        self._save(prepared, asynchronous, lambda p: _write(record, p, request))
+        self._save(prepared, asynchronous, lambda p: self._write(record, p, request))
 
     def save_in_parts(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], groups: RankGroups) -> None:
         """`save_checkpoint` on all ranks, each of which writes the slices of sharded tensors that it holds.
@@ -161,7 +172,8 @@ class DurableCheckpointIO(CheckpointIO):
         request = self._requests.pop(record, None) or SaveRequest()
         self._end_of_save = None
         try:
-            share = self._try_to_prepare(checkpoint, replace(request.meta, world_size=groups.training.size))
+            request = replace(request, meta=replace(request.meta, world_size=groups.training.size))
+            share, request = self._try_to_prepare(checkpoint, record, request)
             asynchronous = self.asynchronous if request.asynchronous is None else request.asynchronous
             plan = plan_save(groups.training, record, share, request.staging, asynchronous=asynchronous)
         except BaseException:
@@ -170,21 +182,44 @@ class DurableCheckpointIO(CheckpointIO):
             raise
         assert isinstance(share, Prepared)
         is_first = groups.training.rank == 0
-        request = replace(request, staging=Staging(record, plan.staging))
+        request = replace(request, staging=request.staging or Staging(record, plan.staging))
         if plan.is_sharded:
             prepared = share if is_first else only_slices(share)
-            self._save(prepared, plan.asynchronous, lambda p: _write_together(groups.writing, record, p, request))
+            self._save(prepared, plan.asynchronous, lambda p: self._write_together(groups.writing, record, p, request))
             self._end_of_save = EndOfSave(groups.training) if plan.asynchronous else None
         elif is_first:
-            self._save(share, plan.asynchronous, lambda p: _write(record, p, request))
+            self._save(share, plan.asynchronous, lambda p: self._write(record, p, request))
 
-    def _try_to_prepare(self, checkpoint: dict[str, Any], meta: RecordMeta) -> Prepared | Exception:
+    def _try_to_prepare(
+        self, checkpoint: dict[str, Any], record: Path, request: SaveRequest
+    ) -> tuple[Prepared | Exception, SaveRequest]:
         """This rank's share of a save, or why there is none: the other ranks wait to hear of it."""
         try:
             self.wait()
-            return prepare(checkpoint, meta)
+            prepared, staging = self._shares.divide(record, prepare(checkpoint, request.meta), request.staging)
         except Exception as error:  # noqa: BLE001 - `plan_save` raises it
-            return error
+            return error, request
+        return prepared, replace(request, staging=staging)
+
+    def _write(self, record: Path, prepared: Prepared, request: SaveRequest) -> None:
+        self._note(write(record, prepared, staging=request.staging), prepared, request)
+
+    def _write_together(self, channel: Channel, record: Path, prepared: Prepared, request: SaveRequest) -> None:
+        assert request.staging is not None
+        try:
+            written = write_together(channel, record, prepared, request.staging)
+        except BaseException:
+            if channel.rank == 0:
+                request.staging.discard()
+            raise
+        if written is not None:
+            self._note(written, prepared, request)
+
+    def _note(self, written: CheckpointRecord, prepared: Prepared, request: SaveRequest) -> None:
+        """What is durable may be shared, and older checkpoints may go."""
+        self._shares.learn(written, prepared)
+        if request.on_durable is not None:
+            request.on_durable(written)
 
     def _save(self, prepared: Prepared, asynchronous: bool, save: Callable[[Prepared], None]) -> None:
         if not asynchronous:
@@ -193,7 +228,8 @@ class DurableCheckpointIO(CheckpointIO):
         for call in self._on_background_save:
             call()
         copies, count = self.buffer.copy([*prepared.entries, *prepared.slices]), len(prepared.entries)
-        copied = replace(prepared, entries=copies[:count], slices=copies[count:])
+        new_files = [file.copied() for file in prepared.new_files]
+        copied = replace(prepared, entries=copies[:count], slices=copies[count:], new_files=new_files)
         self.writer.start(lambda: save(copied))
 
     def poll(self) -> None:
@@ -311,24 +347,6 @@ def give_back_plugin(trainer: pl.Trainer) -> None:
     """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
-
-
-def _write(record: Path, prepared: Prepared, request: SaveRequest) -> None:
-    written = write(record, prepared, staging=request.staging)
-    if request.on_durable is not None:
-        request.on_durable(written)
-
-
-def _write_together(channel: Channel, record: Path, prepared: Prepared, request: SaveRequest) -> None:
-    assert request.staging is not None
-    try:
-        written = write_together(channel, record, prepared, request.staging)
-    except BaseException:
-        if channel.rank == 0:
-            request.staging.discard()
-        raise
-    if written is not None and request.on_durable is not None:
-        request.on_durable(written)
 
 
 def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:

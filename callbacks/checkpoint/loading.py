@@ -22,7 +22,7 @@ from ...adapter.plumbing.safe_open import open_regular
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
 from .format.contents import parse_state_file
-from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
+from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path, tensor_file
 from .format.record import CheckpointRecord, FileEntry
 from .format.record_file import read_record
 from .format.references import Stored, array_type, check_array, check_tensor
@@ -75,9 +75,10 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The model's tensors alone, proven; those that were sharded put together."""
     record = read_record(record_path(path))
     files = [entry for entry in record.files if record.file_name(entry).endswith(MODEL_FILE)]
-    whole = [entry for entry in files if record.file_name(entry) == MODEL_FILE]
-    read = _read_tensors(record, whole[0], as_arrays=False) if whole else {}
-    weights = {key: tensor for key, (tensor, _) in read.items()}
+    whole = [entry for entry in files if tensor_file(record.file_name(entry)) == MODEL_FILE]
+    weights: dict[str, torch.Tensor] = {}
+    for entry in whole:
+        weights |= {key: tensor for key, (tensor, _) in _read_tensors(record, entry, as_arrays=False).items()}
     verify_files(record, [entry for entry in files if rank_of(record.file_name(entry)) is not None])
     for (file, key), pieces in pieces_of(record).items():
         if file == MODEL_FILE:
@@ -137,7 +138,7 @@ class _Source:
                 sliced.append(entry)
             elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/"):
                 as_arrays = name == ARRAYS_FILE
-                self._keep(name, _read_tensors(record, entry, as_arrays))
+                self._keep(tensor_file(name), _read_tensors(record, entry, as_arrays))
             else:
                 others.append(entry)
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
@@ -148,6 +149,8 @@ class _Source:
 
     def _keep(self, file: str, tensors: dict[str, tuple[Any, TypedShape]]) -> None:
         for key, (tensor, facts) in tensors.items():
+            if (file, key) in self._stored:
+                raise BrokenCheckpointError(self.record.name, f"it has {key!r} of {file} twice")
             self._stored[file, key] = tensor
             self._shapes[file, key] = Stored(facts.dtype, facts.shape, facts.end - facts.begin)
 

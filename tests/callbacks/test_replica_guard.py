@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from genlight.callbacks.replica_digest import digest, digest_of_all
-from genlight.callbacks.replica_guard import ReplicaGuard, _next_double
+from genlight.callbacks.replica_guard import TURNS, ReplicaGuard, _next_double, taking_turns
 from support import SUPPORT
 
 
@@ -110,6 +110,29 @@ def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
     assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
     for i, tensor in enumerate(tensors):
         assert digest_of_all([*tensors[:i], tensor + 1, *tensors[i + 1 :]], device) != same
+
+
+def test_optimizer_states_take_turns_and_all_else_is_compared_each_time():
+    names = ["net.weight", "net.bias", *(f"{key} of net.{i} in adam" for i in range(5) for key in ("exp_avg", "step"))]
+    named = [(name, torch.tensor(i)) for i, name in enumerate(names)]
+    turns = [{int(tensor) for tensor in taking_turns(named, turn)} for turn in range(TURNS)]
+
+    assert {int(tensor) for tensor in taking_turns(named, None)} == set(range(12))
+    assert set.intersection(*turns) == {0, 1}
+    assert set.union(*turns) == set(range(12))
+    assert max(map(len, turns)) <= 2 + 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 8191, 2 * 8192, 2 * 8192 + 1, 50_001])
+def test_every_element_of_a_tensor_of_any_length_counts_wherever_it_begins(count):
+    storage = torch.arange(count + 1, dtype=torch.float32)
+    tensor = storage[1:]
+    same = digest(tensor)
+    assert digest(tensor.clone()) == same
+    for place in {0, count // 2, count - 1}:
+        other = tensor.clone()
+        other[place] += 0.5
+        assert digest(other) != same
 
 
 def test_steps_double_from_where_an_attempt_begins():

@@ -27,7 +27,7 @@ from ....callbacks.checkpoint.sharded.strategy import save_through_plugin
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
-from ..gradient_sync import broadcast_from_zero
+from ..equal_replicas import broadcast_from_zero
 from ..torch_internals import require_fsdp
 from . import values as sharded_values, writes as shard_writes
 from .hooks import adopt_hooks

@@ -17,7 +17,7 @@ from typing import Any
 from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from ..codec.state_tree import check
-from .layout import STATE_FILE, TRAINER_FOLDER
+from .layout import STATE_FILE, TRAINER_FOLDER, tensor_file
 from .record import CheckpointRecord, FileEntry
 from .references import Stored, check_array, check_tensor
 from .safetensors_header import HEADER_LIMIT, TypedShape, parse_header
@@ -44,7 +44,10 @@ def check_contents(record: CheckpointRecord) -> None:
             content = parse_state_file(record, read_proven(record, entry))
         elif name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/") and rank_of(name) is None:
             for key, tensor in read_header(record, entry).items():
-                stored[name, key] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
+                place = tensor_file(name), key
+                if place in stored:
+                    raise BrokenCheckpointError(record.name, f"it has {key!r} twice, the second in {entry.path}")
+                stored[place] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
     if content is None:
         raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
     source = _Checked(record, stored)

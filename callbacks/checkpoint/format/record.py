@@ -56,6 +56,9 @@ class RecordMeta:
     """How the attempt came to be, as `run_metadata` says it."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
+    trained: frozenset[str] | None = None
+    """Which of them training is said to change; the others may be shared with other checkpoints. None shares none; not
+    stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,12 @@ class CheckpointRecord:
             return None
         path = Path(os.path.abspath(_moved_with(folder, Path(named)) if self.is_old else folder / named))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
+
+    @property
+    def reported_path(self) -> Path:
+        """What events and uploads call this checkpoint: what the trainer's hook named and is there, else the record."""
+        named = self.primary_path
+        return named if named is not None and named.exists() else self.path
 
     @property
     def size_bytes(self) -> int:

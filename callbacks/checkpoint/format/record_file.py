@@ -35,6 +35,7 @@ __all__ = [
     "LARGEST_RECORD_BYTES",
     "RECORD_MARKER",
     "SHARDED_FORMAT_VERSION",
+    "SHARED_FORMAT_VERSION",
     "digest_of",
     "in_file",
     "library_versions",
@@ -46,6 +47,9 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+SHARED_FORMAT_VERSION = 3
+"""Of checkpoints with files that others share, likewise."""
+_KNOWN_VERSIONS = (FORMAT_VERSION, SHARDED_FORMAT_VERSION, SHARED_FORMAT_VERSION)
 RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """How every record begins."""
 
@@ -109,12 +113,16 @@ def serialise_record(
     files: Sequence[FileEntry],
     created_at_ms: int,
     is_sharded: bool = False,
+    is_shared: bool = False,
     finite_weights: bool | None = None,
 ) -> bytes:
     """The bytes of a record."""
+    format_version = SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION
+    if is_shared:
+        format_version = SHARED_FORMAT_VERSION
     content: dict[str, Any] = {
         "format": FORMAT,
-        "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
+        "format_version": format_version,
         "step": step,
         "run_id": meta.run_id,
         "attempt": meta.attempt,
@@ -231,11 +239,11 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     name = name_of(path)
     if content.get("format") != FORMAT:
         raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
+    if content.get("format_version") not in _KNOWN_VERSIONS:
         found = content.get("format_version")
         raise BrokenCheckpointError(
             name,
-            f"it has format version {found!r}, and this genlight reads versions up to {SHARDED_FORMAT_VERSION}; "
+            f"it has format version {found!r}, and this genlight reads versions up to {_KNOWN_VERSIONS[-1]}; "
             "upgrade it",
         )
     try:

@@ -42,13 +42,11 @@ from ..saving import (
     SPACE_FOR_THE_REST,
     Prepared,
     finite_weights,
-    header_of,
-    in_order,
     publish,
     write_files,
-    write_tensors,
 )
 from ..storage.commit import Staging, require_space, stage
+from ..storage.tensor_files import header_of, in_order, write_tensors
 from ..storage.write_file import naming_the_checkpoint, write_file
 from .boxes import Box, make_whole
 from .rank_channel import Channel, first_problem, text_of

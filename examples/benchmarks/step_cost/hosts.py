@@ -79,9 +79,14 @@ def stock(module: type[Manual], **settings: Any) -> Callable[[Alternation, Path]
 
 def hosted(batches: Alternation, folder: Path, **settings: Any) -> None:
     """The trainer class in genlight, with nothing beside it."""
+    hosted_as(Linear(), batches, folder, **settings)
+
+
+def hosted_as(trainer: Any, batches: Alternation, folder: Path, **settings: Any) -> None:
+    """An instance of a trainer class in genlight, with nothing beside it."""
     job = TrainingJobSpec(run_id="cost", max_steps=batches.steps)
     arguments = {"callbacks": [LogMetrics(0)], **settings}
-    fit(ContractModule(Linear(), job), batches, folder, steps=batches.steps, **arguments)
+    fit(ContractModule(trainer, job), batches, folder, steps=batches.steps, **arguments)
 
 
 def standard_set(folder: Path, *, every: int = 10) -> list[pl.Callback]:

@@ -56,9 +56,30 @@ class Unmade(Works):
         raise ValueError("of the constructor")
 
 
+class Signalled(Works):
+    def __init__(self):
+        import signal
+
+        signal.raise_signal(signal.SIGTERM)
+
+
 class Fails(Works):
     def train_step(self, batch, state, ctx):
         raise ValueError("of the trainer's own")
+
+
+class FailsAtTwo(Works):
+    def configure(self, ctx):
+        return {"steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        if state["steps"] == 2:
+            raise ValueError("of the second step")
+        return StepResult()
+
+    def state_dict(self, state):
+        return dict(state)
 
 
 class Counts(Works):
@@ -117,12 +138,16 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
     return run
 
 
+def _stock(name, **arguments):
+    return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (
             {"plugin": "refused_trainer:Trianer"},
-            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, Files, Trainer, Unmade",
+            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, FailsAtTwo, Files, ",
         ),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
@@ -135,6 +160,11 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
             "DDPStrategy': `process_group_backend`: Expected str or null, but received 5",
         ),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
+        (
+            {"callbacks": [_stock("GradientAccumulationScheduler", scheduling={0: 2})]},
+            "GradientAccumulationScheduler: the trainer class owns gradient accumulation; do it in train_step",
+        ),
+        ({"callbacks": [_stock("LearningRateFinder")]}, "LearningRateFinder: the hyperparameters have no 'lr' or 'lea"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
         ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
@@ -171,20 +201,23 @@ def test_what_lightning_refuses_of_a_configuration_is_told_without_a_traceback(g
 
 
 @pytest.mark.parametrize(
-    ("plugin", "kind", "said"),
+    ("plugin", "said"),
     [
-        ("not_python:T", SyntaxError, r"invalid syntax \(not_python.py, line 1\)"),
-        ("refused_trainer:Unmade", ValueError, "^of the constructor$"),
+        (
+            "not_python:T",
+            'model-load failure: SyntaxError: invalid syntax (not_python.py, line 1)\n  File "{}/not_python.py", line',
+        ),
+        ("refused_trainer:Unmade", "model-load failure: ValueError: of the constructor\n  File "),
     ],
 )
-def test_what_a_trainer_raises_while_it_is_made_is_raised_without_what_jsonargparse_says(
-    genlight, tmp_path, plugin, kind, said
+def test_what_a_trainer_raises_while_it_is_made_is_told_without_what_jsonargparse_says(
+    genlight, tmp_path, plugin, said
 ):
     (tmp_path / "not_python.py").write_text("def (\n")
-    with pytest.raises(kind, match=said) as raised:
-        genlight("fit", plugin=plugin)
-    assert raised.value.__cause__ is None
-    assert raised.value.__suppress_context__
+    code, words = genlight("fit", plugin=plugin)
+    assert code == 1
+    assert said.format(tmp_path) in words
+    assert "jsonargparse" not in words
 
 
 def _made(name, **arguments):
@@ -214,9 +247,62 @@ def test_what_could_not_be_written_is_refused_before_anything_is_trained(genligh
     assert "Traceback" not in words
 
 
-def test_a_value_error_of_the_trainer_keeps_its_traceback(genlight):
-    with pytest.raises(ValueError, match="of the trainer's own"):
-        genlight("fit", plugin="refused_trainer:Fails")
+def test_an_error_of_the_trainer_is_told_by_its_own_frames_and_a_file_with_the_rest(genlight, tmp_path):
+    """As `genlight run` does."""
+    code, words = genlight("fit", plugin="refused_trainer:Fails")
+    assert code == 1
+    (whole,) = (tmp_path / "c" / "failures").iterdir()
+    told = words.partition("train-step failure: ")[2].splitlines()
+    assert told[0] == "ValueError: of the trainer's own"
+    assert told[1].endswith(", in train_step")
+    assert told[2] == """    raise ValueError("of the trainer's own")"""
+    assert told[3] == f"  the whole traceback is in c/failures/{whole.name}"
+    assert "trainer/call.py" in whole.read_text()
+
+    code, words = genlight("fit", "--verbose", "--resume", "never", plugin="refused_trainer:Fails")
+    assert code == 1
+    assert "trainer/call.py" in words
+    assert len(list((tmp_path / "c" / "failures").iterdir())) == 1
+
+
+def test_a_fit_leaves_its_configuration_beside_its_checkpoints_one_for_each_attempt(genlight, tmp_path):
+    """A file of the working directory would be that of whichever fit came last."""
+    works = {"plugin": "refused_trainer:Works"}
+    assert genlight(max_steps=3, **works)[0] == 0
+    assert genlight("fit", "--resume", "auto", max_steps=4, **works)[0] == 0
+    assert genlight("fit", callback={"dirpath": "other"}, max_steps=5, **works)[0] == 0
+    steps = [
+        yaml.safe_load((tmp_path / name).read_text())["trainer"]["max_steps"]
+        for name in ("c/config-1.yaml", "c/config-2.yaml", "other/config-1.yaml")
+    ]
+    assert steps == [3, 4, 5]
+    assert not list(tmp_path.glob("config*"))
+    code, words = genlight("fit", "--config", "c/config-1.yaml", "--resume", "never", **works)
+    assert code == 0, words
+
+
+@pytest.mark.parametrize("callbacks", [{}, {"callbacks": []}], ids=["saves", "saves nothing"])
+def test_a_fit_that_is_stopped_while_it_starts_says_what_happens_and_ends_before_it_trains(genlight, callbacks):
+    code, words = genlight(plugin="refused_trainer:Signalled", **callbacks)
+    assert code == 75
+    assert "stopped: preempted; start again with --resume auto to go on" in words or callbacks
+    assert "genlight.callbacks.Checkpoint would have saved" in words or not callbacks
+    assert "fit completed" not in words
+
+
+def test_what_is_started_anew_is_not_mixed_with_what_was_there_before(genlight, tmp_path):
+    """A fit that fails early would be resumed from the end of the one before it."""
+    often = {"every_n_steps": 1}
+    assert genlight(plugin="refused_trainer:Counts", callback=often, max_steps=3)[0] == 0
+    code, words = genlight("fit", "--resume", "never", plugin="refused_trainer:FailsAtTwo", callback=often, max_steps=3)
+    assert code == 1, words
+    assert sorted(path.name for path in (tmp_path / "c").glob("*.json")) == ["step-00000001.json"]
+    (aside,) = (tmp_path / "c").glob("before-*")
+    assert read_record(aside / "c" / "final.json").step == 3
+
+    code, words = genlight("fit", "--resume", "auto", plugin="refused_trainer:Counts", callback=often, max_steps=3)
+    assert code == 0, words
+    assert "fit completed at step 3" in words
 
 
 @pytest.mark.parametrize("option", ["--config {}", "--config={}", "-c {}"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import buckets as gradient_buckets, gradient_sync as replication
+from genlight.adapter.gradients import gradient_sync as replication
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks
@@ -37,7 +37,9 @@ def averaged(tmp_path, monkeypatch):
 
 
 class Run:
-    def __init__(self, hooks: StepHooks | None = None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, hooks: StepHooks | None = None, model: nn.Module | None = None, bucket_bytes: int | None = None
+    ) -> None:
         self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         discovered = discover({"model": self.model, "optimizer": self.optimizer})
@@ -46,7 +48,7 @@ class Run:
             torch.device("cpu"),
             precision=StepPrecision("fp32"),
             hooks=hooks,
-            gradients=GradientSync(discovered),
+            gradients=GradientSync(discovered, bucket_bytes=bucket_bytes),
         )
 
     def backward(self) -> None:
@@ -277,14 +279,13 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
     assert type(parameter) is Own
 
 
-@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(gradient_buckets.BUCKET_BYTES, 1), (64, 2)])
+@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(None, 1), (64, 2)])
 def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
     averaged, monkeypatch, bucket_bytes, pieces
 ):
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     places, real = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
-    run = Run(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]))
+    run = Run(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), bucket_bytes=bucket_bytes)
 
     for _ in range(3):
         with run.router:

@@ -63,6 +63,7 @@ INTERRUPTED = {
 def two_ranks(tmp_path_factory):
     """The whole zoo in one pair of processes, since starting one takes seconds."""
     jobs = [{"key": f"ddp {name}", "name": name} for name in zoo.ZOO]
+    jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in zoo.ZOO]
     jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
     jobs += [{"key": f"blocks {name}", "name": name, "strategy": "fsdp", "policy": "Linear"} for name in BLOCKS]
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
@@ -82,6 +83,9 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
+    for hook in runs.HOOKS:
+        jobs += [{"key": hook, "name": "Base", "strategy": hook}]
+        jobs += [{"key": f"torch {hook}", "name": "Base", "strategy": "torch's own", "hook": hook}]
     return runs.on_two_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
 
 
@@ -99,6 +103,15 @@ def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
     assert not isinstance(first, str), first
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_gradients_that_travel_inside_of_backward_add_up_to_the_same_bits(two_ranks, name):
+    for rank in two_ranks:
+        early, late = rank[f"small buckets {name}"], rank[f"ddp {name}"]
+        assert not isinstance(early, str), early
+        assert all(torch.equal(early[key], late[key]) for key in late)
 
 
 @pytest.mark.slow
@@ -132,6 +145,16 @@ def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_w
 @pytest.mark.parametrize("name", ["Base", "Normalized"])
 def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks, name):
     runs.assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", runs.HOOKS)
+def test_a_communication_hook_gives_the_bits_that_it_gives_under_torchs_own_ddp(two_ranks, hook):
+    for rank in two_ranks:
+        hooked, torchs, exact = rank[hook], rank[f"torch {hook}"], rank["ddp Base"]
+        assert not isinstance(hooked, str), hooked
+        assert all(torch.equal(hooked[key], torchs[key]) for key in torchs)
+        assert not all(torch.equal(hooked[key], exact[key]) for key in exact)
 
 
 @pytest.mark.slow

@@ -116,6 +116,13 @@ class Learns(Summing):
         return StepResult(metrics={"loss": loss.detach()})
 
 
+class Misspells(Summing):
+    def save_checkpoints(self, **_): ...
+    def rollouts(self): ...
+
+    save_checkpoint = None
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -128,6 +135,10 @@ class BreaksInConstructor:
 '''
 
 
+ACCUMULATES = {
+    "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
+    "init_args": {"scheduling": {"0": 2}},
+}
 STOPS_EARLY = {
     "class_path": "lightning.pytorch.callbacks.EarlyStopping",
     "init_args": {"monitor": "train/loss", "mode": "y"},
@@ -265,6 +276,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
         ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [ACCUMULATES]}}, "startup", "GradientAccumulationScheduler: the trainer class", 2),
         ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
         ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
         ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
@@ -322,7 +334,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     first, place, line, last = said.splitlines()
     assert first == "train-step failure: ZeroDivisionError: bad batch"
     assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
-    assert last == f"  the whole traceback is in out/failures/{whole.name}; `genlight run --verbose` shows it here"
+    assert last == f"  the whole traceback is in out/failures/{whole.name}"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(
@@ -417,6 +429,11 @@ def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> 
     assert run(job, fresh=True) == 0
     (aside,) = (job.parent / "out").glob("before-*")
     assert (aside / "checkpoints" / "final.json").exists()
+    old = list(read_events(aside / "metrics" / "events.jsonl"))
+    assert [old[0]["event"], old[-1]["event"]] == ["started", "completed"]
+    new = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))
+    assert (new[0]["event"], new[0]["seq"]) == ("started", old[0]["seq"])
+    assert "attempt" not in new[0]
     assert (job.parent / "out" / "checkpoints" / "final.json").exists()
 
 
@@ -541,6 +558,12 @@ def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
     assert [e["value"] for e in events(job) if e.get("name") == "trainer/nonfinite_step"] == [3.0]
     assert "updates left out because they were not finite: 1" in caplog.messages
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
+
+
+def test_a_misspelled_optional_hook_is_named(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert run(write_job(trainer=":Misspells", max_steps=1)) == 0
+    told = [message for message in caplog.messages if "is not a hook" in message]
+    assert told == ["`rollouts` is not a hook and is never called; did you mean `rollout`?"]
 
 
 def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(

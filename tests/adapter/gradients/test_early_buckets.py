@@ -1,0 +1,48 @@
+"""Gradients that travel while backward runs are those that travel afterwards, whatever a trainer does in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zoo import runs
+
+from support import early_buckets_ranks as ranks
+
+SENT_EARLY = 7 * (ranks.STEPS - 1)
+"""By a trainer of habits: all buckets but the last, in every step but the first."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("early")
+    codes = runs.run_ranks("support.early_buckets_ranks", folder, 2, timeout_s=240)
+    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ranks.SCENARIOS)
+def test_weights_are_those_of_gradients_averaged_by_hand_and_equal_on_both_ranks(two_ranks, name):
+    first, second = (rank[name] for rank in two_ranks)
+    for mine, its, expected in zip(first["weights"], second["weights"], first["expected"], strict=True):
+        assert torch.equal(mine, its)
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_buckets_leave_inside_of_the_last_backward_call_once_the_habit_is_known(two_ranks):
+    assert [rank["one_call"]["early"] for rank in two_ranks] == [SENT_EARLY, SENT_EARLY]
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_gradient_does_not_keep_the_other_from_sending_early(two_ranks):
+    early = [rank["a_layer_that_one_rank_leaves_out"]["early"] for rank in two_ranks]
+
+    assert early[0] == SENT_EARLY
+    assert 0 < early[1] < SENT_EARLY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["more_calls_and_fewer", "a_gradient_that_is_kept"])
+def test_a_trainer_without_habits_is_no_longer_taken_at_its_word(two_ranks, name):
+    assert all(0 < rank[name]["early"] < SENT_EARLY for rank in two_ranks)
