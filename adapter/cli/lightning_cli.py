@@ -134,7 +134,7 @@ class GenlightCLI(LightningCLI):
         trainer = super().instantiate_trainer(**{**kwargs, **placed})
         fault = placement_fault(trainer)
         if fault is not None:
-            raise _UnusableConfigurationError(fault)
+            raise UnusableConfigurationError(fault)
         return trainer
 
     @override
