@@ -359,7 +359,7 @@ def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, 
 def _warn_of_nonfinite(path: Path) -> None:
     if not _is_torch_file(path) and read_record(path).finite_weights is False:
         log.warning(
-            "The weights in %s are not finite: what goes on from them is lost. Name an earlier checkpoint; "
+            "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
             "`genlight checkpoint verify` says which are finite",
             path,
         )
@@ -381,13 +381,12 @@ def _is_torch_file(path: Path) -> bool:
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
+    if remote.is_remote(path):
         raise ValueError(
             f"Invalid `path`. Expected a path of a local file system, because nothing else can be synced and renamed "
-            f"atomically, but received {text!r}."
+            f"atomically, but received {os.fspath(path)!r}."
         )
-    return Path(text.removeprefix("file://"))
+    return Path(remote.local_text(path))
 
 
 let_lightning_read()
