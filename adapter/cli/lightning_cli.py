@@ -27,6 +27,7 @@ from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
+from ..cluster.slurm_environment import placed_by_slurm, placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
@@ -38,7 +39,7 @@ from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
-from ..run.results import show_results
+from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
@@ -126,6 +127,15 @@ class GenlightCLI(LightningCLI):
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
             raise UnusableConfigurationError(str(cause)) from error
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        placed = placed_by_slurm({**self._get(self.config_init, "trainer", default={}), **kwargs})
+        trainer = super().instantiate_trainer(**{**kwargs, **placed})
+        fault = placement_fault(trainer)
+        if fault is not None:
+            raise UnusableConfigurationError(fault)
+        return trainer
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -284,6 +294,8 @@ class GenlightCLI(LightningCLI):
                 places["events"] = logger.path
             elif logger.log_dir is not None:
                 places[logger.name or type(logger).__name__] = Path(logger.log_dir)
+        if places["samples"] is not None:
+            places["a picture to open"] = newest_picture(places["samples"])
         steps = getattr(self.model, "completed_steps", self.trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")

@@ -359,7 +359,7 @@ def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, 
 def _warn_of_nonfinite(path: Path) -> None:
     if not _is_torch_file(path) and read_record(path).finite_weights is False:
         log.warning(
-            "The weights in %s are not finite: what goes on from them is lost. Name an earlier checkpoint; "
+            "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
             "`genlight checkpoint verify` says which are finite",
             path,
         )
