@@ -77,6 +77,24 @@ class ShardUnit:
         """FSDP's records of the parameters."""
         return [parameter for group in self.groups for parameter in group.fsdp_params]
 
+    @property
+    def root(self) -> Any:
+        """FSDP's state of the outermost unit around it."""
+        return self._root_state
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a backward has left gradients that FSDP did not notice.
+
+        It looks out for the tensors that a call returns. Where it returns an object that torch does not look into, or
+        the trainer takes what a hook or an attribute has kept, there are none.
+        """
+        return any(
+            parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+            for parameter in self.parameters
+            if hasattr(parameter, "_unsharded_param")
+        )
+
     def begin(self, module: nn.Module, args: Any, kwargs: Any, *, is_part: bool) -> Any:
         """A call of `module` begins: of the unit itself, where FSDP's own hooks do the rest, or of a part of it."""
         self._depth += 1
@@ -88,6 +106,8 @@ class ShardUnit:
             for group in self.groups:
                 group.unshard()
                 group.wait_for_unshard()
+                # Its gradients may have been reduced already, of what was called after this part; more will follow.
+                group._training_state = fsdp_training_state.PRE_BACKWARD
             self._show_gathered()
             return None
         self.agree(f"call {self.path}")
