@@ -57,7 +57,7 @@ class ShardUnit:
         self._depth = 0
         self._gathered_at = -1
         self.gathered: list[str] = []
-        """Paths, one for each call since the last backward, to be compared with those of other ranks."""
+        """Paths, one for each gathering since the last backward, to be compared with those of other ranks."""
         self.agree: Callable[[str], None] = lambda _: None
         """Called with what all ranks are about to do."""
         self.scale: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
@@ -110,13 +110,18 @@ class ShardUnit:
                 group._training_state = fsdp_training_state.PRE_BACKWARD
             self._show_gathered()
             return None
-        self.agree(f"call {self.path}")
-        self.gathered.append(self.path)
         shard_writes.settle_all()
         self.give_up(only_if_stale=True)
+        if not all(group.is_unsharded for group in self.groups):
+            self.agree(f"call {self.path}")
+            self.gathered.append(self.path)
         self._gathered_at = shard_writes.changes()
         self._show_gathered()
-        return self._state._pre_forward(module, args, kwargs) if is_part else None
+        if not is_part:
+            return None
+        # Without the inputs, on which FSDP would have each part reduce the gradients of all: ranks may call some only.
+        self._state._pre_forward(module, (), {})
+        return None
 
     def written(self) -> None:
         """The call is about to end: what it wrote to the weights goes to the shards.
