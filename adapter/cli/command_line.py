@@ -20,16 +20,19 @@ from jsonargparse import set_parsing_settings
 
 from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
+from ..plumbing.operating_system import unsupported_system
 from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
-from .operating_system import unsupported_system
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
 
 __all__ = ["main"]
 
 WRONG_USAGE = 2
+
+ANYWHERE = ("checkpoint", "events", "init")
+"""Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
     "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
@@ -93,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
-    fault = unsupported_system(words[0]) if words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) else None
+    needs_linux = words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) and words[0] not in ANYWHERE
+    fault = unsupported_system(f"genlight {words[0]}") if needs_linux else None
     if fault:
-        sys.stderr.write(f"error: {fault}\n")
+        sys.stderr.write(f"error: {fault} These commands work here: {', '.join(ANYWHERE)}.\n")
         return WRONG_USAGE
     if words and words[0] in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]

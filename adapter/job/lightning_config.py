@@ -24,6 +24,8 @@ __all__ = ["instantiate", "lightning_config"]
 
 _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments of which a job's own entries come after ours."""
+_VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
+"""Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
 
 
 def lightning_config(
@@ -84,6 +86,7 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        **({} if any(name in config.lightning for name in _VALIDATION) else {"limit_val_batches": 0}),
         "callbacks": _callbacks(config),
         "logger": [
             _class(

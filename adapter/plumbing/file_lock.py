@@ -7,12 +7,19 @@ every file of ours: no link is followed, and no other user's file is trusted.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
 import weakref
 from pathlib import Path
+
+from .operating_system import require_linux
+
+try:
+    import fcntl
+except ImportError:  # as on Windows
+    require_linux(__name__)
+    raise
 
 from .safe_open import PRIVATE_FILE, open_own
 

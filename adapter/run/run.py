@@ -21,6 +21,7 @@ from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
@@ -37,6 +38,8 @@ from .training import Training, stop_sources
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
+
+require_linux(__name__)
 
 log = logging.getLogger(__name__)
 

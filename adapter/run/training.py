@@ -215,12 +215,11 @@ def _reported_final(config: RunConfig) -> Path | None:
     """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
     final = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
-        named = read_record(final).primary_path
+        return read_record(final).reported_path
     except FileNotFoundError:
         return None
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
         return final
-    return named if named is not None and named.exists() else final
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Collection
@@ -35,15 +34,13 @@ from .retention import Retention, best, own_records
 from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
-from .sharded.strategy import save_through_plugin
+from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory, require_choice
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
 
 __all__ = ["Checkpoint"]
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoint(Hook, LightningCheckpoint):
@@ -155,6 +152,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._io.on_background_save(self._wake)
         self._io.take_base_from(functools.partial(base_of, pl_module), remember=self.weights == "trained")
         save_through_plugin(trainer.strategy)
+        if faults := sharded_url_faults(trainer):
+            raise ValueError("; ".join(faults))
         directory = self.place_under(trainer)
         if stage == "fit" and trainer.is_global_zero:
             sweep(directory)

@@ -15,11 +15,10 @@ from ...adapter.contract.exceptions import StopReason
 
 __all__ = ["REASON_OF_SIGNAL", "StopSignals"]
 
-REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
-    signal.SIGTERM: "preempted",
-    signal.SIGUSR1: "preempted",
-    signal.SIGINT: "canceled",
-}
+_REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
+
+REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}
+"""Signals that ask for a stop. Windows, where some commands work, lacks SIGUSR1."""
 
 LEFT_AFTER_S = 1.0
 """How long a thread that reads arrivals is waited for when it is to end."""

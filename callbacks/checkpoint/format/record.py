@@ -144,6 +144,12 @@ class CheckpointRecord:
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
 
     @property
+    def reported_path(self) -> Path:
+        """What events and uploads call this checkpoint: what the trainer's hook named and is there, else the record."""
+        named = self.primary_path
+        return named if named is not None and named.exists() else self.path
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all files together, the record itself left out."""
         return sum(file.size for file in self.files)

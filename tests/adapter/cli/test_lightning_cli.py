@@ -138,6 +138,10 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
     return run
 
 
+def _stock(name, **arguments):
+    return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -156,6 +160,11 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
             "DDPStrategy': `process_group_backend`: Expected str or null, but received 5",
         ),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
+        (
+            {"callbacks": [_stock("GradientAccumulationScheduler", scheduling={0: 2})]},
+            "GradientAccumulationScheduler: the trainer class owns gradient accumulation; do it in train_step",
+        ),
+        ({"callbacks": [_stock("LearningRateFinder")]}, "LearningRateFinder: the hyperparameters have no 'lr' or 'lea"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
         ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),

@@ -128,6 +128,10 @@ class BreaksInConstructor:
 '''
 
 
+ACCUMULATES = {
+    "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
+    "init_args": {"scheduling": {"0": 2}},
+}
 STOPS_EARLY = {
     "class_path": "lightning.pytorch.callbacks.EarlyStopping",
     "init_args": {"monitor": "train/loss", "mode": "y"},
@@ -265,6 +269,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
         ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [ACCUMULATES]}}, "startup", "GradientAccumulationScheduler: the trainer class", 2),
         ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
         ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
         ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
