@@ -55,6 +55,7 @@ _CHATTY_LOGGERS = (
 _NOT_FOR_USERS = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
+    "The .srun. command is available on your system but is not used.*",
     "Using ModelCheckpoint with manual optimization.*",
     ".*treespec, LeafSpec.*",
     "Checkpoint directory .* exists and is not empty.*",

@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["config_file_fault"]
+__all__ = ["config_file_fault", "is_configuration_name"]
 
 _OPTIONS = ("--config", "-c")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _OF_CONTENT = frozenset(":{\n")
 """What a configuration that stands on the command line itself has, and hardly a path."""
+
+
+def is_configuration_name(path: str | None) -> bool:
+    """Whether a file is a LightningCLI configuration rather than a job, as its name says."""
+    return path is not None and path.endswith((".yaml", ".yml"))
 
 
 def config_file_fault(words: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_nothing_new
-from ..module.hook_signatures import HOOK_ARGUMENTS, signature_faults
+from ..module.hook_signatures import HOOK_ARGUMENTS, misspelled_hooks, signature_faults
 from ..module.module import ContractModule
 from ..plumbing.finding import Finding
 from .forgotten import Snapshots, forgotten_values
@@ -49,9 +49,12 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
         yield Finding("hooks", "fail", f"{type(error).__name__}: {error}", "Make the class importable and conforming.")
         return
     yield check_hooks(trainer)
+    yield from (Finding("hooks", "warn", misspelled) for misspelled in misspelled_hooks(trainer))
     yield from check_source(trainer)
     if not subject.batches:
-        yield Finding("steps", "skip", "there is no data to train on", "Give --data FILES or --job JOB.json.")
+        yield Finding(
+            "steps", "skip", "training was not checked: there is no data", "Give --data FILES or --job JOB.json."
+        )
         return
     with tempfile.TemporaryDirectory(prefix="genlight-check-") as folder:
         for name in ("state", "resume", "ranks"):

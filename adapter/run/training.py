@@ -23,6 +23,7 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
+from ..module.hook_signatures import misspelled_hooks
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
@@ -122,6 +123,9 @@ class Training:
         from ..module.module import ContractModule
         from ..module.trainer_files import trainer_directory
 
+        if self.outcome is not None:
+            for misspelled in misspelled_hooks(plugin):
+                log.warning(misspelled)
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())

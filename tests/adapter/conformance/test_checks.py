@@ -202,6 +202,24 @@ def test_the_command_prints_a_line_for_each_check_and_succeeds_when_all_pass(job
     assert "pass  resume            6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
 
 
+def test_a_healthy_class_that_accumulates_gradients_is_not_warned_of(job, capsys):
+    assert main(["check", "check_zoo:Accumulates", "--job", job]) == 0
+    assert "WARN" not in capsys.readouterr().out
+
+
+def test_without_data_training_is_not_checked_and_that_is_no_success(monkeypatch, capsys):
+    """A check in a pipeline would pass for ever."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(HERE)
+    assert main(["check", "check_zoo:Misspells"]) == 2
+    said = capsys.readouterr()
+    assert "skip  steps             training was not checked: there is no data\n" in said.out
+    assert (
+        "WARN  hooks             `save_checkpoints` is not a hook and is never called; did you mean `save_" in said.out
+    )
+    assert "training was not checked" in said.err
+
+
 def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, capsys):
     pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
 

@@ -116,6 +116,13 @@ class Learns(Summing):
         return StepResult(metrics={"loss": loss.detach()})
 
 
+class Misspells(Summing):
+    def save_checkpoints(self, **_): ...
+    def rollouts(self): ...
+
+    save_checkpoint = None
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -551,6 +558,12 @@ def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
     assert [e["value"] for e in events(job) if e.get("name") == "trainer/nonfinite_step"] == [3.0]
     assert "updates left out because they were not finite: 1" in caplog.messages
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
+
+
+def test_a_misspelled_optional_hook_is_named(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert run(write_job(trainer=":Misspells", max_steps=1)) == 0
+    told = [message for message in caplog.messages if "is not a hook" in message]
+    assert told == ["`rollouts` is not a hook and is never called; did you mean `rollout`?"]
 
 
 def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(
