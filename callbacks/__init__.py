@@ -13,6 +13,7 @@ from ..adapter.plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
+    from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .evaluate import Evaluate as Evaluate
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
@@ -31,6 +32,7 @@ else:
         {
             ".checkpoint.checkpoint": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
+            ".diagnosis.diagnosis": ("Diagnosis",),
             ".evaluate": ("Evaluate",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),

@@ -21,6 +21,7 @@ from jsonargparse import set_parsing_settings
 from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
 from ..plumbing.operating_system import unsupported_system
+from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
@@ -145,6 +146,7 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """
     set_parsing_settings(add_print_completion_argument=True)
     parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+    parser.see_also = f"reference: {reference('commands')}"
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
     for name, summary in COMMANDS.items():
@@ -161,6 +163,10 @@ def _command_parser(name: str, *, declares: bool) -> CommandParser:
     command: Any = import_module(f".{name}", __package__)
     parser = CommandParser(description=command.__doc__)
     command.add_arguments(parser)
+    if name in ("init", "run", "doctor"):
+        parser.see_also = f"every key of a job: {reference('a-jobs-keys')}"
+    elif name == "check":
+        parser.see_also = f"every hook of a trainer class: {reference('the-hooks')}"
     return parser
 
 

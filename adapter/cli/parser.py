@@ -32,6 +32,15 @@ _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 class CommandParser(ArgumentParser):
     """Offers the nearest name for a misspelled one, and tells missing arguments by their names in the usage."""
 
+    see_also: str = ""
+    """A line below the help, which is not wrapped: a path in it can be copied."""
+
+    @override
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """The help, with `see_also` below it."""
+        text: str = super().format_help(formatter)
+        return f"{text}\n{self.see_also}\n" if self.see_also else text
+
     def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
         # Until Python 3.13 an argument that may be left out counted as left out where an option stood before it.
         counts: list[int] = super()._match_arguments_partial(actions, arg_strings_pattern)

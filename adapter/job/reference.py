@@ -5,19 +5,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ..contract.types import TrainingJobSpec
 from .spec import JobSpec, SampleRequest
 from .spec_keys import ALIASES, Key, inner_keys, keys_of, spec_keys
 
 __all__ = ["SCHEMA_FILE", "job_reference", "job_schema", "schema_text"]
 
 SCHEMA_FILE = Path(__file__).with_name("job.schema.json")
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default not in (dataclasses.MISSING, "")
+} | {
+    "checkpoint_weights": "all",
+    "on_nonfinite": "warn",
+    "resume_from_latest": False,
+    "orchestrated": False,
+    "max_runtime_seconds": 0,
+}
+"""What a key of the top level is where neither the job nor the environment says it; there None means that."""
 
 
 def job_schema() -> dict[str, Any]:
@@ -27,6 +41,8 @@ def job_schema() -> dict[str, Any]:
     for block, aliases in ALIASES.items():
         properties = root["properties"] if not block else definitions["InputsSpec"]["properties"]
         properties |= {alias: properties[name] for alias, name in aliases.items()}
+    for name, value in _DEFAULTS.items():
+        root["properties"][name] = {**root["properties"][name], "default": value}
     items = root["properties"]["sample_prompts"]
     items["items"] = {"anyOf": [{"type": "string"}, items["items"]]}
     definitions["SampleRequest"]["required"] = []
@@ -55,7 +71,8 @@ def _table(prefix: str, keys: Any) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for key in keys:
         example = f"`{json.dumps(key.examples[0], ensure_ascii=False)}`" if key.examples else ""
-        yield f"| `{key.name}` | {_what(key)} | {_default(key)} | {key.description.replace('``', '`')} | {example} |"
+        meaning = key.description.replace("``", "`")
+        yield f"| `{key.name}` | {_what(key)} | {_default(prefix, key)} | {meaning} | {example} |"
     yield ""
 
 
@@ -69,5 +86,6 @@ def _what(key: Key) -> str:
     return key.rule.expected.replace("|", "\\|")
 
 
-def _default(key: Key) -> str:
-    return "" if key.default in (None, (), {}) or key.block is not None else f"`{json.dumps(key.default)}`"
+def _default(prefix: str, key: Key) -> str:
+    value = _DEFAULTS.get(key.name) if not prefix else key.default
+    return "" if value in (None, (), {}) or key.block is not None else f"`{json.dumps(value)}`"

@@ -225,25 +225,23 @@ class JobSpec:
     ] = None
     trainer_api_version: Annotated[Version | None, Meta(description="Version of the trainer contract.")] = None
     max_steps: Annotated[Positive | None, Meta(description="Steps to train.", examples=[1000])] = None
-    metric_every: Annotated[
-        Count | None, Meta(description="Steps between metrics, 10 by default; 0 turns them off.")
-    ] = None
+    metric_every: Annotated[Count | None, Meta(description="Steps between metrics; 0 turns them off.")] = None
     checkpoint_every: Annotated[
-        Count | None, Meta(description="Steps between checkpoints; 0, the default, saves the final one alone.")
+        Count | None, Meta(description="Steps between checkpoints; 0 saves the final one alone.")
     ] = None
     checkpoint_weights: Annotated[
         Weights | None,
         Meta(
-            description="Which weights a checkpoint holds: `all` (the default), of which those that training does not "
-            "change are written once and shared, or only the `trained` ones, where a resume takes the others from the "
-            "class, and proves that they are the same."
+            description="Which weights a checkpoint holds: `all`, of which those that training does not change are "
+            "written once and shared, or only the `trained` ones, where a resume takes the others from the class, and "
+            "proves that they are the same."
         ),
     ] = None
-    sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0, the default, draws none.")] = None
+    sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 draws none.")] = None
     on_nonfinite: Annotated[
         Nonfinite | None,
         Meta(
-            description="What a loss, gradient or weight that is nan or infinite does: `warn` (the default) says it "
+            description="What a loss, gradient or weight that is nan or infinite does: `warn` says it "
             "once, with the step, `stop` ends the run there, `skip` leaves out the updates that it would spoil."
         ),
     ] = None

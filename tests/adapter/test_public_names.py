@@ -45,8 +45,8 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents ReplicaGuard
-        StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents
+        ReplicaGuard StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
