@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from .plumbing.lazy_exports import lazy_exports
 
+__version__: str
+"""That of the distribution, looked up when it is asked for."""
+
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
     from .cluster.hostlist import compress_hostlist as compress_hostlist, expand_hostlist as expand_hostlist

@@ -27,6 +27,7 @@ from . import INTERRUPTED
 from .config_files import config_file_fault
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
+from .verbs import SUMMARIES, add_arguments as add_verb_arguments, as_command
 
 __all__ = ["main"]
 
@@ -40,9 +41,9 @@ COMMANDS = {
     "run": "run a job from its spec, or from the environment",
     "doctor": "check spec, environment, trainer class and inputs of a job without training",
     "check": "check a trainer class for conformance",
-    "events": "show, follow or check an event log",
-    "checkpoint": "list, verify, show or export checkpoints",
-    "uploads": "list, retry or export what is still to be uploaded",
+    "events": "show, follow or verify an event log, by another order of words",
+    "checkpoint": "list, verify, show or export checkpoints, likewise",
+    "uploads": "list, retry or export what is still to be uploaded, likewise",
 }
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable, 130 on Ctrl-C.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = as_command(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()
     for_any_character()
     prints = any(word.partition("=")[0] == "--print_config" for word in words)
@@ -152,6 +153,10 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     for name, summary in COMMANDS.items():
         declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
         commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
+    for verb, summary in SUMMARIES.items():
+        verb_parser = CommandParser(description=summary)
+        add_verb_arguments(verb_parser, verb)
+        commands.add_subcommand(verb, verb_parser, help=summary)
     for name, summary in LIGHTNING_COMMANDS.items():
         commands.add_subcommand(name, CommandParser(description=summary), help=summary)
     return parser

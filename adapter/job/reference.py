@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from ..contract.types import TrainingJobSpec
 from .spec import JobSpec, SampleRequest
 from .spec_keys import ALIASES, Key, inner_keys, keys_of, spec_keys
 
-__all__ = ["SCHEMA_FILE", "job_reference", "job_schema", "schema_text"]
+__all__ = ["GROUPS", "SCHEMA_FILE", "job_outline", "job_reference", "job_schema", "schema_text"]
 
 SCHEMA_FILE = Path(__file__).with_name("job.schema.json")
 
@@ -62,6 +64,43 @@ def job_reference() -> str:
     blocks += [(f"{name}.", inner_keys(name)) for name in spec_keys() if inner_keys(name)]
     blocks.append(("sample_prompts[].", keys_of(SampleRequest)))
     return "\n".join(line for prefix, keys in blocks for line in _table(prefix, keys.values()))
+
+
+GROUPS = {
+    "the run": ("run_id", "owner", "release_ref", "tags", "notes"),
+    "what is trained": ("trainer", "trainer_api_version", "hyperparams", "max_steps", "on_nonfinite", "lightning"),
+    "data and inputs": ("dataset", "mock_batches", "inputs"),
+    "cadences": ("metric_every", "checkpoint_every", "validate"),
+    "samples": ("sample_every", "sample_prompts", "sample_seed"),
+    "resume and stop": ("resume_from_latest", "resume_checkpoint_path", "max_runtime_seconds", "cancel_file_path"),
+    "where results go": ("uploads", "capability_token", "orchestrated"),
+}
+"""The keys of a job by what they are about."""
+
+
+def job_outline() -> str:
+    """The keys of a job in groups, one in a line with the first sentence about it, for a terminal of 80 columns."""
+    known = spec_keys()
+    lines = []
+    for group, names in GROUPS.items():
+        lines.append(f"{group}:")
+        for name in names:
+            lines += _outlined(name, known[name].description)
+            inner = ", ".join(inner_keys(name))
+            if inner:
+                lines += textwrap.wrap(inner, 80, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
+        lines.append("")
+    return "keys of a job, by what they are about\n\n" + "\n".join(lines[:-1])
+
+
+_INDENT = 26
+
+
+def _outlined(name: str, description: str) -> list[str]:
+    sentence = re.split(r"[.;:](?:\s|$)", description, maxsplit=1)[0].replace("`", "")
+    return textwrap.wrap(
+        sentence, 80, initial_indent=f"  {name}".ljust(_INDENT), subsequent_indent=" " * _INDENT, break_on_hyphens=False
+    )
 
 
 def _table(prefix: str, keys: Any) -> Iterator[str]:

@@ -184,6 +184,8 @@ def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
 
 
 def test_the_version_is_that_of_the_distribution():
+    import genlight.adapter
     from genlight.adapter.cli.command_line import version_text
 
+    assert genlight.adapter.__version__ == importlib.metadata.version("genlight")
     assert f"genlight {importlib.metadata.version('genlight')} " in version_text()

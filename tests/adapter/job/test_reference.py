@@ -10,7 +10,7 @@ import pytest
 
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, schema_text
+from genlight.adapter.job.reference import GROUPS, SCHEMA_FILE, job_reference, job_schema, schema_text
 from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
 from genlight.adapter.job.spec_parsing import parse_job_spec
 
@@ -52,6 +52,11 @@ def test_a_job_may_name_its_schema_for_editors():
     assert (errors.found, errors.warnings) == ([], [])
     assert "$schema" in job_schema()["properties"]
     assert set(ALIASES[""]) < set(job_schema()["properties"])
+
+
+def test_the_outline_has_every_key_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(spec_keys())
 
 
 def test_the_table_names_every_key():
