@@ -70,7 +70,7 @@ GROUPS = {
     "the run": ("run_id", "owner", "release_ref", "tags", "notes"),
     "what is trained": ("trainer", "trainer_api_version", "hyperparams", "max_steps", "on_nonfinite", "lightning"),
     "data and inputs": ("dataset", "mock_batches", "inputs"),
-    "cadences": ("metric_every", "checkpoint_every", "validate"),
+    "cadences": ("metric_every", "checkpoint_every", "checkpoint_weights", "validate"),
     "samples": ("sample_every", "sample_prompts", "sample_seed"),
     "resume and stop": ("resume_from_latest", "resume_checkpoint_path", "max_runtime_seconds", "cancel_file_path"),
     "where results go": ("uploads", "capability_token", "orchestrated"),
