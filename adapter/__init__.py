@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         build_job_context as build_job_context,
         current_job_context as current_job_context,
     )
+    from .cluster.slurm_environment import SlurmEnvironment as SlurmEnvironment
     from .contract.exceptions import (
         AuthError as AuthError,
         BrokenCheckpointError as BrokenCheckpointError,
@@ -101,6 +102,7 @@ else:
             ".cluster.hostlist": ("compress_hostlist", "expand_hostlist"),
             ".cluster.injection": ("bind_job_context",),
             ".cluster.job_context": ("JobContext", "build_job_context", "current_job_context"),
+            ".cluster.slurm_environment": ("SlurmEnvironment",),
             ".contract.exceptions": (
                 "AuthError",
                 "BrokenCheckpointError",

@@ -44,6 +44,7 @@ COMMANDS = {
     "events": "show, follow or verify an event log, by another order of words",
     "checkpoint": "list, verify, show or export checkpoints, likewise",
     "uploads": "list, retry or export what is still to be uploaded, likewise",
+    "slurm": "render or submit the sbatch script of a job; see or end what was submitted",
 }
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
@@ -61,6 +62,7 @@ _NOT_FOR_USERS = (
     "Using ModelCheckpoint with manual optimization.*",
     ".*treespec, LeafSpec.*",
     "Checkpoint directory .* exists and is not empty.*",
+    "The `srun` command is available on your system but is not used.*",
 )
 """Warnings of Lightning and torch about each other, or about what a trainer class decides."""
 

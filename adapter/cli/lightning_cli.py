@@ -27,6 +27,7 @@ from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ...callbacks.write_samples import WriteSamples
 from ...reporters.events.event_logger import EventLogger
+from ..cluster.slurm_environment import placed_by_slurm, placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
@@ -126,6 +127,15 @@ class GenlightCLI(LightningCLI):
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_about_what_was_given(cause):
                 raise cause from None  # Without jsonargparse's own errors about it, which are long.
             raise UnusableConfigurationError(str(cause)) from error
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        placed = placed_by_slurm({**self._get(self.config_init, "trainer", default={}), **kwargs})
+        trainer = super().instantiate_trainer(**{**kwargs, **placed})
+        fault = placement_fault(trainer)
+        if fault is not None:
+            raise UnusableConfigurationError(fault)
+        return trainer
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from ..cluster.slurm_environment import placed_by_slurm
 from ..contract.exceptions import StartupContractError
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
@@ -190,6 +191,7 @@ def instantiate(
     try:
         theirs = _instantiated_by_jsonargparse(_their_arguments(config))
         ours = _our_arguments(config)
+        theirs = {**theirs, **placed_by_slurm(theirs)}
         lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ...adapter.contract.exceptions import CheckpointError
+from . import remote
 from .format.ckpt_file import CKPT_FILE_START, is_torch_file
 from .format.record_file import read_record
 from .loading import MapLocation
@@ -64,10 +65,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: It is a URL.
     """
-    text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
+    if remote.is_remote(path):
         raise ValueError(
             f"Invalid `path`. Expected a path of a local file system, because nothing else can be synced and renamed "
-            f"atomically, but received {text!r}."
+            f"atomically, but received {os.fspath(path)!r}."
         )
-    return Path(text.removeprefix("file://"))
+    return Path(remote.local_text(path))
