@@ -255,7 +255,9 @@ def _export(args: argparse.Namespace) -> int:
         return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
     path, target = find_checkpoint(args.path), Path(args.to)
     if target.suffix in _OTHER_FORMATS:
-        return _complain(f"no export is a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
+        return _complain(
+            f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE
+        )
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
 

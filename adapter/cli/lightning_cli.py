@@ -39,7 +39,7 @@ from ..run.artifacts_lock import lock_directory
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
-from ..run.results import show_results
+from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
@@ -294,6 +294,8 @@ class GenlightCLI(LightningCLI):
                 places["events"] = logger.path
             elif logger.log_dir is not None:
                 places[logger.name or type(logger).__name__] = Path(logger.log_dir)
+        if places["samples"] is not None:
+            places["a picture to open"] = newest_picture(places["samples"])
         steps = getattr(self.model, "completed_steps", self.trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")

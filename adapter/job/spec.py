@@ -156,7 +156,7 @@ class InputsSpec:
         tuple[NonBlank, ...], Meta(description="Parquet files to train on, instead of `dataset.parquet_paths`.")
     ] = field(default=(), repr=False)
     resume_checkpoint_ref: Annotated[
-        Text | None, Meta(description="A checkpoint record to go on from; its files lie beside it.")
+        Text | None, Meta(description="A checkpoint record to resume from; its files are beside it.")
     ] = field(default=None, repr=False)
 
 
@@ -250,14 +250,14 @@ class JobSpec:
     tags: Annotated[
         tuple[Text, ...],
         Meta(
-            description="Words to find the run by; in its events and in every checkpoint record.",
+            description="Tags to find the run by; in its events and in every checkpoint record.",
             examples=[["baseline"]],
         ),
     ] = ()
     notes: Annotated[
         Prose | None,
         Meta(
-            description="What there is to say about the run; in its events and in every checkpoint record.",
+            description="Notes on the run; in its events and in every checkpoint record.",
             examples=["wider layers"],
         ),
     ] = None
@@ -267,13 +267,13 @@ class JobSpec:
     dataset: DatasetSpec | None = None
     mock_batches: Annotated[
         Annotated[list[Any], Meta(extra=_rule("a list"))] | None,
-        Meta(description="Raw batches that stand in the job itself, one pass; instead of a dataset."),
+        Meta(description="Raw batches written in the job itself, for one pass; instead of a dataset."),
     ] = None
     inputs: InputsSpec = InputsSpec()
     resume_from_latest: Annotated[
-        Flag | None, Meta(description="Whether a start continues from the newest whole checkpoint.")
+        Flag | None, Meta(description="Whether a start resumes from the newest whole checkpoint.")
     ] = None
-    resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to go on from.")] = None
+    resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to resume from.")] = None
     sample_prompts: Annotated[
         tuple[SampleRequest, ...], Meta(description="Samples to draw at each sample cadence.", examples=[["a cat"]])
     ] = ()

@@ -151,7 +151,7 @@ class ContractModule(ReportingModule):
                 "(module:Class, or an instance): a checkpoint names no code to run."
             )
         if hparams_file is not None:
-            raise TypeError(f"{cls.__name__} takes no `hparams_file`: give `job`, a TrainingJobSpec with hyperparams.")
+            raise TypeError(f"{cls.__name__} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
         module, io = cls(**arguments), DurableCheckpointIO()
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         io.take_base_from(lambda: base_of(module._set_up_alone(device)))

@@ -36,7 +36,7 @@ def warn_of_nonfinite(path: Path) -> None:
     """Say on rank zero that the weights of the checkpoint at `path` are not finite, where its record does."""
     if not is_file_of_torch(path) and read_record(path).finite_weights is False:
         log.warning(
-            "The weights in %s are not finite: what goes on from them is lost. Name an earlier checkpoint; "
+            "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
             "`genlight checkpoint verify` says which are finite",
             path,
         )

@@ -269,7 +269,7 @@ def _replace_link(link: Path) -> None:
     """Put the file that a link points to in its place: a link would not survive a move, nor be durable."""
     target = link.resolve()
     if not target.is_file():
-        raise CheckpointError(f"save_checkpoint left a link that is not one to a file: {link.name} -> {target}")
+        raise CheckpointError(f"save_checkpoint left a link that does not lead to a file: {link.name} -> {target}")
     link.unlink()
     shutil.copyfile(target, link)
 

@@ -204,7 +204,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b" \n", "is empty. Expected a JSON object, {...}."),
         (b'{"a": 1,}', "is not JSON"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[1]", "holds a list"),
         (b"null", "holds null"),
         (b'"x"', "holds a text"),
