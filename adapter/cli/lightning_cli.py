@@ -21,6 +21,7 @@ from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ...callbacks.early_stopping import monitor_error
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
@@ -155,9 +156,15 @@ class GenlightCLI(LightningCLI):
             with contextlib.ExitStack() as self._held:
                 super()._run_subcommand(subcommand)
         except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
             if not is_about_what_was_given(error):
                 raise
             raise UnusableConfigurationError(text_of_error(error)) from error
+        except RuntimeError as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
+            raise
         except EventLogError as error:
             if self.trainer.global_step:
                 raise

@@ -6,6 +6,7 @@ and ``genlight run --print_config`` prints it for ``genlight fit --config``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
@@ -204,6 +205,7 @@ def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any
     """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
     if not arguments:
         return {}
+    arguments = copy.deepcopy(dict(arguments))  # jsonargparse puts objects of its own into what it parses
     parser = ArgumentParser(exit_on_error=False)
     # Reading the types of the other forty takes longer than making the trainer.
     others = set(trainer_arguments()).difference(arguments)
