@@ -5,13 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format reference faults security shake lock clean
+# What depends on protected names of Lightning and torch.
+TESTS_OF_VERSIONS := tests/adapter/loop tests/adapter/gradients tests/adapter/module/test_lightning_parts.py \
+	tests/adapter/test_training_loop.py tests/callbacks/test_lightning_internals.py
+LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
+LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: demo test check format reference faults security shake lowest-torch newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
 
 test: $(INSTALLED)  ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
@@ -30,22 +36,31 @@ faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults
 
 security: $(INSTALLED)  ## the attacks of SECURITY.md, with long runs of generated input
-	$(BIN)/python -m pytest -m "not gpu" tests/security
+	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/security
 
 shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and threads start late
 	$(BIN)/python tests/shaken
+
+lowest-torch: $(INSTALLED)  ## what depends on torch, under the lowest supported release; several GB
+	$(BIN)/python -m pip install --quiet --upgrade --target .versions/torch "torch==$(LOWEST_TORCH).*"
+	PYTHONPATH=.versions/torch $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
+
+newest-lightning: $(INSTALLED)  ## what depends on Lightning, under the newest release of the supported range
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .versions/lightning "$(LIGHTNING)"
+	PYTHONPATH=.versions/lightning $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
 
 lock: $(INSTALLED)  ## write down the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.new
 	{ head -1 constraints.txt; cat constraints.new; } > constraints.tmp && mv constraints.tmp constraints.txt && rm constraints.new
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
+	rm -rf $(VENV) .versions .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
 
-# The stamp is newer than both files only after a complete install, so an interrupted one starts again.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamp is newer than these files only after a complete install, so an interrupted one starts again.
+$(INSTALLED): pyproject.toml constraints.txt examples/guides/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/guides --requirement examples/guides/requirements.txt
 	touch $@

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from .plumbing.lazy_exports import lazy_exports
 
+__version__: str
+"""That of the distribution, looked up when it is asked for."""
+
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
     from .cluster.hostlist import compress_hostlist as compress_hostlist, expand_hostlist as expand_hostlist
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
         build_job_context as build_job_context,
         current_job_context as current_job_context,
     )
+    from .cluster.slurm_environment import SlurmEnvironment as SlurmEnvironment
     from .contract.exceptions import (
         AuthError as AuthError,
         BrokenCheckpointError as BrokenCheckpointError,
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
         GenlightError as GenlightError,
         HookOrderError as HookOrderError,
         InputError as InputError,
+        MonitorError as MonitorError,
         NonfiniteError as NonfiniteError,
         RankFailed as RankFailed,
         ReplicaDriftError as ReplicaDriftError,
@@ -98,6 +103,7 @@ else:
             ".cluster.hostlist": ("compress_hostlist", "expand_hostlist"),
             ".cluster.injection": ("bind_job_context",),
             ".cluster.job_context": ("JobContext", "build_job_context", "current_job_context"),
+            ".cluster.slurm_environment": ("SlurmEnvironment",),
             ".contract.exceptions": (
                 "AuthError",
                 "BrokenCheckpointError",
@@ -107,6 +113,7 @@ else:
                 "GenlightError",
                 "HookOrderError",
                 "InputError",
+                "MonitorError",
                 "NonfiniteError",
                 "RankFailed",
                 "ReplicaDriftError",

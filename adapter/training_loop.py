@@ -112,6 +112,7 @@ def _one_device_trainer(job: TrainingJobSpec, device: str, caller: Hook) -> pl.T
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        limit_val_batches=0,
     )
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import StartupContractError
+from ..adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.durable_reports import wait_after_failure
+from .checkpoint.format.record_file import read_record
 from .hook.events import callbacks_of, run_state_of
 
 __all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
@@ -82,12 +83,22 @@ def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) ->
     """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
     newest = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
-    checkpoint = next(filter(None, newest), run_state_of(trainer).latest_checkpoint_uri)
+    checkpoint = next(filter(None, newest), _reported(run_state_of(trainer).latest_checkpoint_uri))
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
     secrets = secrets_of_module(trainer.lightning_module)
     text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
+
+
+def _reported(record: str | None) -> str | None:
+    """What uploads call the checkpoint of a record."""
+    if record is None:
+        return None
+    try:
+        return str(read_record(Path(record)).reported_path)
+    except (OSError, BrokenCheckpointError):  # it is gone, or was replaced
+        return record
 
 
 def await_checkpoints(trainer: pl.Trainer) -> None:

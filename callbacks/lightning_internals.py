@@ -63,7 +63,7 @@ __all__ = [
     "signal_connector",
 ]
 
-SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.6"}
+SUPPORTED = {"lightning": "lightning>=2.6.4,<2.7", "torch": "torch>=2.13,<2.14"}
 """The releases that genlight's own requirements name."""
 
 
@@ -120,7 +120,17 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
     (pl.Trainer, ("_signal_connector", "_logger_connector", "_data_connector", "received_sigterm")),
     (pl.LightningModule, ("_trainer", "_current_fx_name")),
     (HyperparametersMixin, ("_log_hyperparams",)),
-    (DDPStrategy, ("_ddp_comm_hook", "_ddp_comm_state", "_model_averaging_period", "_start_method", "_ddp_kwargs")),
+    (
+        DDPStrategy,
+        (
+            "_ddp_comm_hook",
+            "_ddp_comm_state",
+            "_ddp_comm_wrapper",
+            "_model_averaging_period",
+            "_start_method",
+            "_ddp_kwargs",
+        ),
+    ),
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
     (
         LearningRateFinder,
@@ -196,6 +206,7 @@ class DDPSettings:
     start_method: str | None
     communication_hook: Any
     communication_state: Any
+    communication_wrapper: Any
     model_averaging_period: int | None
     ddp_arguments: Mapping[str, Any]
     """What is meant for ``DistributedDataParallel``."""
@@ -207,6 +218,7 @@ def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
         start_method=strategy._start_method,
         communication_hook=strategy._ddp_comm_hook,
         communication_state=strategy._ddp_comm_state,
+        communication_wrapper=strategy._ddp_comm_wrapper,
         model_averaging_period=strategy._model_averaging_period,
         ddp_arguments=strategy._ddp_kwargs,
     )

@@ -54,8 +54,7 @@ class RecordEvents(Hook):
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        # A trainer's hook may have named a file of its own as the one that matters.
-        self.event_log.checkpoint(path=record.primary_path or record.path, step=record.step)
+        self.event_log.checkpoint(path=record.reported_path, step=record.step)
 
     @override
     def on_samples_written(

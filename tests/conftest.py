@@ -54,6 +54,16 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
+def pytest_collection_modifyitems(items):
+    """Put files with slow tests first, the zoo before all others.
+
+    Two processes take whole files in turn (``--dist loadfile --no-loadscope-reorder``), and one that begins a long file
+    last would work alone for minutes.
+    """
+    with_slow_tests = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in with_slow_tests, "zoo" not in item.path.parts))
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
     """Fail a test that leaks environment variables, signal handlers, threads that keep the process alive, and such."""

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from support.snippets import blocks, run_snippets
 
+ROOT = Path(__file__).parent.parent
 
 READMES = sorted(
     str(path.relative_to(ROOT))
     for folder in ("", "adapter", "callbacks", "reporters")
     for path in (ROOT / folder).glob("README.md")
 )
+GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.md"))
 RUN_AT_LEAST = {"README.md": 12, "adapter/README.md": 5}
 """Commands that a reader of a README runs."""
-
-
-def blocks(readme: str = "README.md") -> list[tuple[str, str, str]]:
-    """Language, file name and text of each fenced block."""
-    return FENCE.findall((ROOT / readme).read_text())
 
 
 def test_the_two_commands_for_a_fresh_machine_are_make_targets() -> None:
     """`make demo` and `make test` exist."""
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    commands = [line.split()[1] for _, _, text in blocks() for line in text.splitlines() if line.startswith("make ")]
+    commands = [
+        line.split()[1]
+        for _, _, text in blocks(ROOT / "README.md")
+        for line in text.splitlines()
+        if line.startswith("make ")
+    ]
     assert commands == ["demo", "test"]
     assert set(commands) <= set(targets)
 
@@ -42,36 +41,7 @@ def test_every_snippet_runs(readme: str, tmp_path: Path) -> None:
 
     A title that comes again goes on with its file; a Python file of Lightning's own runs where it stands.
     """
-    ran = 0
-    written: set[str] = set()
-    for language, title, text in blocks(readme):
-        if title:
-            with (tmp_path / title).open("a" if title in written else "w") as file:
-                file.write(f"\n{text}" if title in written else text)
-            written.add(title)
-            if language == "python" and "import lightning" in text:
-                run(tmp_path, [sys.executable, title])
-                ran += 1
-        elif language == "sh":
-            for command in commands(text):
-                run(tmp_path, command)
-                ran += 1
-        else:
-            assert language in ("text", "bash"), f"a {language} block without a title is run by nothing:\n{text}"
-    assert ran >= RUN_AT_LEAST.get(readme, 0)
-
-
-def commands(text: str) -> list[list[str]]:
-    """What a block of shell lines has this interpreter do."""
-    programs = {"genlight": ["-m", "genlight.adapter.cli"], "python": []}
-    lines = [line.split("#")[0].split() for line in text.splitlines()]
-    return [[sys.executable, *programs[words[0]], *words[1:]] for words in lines if words and words[0] in programs]
-
-
-def run(folder: Path, command: list[str]) -> None:
-    """Run a command in `folder`; its output is shown when it fails."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert run_snippets(ROOT / readme, tmp_path) >= RUN_AT_LEAST.get(readme, 0)
 
 
 REFERENCE = "adapter/README.md"
@@ -112,7 +82,7 @@ def test_the_table_of_exit_codes_is_what_the_code_has() -> None:
     assert listed == ends | {130, 138, 143}
 
 
-@pytest.mark.parametrize("readme", [*READMES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+@pytest.mark.parametrize("readme", [*READMES, *GUIDES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
 def test_every_link_leads_somewhere(readme: str) -> None:
     """To a file of the repository, and to a heading that it has."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / readme).read_text(), flags=re.MULTILINE | re.DOTALL)

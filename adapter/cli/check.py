@@ -1,6 +1,6 @@
 """Check a trainer class: its hooks, its state, exact resume, several ranks, half precision.
 
-Exit codes: 0 every check passed or warned, 1 one failed, 2 usage.
+Exit codes: 0 every check passed or warned, 1 one failed, 2 usage, or no data to check training with.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .config_files import is_configuration_name
 
 if TYPE_CHECKING:
     from ..conformance.subject import Subject
@@ -25,10 +27,16 @@ MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("trainer", nargs="?", metavar="MODULE:CLASS", help="the trainer; else the one that --job names")
+    parser.add_argument(
+        "trainer", nargs="?", metavar="MODULE:CLASS", help="the trainer; without it, the one that --job names"
+    )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
-    parser.add_argument("--job", metavar="JOB.json", help="a job whose hyperparameters and data are used")
-    parser.add_argument("--batch_size", type=int, default=None, help="rows a batch; the job's, else 32")
+    parser.add_argument(
+        "--job",
+        metavar="JOB",
+        help="a job (JSON), or a configuration of `genlight fit` (YAML), whose hyperparameters and data are used",
+    )
+    parser.add_argument("--batch_size", type=int, default=None, help="rows per batch; by default the job's, or 32")
     parser.add_argument("--steps", type=int, default=3, help="steps before and after the interruption")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
@@ -48,7 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
     findings = run_checks(subject)
     shown = _print_json(findings) if args.json else _print_table(findings)
-    return FAULTY if any(finding.level == "fail" for finding in shown) else CONFORMING
+    if any(finding.level == "fail" for finding in shown):
+        return FAULTY
+    if not subject.batches:
+        sys.stderr.write("genlight check: training was not checked, since no data was given\n")
+        return USAGE
+    return CONFORMING
 
 
 def _subject(args: argparse.Namespace) -> Subject:
@@ -56,8 +69,10 @@ def _subject(args: argparse.Namespace) -> Subject:
         number = getattr(args, option)
         if number is not None and number < 1:
             raise ValueError(f"Invalid `--{option}`. Expected a number >= 1, but received {number}.")
-    if args.trainer is not None and args.trainer.endswith(".json"):
+    if args.trainer is not None and args.trainer.endswith((".json", ".yaml", ".yml")):
         raise ValueError(f"{args.trainer} is not a trainer; name one as MODULE:CLASS, or a job by --job {args.trainer}")
+    if is_configuration_name(args.job):
+        return _subject_of_configuration(args)
     job = _job(args)
     trainer = args.trainer or (job.trainer if job is not None else None)
     if trainer is None:
@@ -71,6 +86,33 @@ def _subject(args: argparse.Namespace) -> Subject:
         steps=args.steps,
         search_path=tuple(search_path),
         hyperparams={} if job is None else dict(job.job.hyperparams),
+    )
+
+
+def _subject_of_configuration(args: argparse.Namespace) -> Subject:
+    from ..conformance.subject import Subject
+    from .configured_fit import parse_configuration
+    from .fit_failures import UnusableConfigurationError
+
+    try:
+        fit = parse_configuration(args.job)
+    except UnusableConfigurationError as error:
+        raise ValueError(str(error)) from error
+    trainer = args.trainer or fit.plugin
+    if trainer is None:
+        raise ValueError(f"{args.job} has no genlight.adapter.ContractModule; name a trainer, as MODULE:CLASS")
+    if not args.data and fit.mock_batches is not None:
+        batches = _repeated(fit.mock_batches, 2 * args.steps)
+    else:
+        paths = args.data or fit.dataset.get("parquet_paths") or []
+        size = args.batch_size or fit.dataset.get("batch_size") or 32
+        batches = _parquet_batches(paths, size, fit.dataset.get("columns"), 2 * args.steps)
+    return Subject(
+        import_path=trainer,
+        batches=tuple(batches),
+        steps=args.steps,
+        search_path=(str(Path.cwd()),),
+        hyperparams=fit.hyperparams,
     )
 
 
@@ -89,13 +131,17 @@ def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
         return _repeated(job.mock_batches, count)
     dataset = job.dataset if job is not None else None
     paths = args.data or (list(dataset.parquet_paths) if dataset is not None else [])
+    size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32
+    return _parquet_batches(paths, size, dataset.columns if dataset is not None else None, count)
+
+
+def _parquet_batches(paths: Sequence[str], size: int, columns: Sequence[str] | None, count: int) -> list[Any]:
     if not paths:
         return []
     from ..contract.types import ArrowFeedConfig
     from ..feed import ParquetArrowBatchFeeder
 
-    size = args.batch_size or (dataset.batch_size if dataset is not None else None) or 32
-    config = ArrowFeedConfig(batch_size=size, columns=dataset.columns if dataset is not None else None)
+    config = ArrowFeedConfig(batch_size=size, columns=None if columns is None else tuple(columns))
     return _repeated(ParquetArrowBatchFeeder(paths, config), count)
 
 

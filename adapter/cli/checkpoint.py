@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.contents import read_header
-from ...callbacks.checkpoint.format.layout import name_of, record_path
+from ...callbacks.checkpoint.format.layout import name_of, record_path, tensor_file
 from ...callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
 from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.format.safetensors_header import RAW, TORCH_TYPES
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FILE",
+        help="export: safetensors file, or checkpoint, with the tensors that this one leaves out (weights='trained')",
     )
 
 
@@ -158,6 +163,8 @@ def _verdict(listed: Listed) -> tuple[str, str, str]:
     if listed.record.is_old:
         return name, "", "readable (an older runtime's record has no digests)"
     known = {True: ", weights finite", False: f", {_NOT_FINITE}", None: ""}[listed.record.finite_weights]
+    count = len(listed.record.left_out)
+    known += f", {count:,} tensors left out, which the class has to build" if count else ""
     return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)}{known})"
 
 
@@ -219,7 +226,8 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         for key, stored in read_header(record, entry).items():
-            found[f"{name}:{key}"] = (stored.dtype, list(stored.shape))
+            found[f"{tensor_file(name)}:{key}"] = (stored.dtype, list(stored.shape))
+    found |= {f"left out:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}
     return found
 
 
@@ -247,16 +255,19 @@ def _export(args: argparse.Namespace) -> int:
         return _complain("export needs --to FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
     path, target = find_checkpoint(args.path), Path(args.to)
     if target.suffix in _OTHER_FORMATS:
-        return _complain(f"no export is a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE)
+        return _complain(
+            f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE
+        )
     # Only an export needs torch, whose import takes longer than any other action.
-    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
+    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
 
+    base = read_base(args.base) if args.base else None
     if target.suffix == ".safetensors":
-        written = export_safetensors(path, target, strip_prefix=args.strip_prefix)
+        written = export_safetensors(path, target, strip_prefix=args.strip_prefix, base=base)
     elif target.suffix == ".ckpt":
-        written = export_lightning(path, target)
+        written = export_lightning(path, target, base=base)
     else:
-        written = export_huggingface(path, target, strip_prefix=args.strip_prefix)
+        written = export_huggingface(path, target, strip_prefix=args.strip_prefix, base=base)
     sys.stdout.write(f"{written}\n")
     return _SOUND
 

@@ -20,25 +20,31 @@ from jsonargparse import set_parsing_settings
 
 from ...callbacks.stop.signals import StopSignals
 from ..job.environment import rank_errors
+from ..plumbing.operating_system import unsupported_system
+from ..plumbing.reference_page import reference
 from ..run.ranks.this_rank import is_rank_zero
 from . import INTERRUPTED
 from .config_files import config_file_fault
-from .operating_system import unsupported_system
 from .output import fill_closed_descriptors, for_any_character, outliving_readers, until_the_reader_leaves
 from .parser import CommandParser
+from .verbs import SUMMARIES, add_arguments as add_verb_arguments, as_command
 
 __all__ = ["main"]
 
 WRONG_USAGE = 2
+
+ANYWHERE = ("checkpoint", "events", "init")
+"""Commands that only read and write files, on every operating system."""
 
 COMMANDS = {
     "init": "start a project: a folder with a trainer class, a job and data, which runs at once",
     "run": "run a job from its spec, or from the environment",
     "doctor": "check spec, environment, trainer class and inputs of a job without training",
     "check": "check a trainer class for conformance",
-    "events": "show, follow or check an event log",
-    "checkpoint": "list, verify, show or export checkpoints",
-    "uploads": "list, retry or export what is still to be uploaded",
+    "events": "show, follow or verify an event log, by another order of words",
+    "checkpoint": "list, verify, show or export checkpoints, likewise",
+    "uploads": "list, retry or export what is still to be uploaded, likewise",
+    "slurm": "render or submit the sbatch script of a job; see or end what was submitted",
 }
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.
@@ -52,9 +58,11 @@ _CHATTY_LOGGERS = (
 _NOT_FOR_USERS = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
+    "The .srun. command is available on your system but is not used.*",
     "Using ModelCheckpoint with manual optimization.*",
     ".*treespec, LeafSpec.*",
     "Checkpoint directory .* exists and is not empty.*",
+    "The `srun` command is available on your system but is not used.*",
 )
 """Warnings of Lightning and torch about each other, or about what a trainer class decides."""
 
@@ -77,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 completed, 1 failed, 2 startup or usage, 75 stopped but resumable, 130 on Ctrl-C.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = as_command(sys.argv[1:] if arguments is None else arguments)
     fill_closed_descriptors()
     for_any_character()
     prints = any(word.partition("=")[0] == "--print_config" for word in words)
@@ -93,9 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     _configure_messages()
-    fault = unsupported_system(words[0]) if words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) else None
+    needs_linux = words and words[0] in (*COMMANDS, *LIGHTNING_COMMANDS) and words[0] not in ANYWHERE
+    fault = unsupported_system(f"genlight {words[0]}") if needs_linux else None
     if fault:
-        sys.stderr.write(f"error: {fault}\n")
+        sys.stderr.write(f"error: {fault} These commands work here: {', '.join(ANYWHERE)}.\n")
         return WRONG_USAGE
     if words and words[0] in LIGHTNING_COMMANDS:
         faults = [*filter(None, [config_file_fault(words)]), *rank_errors(os.environ)]
@@ -140,11 +149,16 @@ def build_parser(words: Sequence[str] = ()) -> CommandParser:
     """
     set_parsing_settings(add_print_completion_argument=True)
     parser = CommandParser(prog="genlight", description="Runs trainer classes on PyTorch Lightning.")
+    parser.see_also = f"reference: {reference('commands')}"
     parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subcommands(required=False)
     for name, summary in COMMANDS.items():
         declares = any(word in (name, f"--{COMPLETION}") or word.startswith(f"--{COMPLETION}=") for word in words)
         commands.add_subcommand(name, _command_parser(name, declares=declares), help=summary)
+    for verb, summary in SUMMARIES.items():
+        verb_parser = CommandParser(description=summary)
+        add_verb_arguments(verb_parser, verb)
+        commands.add_subcommand(verb, verb_parser, help=summary)
     for name, summary in LIGHTNING_COMMANDS.items():
         commands.add_subcommand(name, CommandParser(description=summary), help=summary)
     return parser
@@ -156,6 +170,10 @@ def _command_parser(name: str, *, declares: bool) -> CommandParser:
     command: Any = import_module(f".{name}", __package__)
     parser = CommandParser(description=command.__doc__)
     command.add_arguments(parser)
+    if name in ("init", "run", "doctor"):
+        parser.see_also = f"every key of a job: {reference('a-jobs-keys')}"
+    elif name == "check":
+        parser.see_also = f"every hook of a trainer class: {reference('the-hooks')}"
     return parser
 
 

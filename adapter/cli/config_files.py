@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["config_file_fault"]
+__all__ = ["config_file_fault", "is_configuration_name"]
 
 _OPTIONS = ("--config", "-c")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _OF_CONTENT = frozenset(":{\n")
 """What a configuration that stands on the command line itself has, and hardly a path."""
+
+
+def is_configuration_name(path: str | None) -> bool:
+    """Whether a file is a LightningCLI configuration rather than a job, as its name says."""
+    return path is not None and path.endswith((".yaml", ".yml"))
 
 
 def config_file_fault(words: Sequence[str]) -> str | None:
@@ -50,7 +55,7 @@ def _fault(value: str) -> str | None:
     except UnicodeDecodeError as error:
         return f"The configuration {value!r} is not text: byte {error.start} is not {error.encoding}. Name a YAML file."
     if _is_job_spec(text):
-        return f"{value!r} is a job spec. Run it by `genlight run {value}`."
+        return f"{value!r} is a job spec. Run it with `genlight run {value}`."
     return _syntax_fault(value, text)
 
 
@@ -68,7 +73,7 @@ def _syntax_fault(name: str, text: str) -> str | None:
         return f"The configuration {name!r} is nested too deeply."
     if not isinstance(tree, yaml.MappingNode):
         return f"The configuration {name!r} holds no settings. Name a YAML file with `trainer:`, `model:`, `data:`."
-    return next((f"The key {key!r} stands twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
+    return next((f"The key {key!r} appears twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
 
 
 def _repeated(node: Any, seen: set[int]) -> Iterator[tuple[str, str]]:

@@ -7,9 +7,9 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from typing_extensions import override
 
 from ..job.parser_errors import shortened
@@ -29,8 +29,40 @@ _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choi
 _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 
 
+_NO_DEFAULT = re.compile(r"(?:, )?default: %\(default\)s")
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """Says a default where there is one, and keeps the lines of a text that has some of its own."""
+
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action)
+        if action.default is None or action.default is False or action.default == []:
+            text = _NO_DEFAULT.sub("", text).removesuffix(" ()")
+        return text
+
+    @override
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n  " in text else super()._fill_text(text, width, indent)
+
+
 class CommandParser(ArgumentParser):
     """Offers the nearest name for a misspelled one, and tells missing arguments by their names in the usage."""
+
+    def __init__(
+        self, *args: Any, formatter_class: type[argparse.HelpFormatter] = _HelpFormatter, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, formatter_class=formatter_class, **kwargs)
+
+    see_also: str = ""
+    """A line below the help, which is not wrapped: a path in it can be copied."""
+
+    @override
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """The help, with `see_also` below it."""
+        text: str = super().format_help(formatter)
+        return f"{text}\n{self.see_also}\n" if self.see_also else text
 
     def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
         # Until Python 3.13 an argument that may be left out counted as left out where an option stood before it.

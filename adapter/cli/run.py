@@ -14,6 +14,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
+    parser.epilog = _keys_of_a_job()
     parser.add_argument(
         "job",
         nargs="?",
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
     )
+
+
+def _keys_of_a_job() -> str:
+    from ..job.reference import job_outline
+
+    return job_outline()
 
 
 def run(args: argparse.Namespace) -> int:

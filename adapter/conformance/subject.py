@@ -93,6 +93,7 @@ class Subject:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
+                limit_val_batches=0,
             )
             data = MockDataModule(list(self.batches if batches is None else batches))
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))

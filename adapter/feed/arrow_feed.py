@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from .schema import checked_columns
 from .sources import Source
 
 __all__ = ["ArrowFeed"]
+
+log = logging.getLogger(__name__)
 
 _LARGE_WINDOW = 1 << 30
 
@@ -175,6 +178,7 @@ class ArrowFeed:
         if self._source is None or self._layout is None:
             source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
             layout = _layout(source, self._options)
+            _say_short_batches(layout, self._options)
             self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
@@ -365,6 +369,28 @@ def _layout(source: Source, options: FeedOptions) -> Layout:
     if not layout.steps_per_epoch:
         raise InputError(_too_few(layout))
     return layout
+
+
+def _say_short_batches(layout: Layout, options: FeedOptions) -> None:
+    """Whoever asks for a batch size learns where it is not what is trained with."""
+    rows, step_rows = layout.order.rows, layout.share(0).step_rows
+    if options.rank or options.drop_last or rows % step_rows == 0:
+        return
+    ranks = f" of {options.world_size} ranks" if options.world_size > 1 else ""
+    if rows < step_rows:
+        log.warning(
+            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch",
+            rows,
+            step_rows,
+            ranks,
+        )
+    else:
+        log.info(
+            "the last step of each epoch has %d rows, the others %d%s; `drop_last` leaves it out",
+            rows % step_rows,
+            step_rows,
+            ranks,
+        )
 
 
 def _too_few(layout: Layout) -> str:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .communication_hooks import CommunicationHook, HookBucket
+
 __all__ = ["Bucket", "grouped", "read_gradient", "write_gradient"]
 
 BUCKET_BYTES = 25 * 2**20
@@ -35,9 +37,21 @@ class Bucket:
         parameters: Of one dtype, on one device.
         group: Process group; None means all ranks.
         extra: How many numbers are sent along.
+        hook: Exchanges the gradients in its own way; the rest is then sent beside them.
+        index: Position of this bucket among those of an exchange.
+        is_last: Whether it is the last of them.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None = None, extra: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        extra: int = 0,
+        *,
+        hook: CommunicationHook | None = None,
+        index: int = 0,
+        is_last: bool = True,
+    ) -> None:
         self.parameters = list(parameters)
         self._group = group
         self._world_size = dist.get_world_size(group)
@@ -46,14 +60,17 @@ class Bucket:
         sizes = [*(p.numel() for p in self.parameters), count, count, extra]
         self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         *pieces, self._used, self._is_sparse, self.extra = torch.split(self._flat, sizes)
-        self._data = self._flat[: sum(sizes[:-3])]
+        data = sum(sizes[:-3])
+        self._data, self._tail = self._flat[:data], self._flat[data:]
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
         self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
         """The gradients that are dense, and where each stands in the flat tensor."""
         self._missing: list[int] = []
         self._sparse: list[int] = []
         self._gradients: Gradients = ()
-        self._work: Any = None
+        self._works: list[Any] = []
+        self._hook = hook
+        self._index, self._is_last = index, is_last
 
     def send(self, gradients: Gradients) -> None:
         """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
@@ -66,13 +83,14 @@ class Bucket:
             self._pack_others()
         else:
             self._dense = cast("list[Tensor]", list(gradients)), self._views
-        if self.device.type == "cpu":  # one pass over the memory rather than two
+        if self.device.type == "cpu" and self._hook is None:  # one pass over the memory rather than two
             for gradient, view in zip(*self._dense, strict=True):
                 torch.div(gradient, self._world_size, out=view)
         else:
             if self._dense[0]:
                 torch._foreach_copy_(self._dense[1], self._dense[0])
-            self._data.div_(self._world_size)
+            if self._hook is None:
+                self._data.div_(self._world_size)
         self.send_as_it_is()
 
     def send_or_take_part(self, gradient_of: Callable[[Tensor], Tensor | None] | None) -> None:
@@ -84,7 +102,11 @@ class Bucket:
 
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        if self._hook is None:
+            self._works = [dist.all_reduce(self._flat, group=self._group, async_op=True)]
+        else:
+            averages = self._hook(HookBucket(self._index, self._data, self.parameters, self._is_last))
+            self._works = [averages, dist.all_reduce(self._tail, group=self._group, async_op=True)]
 
     def _pack_others(self) -> None:
         for i in self._missing:
@@ -93,7 +115,7 @@ class Bucket:
         for i in self._sparse:
             self._is_sparse[i] = 1
             self._views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and self._hook is None:
                 self._views[i].div_(self._world_size)
         others = {*self._missing, *self._sparse}
         pairs = enumerate(zip(self._gradients, self._views, strict=True))
@@ -102,7 +124,14 @@ class Bucket:
 
     def wait(self) -> None:
         """Until the averages are here; `extra` can be read then."""
-        self._work.wait()
+        for work in self._works:
+            work.wait()
+        if self._hook is not None:
+            result = self._works[0].value()
+            averages = result if isinstance(result, Tensor) else result[0]
+            if averages.data_ptr() != self._data.data_ptr():
+                self._data.copy_(averages)
+        self._works.clear()
 
     def land(self) -> dict[int, Tensor]:
         """Write the averages into the dense gradients; the new gradients of other parameters, by position."""

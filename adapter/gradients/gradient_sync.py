@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .communication_hooks import CommunicationHook
 from .early_buckets import EarlyBuckets, Place, Plan
 from .equal_replicas import check_same
 from .rank_points import NUMBERS, Point, are_together, parted
@@ -49,6 +50,7 @@ class GradientSync:
         group: Process group; None means all ranks.
         rank_local: What is each rank's own.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
+        hook: Exchanges them in its own way, but for those of optimizers that are stepped inside of backward.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class GradientSync:
         rank_local: RankLocal = EVERYTHING_SHARED,
         *,
         bucket_bytes: int | None = None,
+        hook: CommunicationHook | None = None,
     ) -> None:
+        self._hook = hook
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self._discovered = discovered
@@ -329,7 +333,11 @@ class GradientSync:
         extra = NUMBERS * self._world_size + 1 + len(others)
         groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
         last = len(groups) - 1
-        return Plan([Bucket(g, self._buckets_group, extra if i == last else 0) for i, g in enumerate(groups)], others)
+        buckets = [
+            Bucket(g, self._buckets_group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
+            for i, g in enumerate(groups)
+        ]
+        return Plan(buckets, others)
 
 
 class _SentPoint(NamedTuple):

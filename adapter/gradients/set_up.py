@@ -13,6 +13,7 @@ from ...callbacks.lightning_internals import ddp_settings
 from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .communication_hooks import communication_hook
 from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
 from .gradient_sync import GradientSync
@@ -47,7 +48,13 @@ def step_router(
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
-        gradients = GradientSync(discovered, group, rank_local, bucket_bytes=_bucket_bytes(trainer))
+        gradients = GradientSync(
+            discovered,
+            group,
+            rank_local,
+            bucket_bytes=_bucket_bytes(trainer),
+            hook=communication_hook(trainer.strategy),
+        )
         buffers = BufferSync(discovered, group, rank_local)
         local = frozenset(rank_local.ids(discovered))
     if precision.cast_inputs_to is not None:

@@ -61,6 +61,8 @@ class RunConfig:
     uploads: UploadUrls = field(repr=False)
     file_store_url: str | None = field(repr=False)
     """Base of the store for artifact bytes, and of the resolver of ``cozy:`` references."""
+    stop_grace_s: float | None
+    """How long after its stop signal a scheduler ends the process; None where that is not known."""
     upload_deadline_s: float
     token_origins: frozenset[str]
     """Origins that may be sent the token, such as ``https://hub.example.com:443``."""
@@ -70,6 +72,7 @@ class RunConfig:
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
     on_nonfinite: Literal["warn", "stop", "skip"]
+    checkpoint_weights: Literal["all", "trained"]
     tags: tuple[str, ...]
     notes: str
     artifacts_dir: Path
@@ -171,12 +174,14 @@ def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErro
         canceled=reading.pick("canceled", False),
         uploads=uploads,
         file_store_url=reading.pick("file_store_url"),
+        stop_grace_s=reading.pick("stop_grace_seconds") or None,
         upload_deadline_s=reading.pick("upload_deadline_seconds", DEFAULT_UPLOAD_DEADLINE_S),
         token_origins=token_origins_of(reading),
         private_hosts=private_hosts_of(reading),
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         on_nonfinite=reading.pick("on_nonfinite", "warn"),
+        checkpoint_weights=reading.pick("checkpoint_weights", "all"),
         tags=reading.pick("tags", ()),
         notes=reading.pick("notes", ""),
         **artifacts,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..cluster.job_context import build_job_context
 from ..plumbing.text import nearest
 from ..plumbing.urls import parse_origins, url_fault
 from .errors import ConfigErrors
@@ -103,6 +104,7 @@ VARIABLES = (
     Variable("TRAINER_UPLOAD_SAMPLE_URL", "uploads.sample_url", _url),
     Variable("TRAINER_UPLOAD_TERMINAL_URL", "uploads.terminal_url", _url),
     Variable("TENSORHUB_URL", "file_store_url", _url),
+    Variable("TRAINER_STOP_GRACE_SECONDS", "stop_grace_seconds", _seconds, TIMEOUT),
     Variable("TRAINER_UPLOAD_DEADLINE_SECONDS", "upload_deadline_seconds", _seconds, TIMEOUT),
     Variable("TRAINER_TOKEN_ORIGINS", "token_origins", parse_origins),
     Variable("TRAINER_PRIVATE_HOSTS", "private_hosts", _private_hosts),
@@ -142,13 +144,25 @@ def _shown(text: str) -> str:
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variables by which Lightning, as soon as it is imported, tells a process's number."""
-    return [
+    """What is wrong with the variables by which Lightning and genlight tell a process's number and its job."""
+    wrong = [
         f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
         f"{_shown(environ[name].strip())}. Unset it."
         for name in _RANKS
         if name in environ and not environ[name].strip().isdecimal()
     ]
+    return wrong or slurm_errors(environ)
+
+
+def slurm_errors(environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables of the Slurm job that this process belongs to."""
+    if "SLURM_JOB_ID" not in environ:
+        return []
+    try:
+        build_job_context(environ)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def read_environment(environ: Mapping[str, str], errors: ConfigErrors) -> dict[str, Any]:

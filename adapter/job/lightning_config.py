@@ -6,6 +6,7 @@ and ``genlight run --print_config`` prints it for ``genlight fit --config``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from ..cluster.slurm_environment import placed_by_slurm
 from ..contract.exceptions import StartupContractError
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
@@ -24,6 +26,8 @@ __all__ = ["instantiate", "lightning_config"]
 
 _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments of which a job's own entries come after ours."""
+_VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
+"""Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
 
 
 def lightning_config(
@@ -84,6 +88,7 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        **({} if any(name in config.lightning for name in _VALIDATION) else {"limit_val_batches": 0}),
         "callbacks": _callbacks(config),
         "logger": [
             _class(
@@ -137,7 +142,10 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
-            "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
+            "genlight.callbacks.Checkpoint",
+            dirpath=str(config.checkpoints_dir),
+            every_n_steps=job.checkpoint_every,
+            weights=config.checkpoint_weights,
         ),
     ]
 
@@ -184,6 +192,7 @@ def instantiate(
     try:
         theirs = _instantiated_by_jsonargparse(_their_arguments(config))
         ours = _our_arguments(config)
+        theirs = {**theirs, **placed_by_slurm(theirs)}
         lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
@@ -196,6 +205,7 @@ def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any
     """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
     if not arguments:
         return {}
+    arguments = copy.deepcopy(dict(arguments))  # jsonargparse puts objects of its own into what it parses
     parser = ArgumentParser(exit_on_error=False)
     # Reading the types of the other forty takes longer than making the trainer.
     others = set(trainer_arguments()).difference(arguments)

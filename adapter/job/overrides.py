@@ -21,6 +21,7 @@ COMMAND_LINE_SETTINGS = (
     "metrics_dir",
     "events_path",
     "file_store_url",
+    "stop_grace_seconds",
     "upload_deadline_seconds",
     "token_origins",
     "canceled",

@@ -37,6 +37,8 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.step_in_progress: int | None = None
         """The step (from 1) that is being executed; stays until the next one begins."""
         self.validates = False
+        self.validates_within = False
+        """Whether validations come within epochs, not only where they end."""
         self.owes_validation = False
         """Whether the checkpoint was written before the validation that may be due after its step."""
         self.fires_module_batch_end = False
@@ -93,6 +95,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
         self.validates = self.trainer.enable_validation
+        self.validates_within = self.validates and not _validates_at_ends(self.trainer)
         trainer, module, progress = self.trainer, self.module, self.batch_progress
         run_state = run_state_of(trainer)
         if self.restarting:
@@ -119,7 +122,12 @@ class ContractEpochLoop(TrainingEpochLoop):
             if is_first:
                 is_first = False
                 module.check_nothing_new()
-            if (self.validates or trainer.should_stop or signals.received_sigterm) and run_state.stop_reason is None:
+            if (
+                self.validates_within
+                or (self.validates and progress.is_last_batch)
+                or trainer.should_stop
+                or signals.received_sigterm
+            ) and run_state.stop_reason is None:
                 self.on_advance_end(data_fetcher)
             else:
                 self._batches_that_stepped += 1
@@ -182,3 +190,13 @@ class ContractEpochLoop(TrainingEpochLoop):
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self.module.is_canceled():
             time.sleep(min(left, STOP_POLL_S))
+
+
+def _validates_at_ends(trainer: pl.Trainer) -> bool:
+    """Whether validations of `trainer` come only where an epoch ends."""
+    interval = trainer.val_check_batch  # None for one in seconds
+    return (
+        trainer.check_val_every_n_epoch is not None
+        and interval is not None
+        and (interval >= trainer.num_training_batches)
+    )

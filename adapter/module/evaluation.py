@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from ...callbacks.evaluate import scores_of
-from ...callbacks.hook.events import publish_scores
+from ...callbacks.evaluate import Evaluate, scores_of
+from ...callbacks.hook.events import callbacks_of, publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
 from ..loop.hosted_module import HostedModule
@@ -44,8 +44,9 @@ class _OneBatch:
 def host_evaluation(module: HostedModule) -> None:
     """Have `module` evaluate its trainer where its Lightning trainer validates or tests, and nowhere else.
 
-    A training is validated where ``val_check_interval`` or ``check_val_every_n_epoch`` is another than Lightning's own
-    default, a validation after each epoch, which cannot be told from a trainer that was asked for nothing.
+    A training is validated when its Lightning trainer validates: after each epoch unless it was told otherwise, by
+    ``val_check_interval`` or ``check_val_every_n_epoch``, or not to, by ``limit_val_batches=0``. An `Evaluate` callback
+    has a cadence of its own, and takes the place of Lightning's default.
 
     Raises:
         StartupContractError: It is to be evaluated, and its trainer has no ``evaluate``.
@@ -59,9 +60,14 @@ def host_evaluation(module: HostedModule) -> None:
         return
     plugin = module.plugin
     if trainer.state.fn == TrainerFn.FITTING:
-        if not _asks_for_validation(trainer) or is_overridden("validation_step", module):
+        if is_overridden("validation_step", module):
+            return
+        is_told = _is_told_when(trainer)
+        if not is_told and any(isinstance(callback, Evaluate) for callback in callbacks_of(trainer)):
             return
         if not callable(getattr(plugin, "evaluate", None)):
+            if not is_told:
+                return
             log.warning(
                 "val_check_interval=%r and check_val_every_n_epoch=%r have no effect: %s has no `evaluate(state, ctx)`",
                 trainer.val_check_interval,
@@ -72,7 +78,7 @@ def host_evaluation(module: HostedModule) -> None:
     if not callable(getattr(plugin, "evaluate", None)):
         raise StartupContractError(
             "startup.invalid_trainer",
-            f"{type(plugin).__name__} has no `evaluate(state, ctx)` to validate or test it by. Add one that returns a "
+            f"{type(plugin).__name__} has no `evaluate(state, ctx)` to validate or test with. Add one that returns a "
             "mapping of scores.",
         )
     # Only now: Lightning goes by whether a module has them, and would look for validation data in every training.
@@ -85,7 +91,8 @@ def host_evaluation(module: HostedModule) -> None:
         attach_loaders(trainer, trainer.lightning_module, **loaders)
 
 
-def _asks_for_validation(trainer: pl.Trainer) -> bool:
+def _is_told_when(trainer: pl.Trainer) -> bool:
+    """Whether something else than Lightning's default was asked for."""
     interval = trainer.val_check_interval
     # An integer counts batches, a float is a share of an epoch.
     return type(interval) is int or interval != 1.0 or trainer.check_val_every_n_epoch != 1

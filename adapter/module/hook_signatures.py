@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..plumbing.text import closest
 from .plugin_loading import optional_hook
 
-__all__ = ["HOOK_ARGUMENTS", "signature_faults"]
+__all__ = ["HOOK_ARGUMENTS", "misspelled_hooks", "signature_faults"]
 
 HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "setup": (("ctx",), ()),
@@ -22,6 +23,23 @@ HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "evaluate": (("state", "ctx"), ()),
 }
 """Positional and keyword arguments with which each hook is called."""
+
+OPTIONAL_NAMES = ("save_checkpoint", "load_checkpoint", "rollout", "evaluate", "generate_sample", "rank_local")
+ALIKE = 0.85
+"""How near a name has to be to that of a hook, from 0 to 1, to be taken for a misspelling; `evaluate_loss` is not."""
+
+
+def misspelled_hooks(target: Any) -> list[str]:
+    """Attributes of `target`, a trainer class or an instance, that are nearly optional hooks; a sentence each.
+
+    Nothing else tells of one: a hook that may be left out is not missed.
+    """
+    found = []
+    for name in dir(target):
+        meant = None if name.startswith("_") else closest(name, OPTIONAL_NAMES, alike=ALIKE)
+        if meant is not None and name not in OPTIONAL_NAMES and not hasattr(target, meant):
+            found.append(f"`{name}` is not a hook and is never called; did you mean `{meant}`?")
+    return found
 
 
 def signature_faults(target: Any) -> list[str]:

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import forget_training_loader, training_loader, training_source
+from ...callbacks.stop.stop_requests import StopRequests
 from ..contract.exceptions import InputError, StartupContractError
 from .late_setup import defer_setups
 
@@ -135,7 +136,8 @@ class Rehearsal:
         """
         module, trainer = self._module, self._module.trainer
         callbacks, loggers, limit = callbacks_of(trainer), trainer.loggers, trainer.limit_val_batches
-        trainer.callbacks = []  # type: ignore[attr-defined]
+        # Those stay that say whether a stop was asked for; none of their hooks is called here.
+        trainer.callbacks = [each for each in callbacks if isinstance(each, StopRequests)]  # type: ignore[attr-defined]
         trainer.logger = DummyLogger() if loggers else None
         trainer.limit_val_batches = 0  # or an interval longer than an epoch at a larger batch size is an error
         endless = _endless_steps(module, trainer)

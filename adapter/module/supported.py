@@ -17,10 +17,12 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from ...callbacks.checkpoint.sharded.strategy import sharded_url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
 from ..contract.exceptions import StartupContractError
 from ..contract.types import TrainingJobSpec
+from ..gradients.communication_hooks import stateful_hook
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 from .finders import fault_of_finder
 from .late_setup import faults_of_callbacks
@@ -28,13 +30,13 @@ from .late_setup import faults_of_callbacks
 __all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
 
 _REFUSED: dict[type[Strategy], str] = {
-    DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
-    "Use ddp, or ModelParallelStrategy to shard",
+    DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
+    "owns. Use ddp, or ModelParallelStrategy to shard",
     FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
-    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip otherwise on every rank. Use FSDP 2: "
+    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip differently on each rank. Use FSDP 2: "
     "lightning.pytorch.strategies.ModelParallelStrategy with data_parallel_size=N and tensor_parallel_size=1",
-    XLAStrategy: "XLA runs a step lazily and needs marks inside of it",
-    SingleDeviceXLAStrategy: "XLA runs a step lazily and needs marks inside of it",
+    XLAStrategy: "XLA runs a step lazily and needs markers inside it",
+    SingleDeviceXLAStrategy: "XLA runs a step lazily and needs markers inside it",
 }
 
 
@@ -61,7 +63,7 @@ def check_trainer_arguments(trainer: pl.Trainer, job: TrainingJobSpec, data: Any
             f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
             "torch.nn.utils.clip_grad_norm_ in train_step"
         )
-    errors += faults_of_callbacks(trainer)
+    errors += faults_of_callbacks(trainer) + sharded_url_faults(trainer)
     errors += filter(None, (fault_of_finder(callback, trainer, job, data) for callback in callbacks_of(trainer)))
     if errors:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
@@ -81,8 +83,13 @@ def check_strategy(strategy: Strategy) -> None:
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
             raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
-        if settings.communication_hook is not None or settings.communication_state is not None:
-            raise _refusal(name, "its communication hook belongs to DDP's own reducer, which is not used here")
+        state = stateful_hook(strategy)
+        if state is not None:
+            raise _refusal(
+                name,
+                f"its communication hook keeps a {state} between steps, which no checkpoint holds, so that no resume "
+                "would be exact. Use a hook without state (fp16_compress_hook, bf16_compress_hook), or none",
+            )
         if settings.model_averaging_period is not None:
             raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
     elif isinstance(strategy, ModelParallelStrategy):

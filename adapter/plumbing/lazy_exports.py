@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 __all__ = ["lazy_exports"]
@@ -22,7 +23,7 @@ __all__ = ["lazy_exports"]
 def lazy_exports(
     package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`.
+    """``__getattr__``, ``__dir__`` and ``__all__`` of `package`, whose ``__version__`` is that of what is installed.
 
     Args:
         package: Its ``__name__``.
@@ -31,6 +32,8 @@ def lazy_exports(
     home = {name: module for module, exported in names.items() for name in exported}
 
     def get_attribute(name: str) -> Any:
+        if name == "__version__":
+            return version("genlight")
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home[name], package), name)

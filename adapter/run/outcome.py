@@ -20,6 +20,7 @@ from ..contract.exceptions import (
     ContractError,
     EventLogError,
     InputError,
+    MonitorError,
     RankFailed,
     StartupContractError,
     TrainingCanceled,
@@ -36,6 +37,7 @@ from ..plumbing.failures import (
     stop_behind_lost_worker,
 )
 from ..plumbing.redaction import hide_secrets, text_of, traceback_of
+from ..plumbing.reference_page import reference_for
 from .progress import Progress
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures
@@ -59,6 +61,7 @@ _SAY_ALL = (
     ContractError,
     CheckpointError,
     EventLogError,
+    MonitorError,
     UploadError,
     RankFailed,
     TrainingHung,
@@ -299,3 +302,5 @@ def log_failure(
     else:
         text = report_traceback(error, tracebacks, hide)
     log.error("%s failure: %s", failure.category, text)
+    if isinstance(error, StartupContractError) and (about := reference_for(error.code)) is not None:
+        log.info(about)

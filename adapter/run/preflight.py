@@ -32,8 +32,9 @@ def prepare_training(
 
     Raises:
         StartupContractError: Hooks cannot be called, the job needs a hook that is not there, or its ``lightning``
-            block has arguments that cannot be used here or with a trainer class.
+            block has arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
     """
+    from ..cluster.slurm_environment import placement_fault
     from ..job.lightning_config import instantiate
     from ..module.supported import check_trainer_arguments
 
@@ -46,6 +47,9 @@ def prepare_training(
             "`inputs.dataset_parquet_refs` or `mock_batches`.",
         )
     check_trainer_arguments(trainer, config.job, data)
+    fault = placement_fault(trainer)
+    if fault is not None:
+        raise StartupContractError("startup.invalid_job_spec", fault)
     return trainer, data
 
 

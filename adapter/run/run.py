@@ -21,6 +21,7 @@ from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
+from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
 from .artifact_dirs import prepare_artifact_dirs
 from .artifacts_lock import lock_artifacts
@@ -30,13 +31,15 @@ from .outcome import Completion, Outcome
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
 from .ranks.this_rank import is_rank_zero
-from .results import show_results
+from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
 from .startup_failure import report_startup_failure
 from .training import Training, stop_sources
 from .uploads import open_uploader
 
 __all__ = ["run_job", "run_training_runtime_from_env"]
+
+require_linux(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +193,7 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "checkpoints": config.checkpoints_dir,
         "samples": config.samples_dir if has_samples else None,
         "events": config.events_path,
+        "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}", places)

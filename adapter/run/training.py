@@ -23,6 +23,7 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import sealed_fields
 from ..job.parser_errors import is_about_what_was_given
+from ..module.hook_signatures import misspelled_hooks
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
@@ -122,6 +123,9 @@ class Training:
         from ..module.module import ContractModule
         from ..module.trainer_files import trainer_directory
 
+        if self.outcome is not None:
+            for misspelled in misspelled_hooks(plugin):
+                log.warning(misspelled)
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
@@ -140,11 +144,17 @@ class Training:
     ) -> None:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+        from ...callbacks.early_stopping import monitor_error
+
         if self.outcome is not None:
             self.stop.signals.what_next = "the run saves a checkpoint after the current step, and stops"
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        except (ValueError, MisconfigurationException) as error:
+        except (ValueError, RuntimeError, MisconfigurationException) as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
+            if isinstance(error, RuntimeError):
+                raise
             if self.progress.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
                 raise
             text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
@@ -215,12 +225,11 @@ def _reported_final(config: RunConfig) -> Path | None:
     """What stands for the final checkpoint in reports: what the trainer's hook named, else the record."""
     final = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
-        named = read_record(final).primary_path
+        return read_record(final).reported_path
     except FileNotFoundError:
         return None
     except BrokenCheckpointError:  # of an earlier run, where this one saves none
         return final
-    return named if named is not None and named.exists() else final
 
 
 def _load_trainer(config: RunConfig) -> TrainerPlugin:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import types
+from pathlib import Path
 from typing import Any
 
 import lightning.fabric.utilities.cloud_io as cloud_io
@@ -21,6 +23,7 @@ from .format.ckpt_file import CKPT_FILE_START, record_in
 from .format.layout import RECORD_SUFFIXES
 from .format.record_file import RECORD_MARKER
 from .loading import MapLocation, load
+from .remote import fetch
 
 __all__ = ["let_lightning_read"]
 
@@ -35,6 +38,9 @@ class _TorchThatReadsOurs(types.ModuleType):
         path = _path_of(f)
         if path is not None and _is_record(path):
             return load(path, map_location)
+        if path is not None and _is_remote_record(f, path):
+            with tempfile.TemporaryDirectory(prefix="genlight-") as scratch:
+                return load(fetch(f.fs.unstrip_protocol(path), Path(scratch)), map_location)
         return torch.load(f, map_location=map_location, **options)
 
     @override
@@ -63,5 +69,17 @@ def _is_record(path: str) -> bool:
     if not path.endswith(RECORD_SUFFIXES) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        start = file.read(CKPT_FILE_START)
+        return _begins_as_record(file.read(CKPT_FILE_START))
+
+
+def _is_remote_record(file: Any, path: str) -> bool:
+    """Whether a file that fsspec has opened, of another store than this machine's, has that name and beginning."""
+    if not path.endswith(RECORD_SUFFIXES) or not hasattr(getattr(file, "fs", None), "unstrip_protocol"):
+        return False
+    start = file.read(CKPT_FILE_START)
+    file.seek(0)
+    return _begins_as_record(start)
+
+
+def _begins_as_record(start: bytes) -> bool:
     return start.startswith(RECORD_MARKER) or record_in(start) is not None

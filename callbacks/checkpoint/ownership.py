@@ -24,6 +24,7 @@ from .format.ckpt_file import CKPT_FILE_START, TORCH_MAGICS, is_torch_file
 from .format.layout import (
     ARRAYS_FILE,
     MODEL_FILE,
+    SHARED_FOLDER,
     STATE_FILE,
     TENSORS_FILE,
     TRAINER_FOLDER,
@@ -34,7 +35,9 @@ from .format.layout import (
     name_of,
     name_of_folder,
     record_paths,
+    shared_digest,
 )
+from .format.record import CheckpointRecord
 from .format.record_file import RECORD_MARKER, read_record
 from .format.shard_index import rank_of
 
@@ -51,14 +54,16 @@ __all__ = [
     "is_checkpoint_file",
     "is_data_folder",
     "is_debris",
+    "is_shared_file",
     "is_stock_sharded",
     "require_replaceable",
+    "shared_by",
 ]
 
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """How every state file begins, so that a data folder can be told from a user's own."""
 
-_OWN_NAMES = frozenset({MODEL_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, TRAINER_FOLDER})
+_OWN_NAMES = frozenset({MODEL_FILE, TENSORS_FILE, ARRAYS_FILE, STATE_FILE, TRAINER_FOLDER, SHARED_FOLDER})
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class Claims:
     folders: frozenset[str]
     unreadable: frozenset[str]
     """Names of the records that cannot be read: any folder of such a name may be theirs."""
+    shared: frozenset[str] = frozenset()
+    """Digests of the files in ``shared/`` that they name."""
 
     def __contains__(self, folder: str) -> bool:
         return folder in self.folders or not self.unreadable.isdisjoint((folder, name_of_folder(folder)))
@@ -85,16 +92,20 @@ class Claims:
 def claims_in(directory: Path, *, but: Path | None = None) -> Claims:
     """What the records in `directory` claim, `but` one; a link claims nothing beyond what its target does."""
     folders, unreadable = set(), set()
+    shared: set[str] = set()
     for path in record_paths(directory):
         if path == but or path.is_symlink():
             continue
         try:
-            folders.add(read_record(path).folder or "")
+            record = read_record(path)
         except FileNotFoundError:
             continue
         except (BrokenCheckpointError, OSError):
             unreadable.add(name_of(path))
-    return Claims(frozenset(folders), frozenset(unreadable))
+            continue
+        folders.add(record.folder or "")
+        shared |= _shared_in(record)
+    return Claims(frozenset(folders), frozenset(unreadable), frozenset(shared))
 
 
 def is_checkpoint_file(path: Path) -> bool:
@@ -141,7 +152,7 @@ def require_replaceable(record: Path) -> None:
     """
     if record.is_file() and not record.is_symlink() and not is_checkpoint_file(record):
         raise CheckpointError(
-            f"{record} is not a checkpoint, and is not replaced by one; move it away, or choose another place"
+            f"{record} is not a checkpoint, and is not overwritten; move it away, or choose another place"
         )
 
 
@@ -159,6 +170,11 @@ def is_debris(path: Path, claims: Claims) -> bool:
     if path.name in claims or not is_data_folder(path):
         return False
     return (path / UNCOMMITTED_FILE).exists() or is_name_of_callback(name_of_folder(path.name))
+
+
+def is_shared_file(path: Path) -> bool:
+    """Whether a file in a digest's folder of ``shared/`` is one that checkpoints have in common."""
+    return path.name in (MODEL_FILE, TENSORS_FILE) and path.is_file() and not path.is_symlink()
 
 
 def is_stock_sharded(path: Path) -> bool:
@@ -195,6 +211,20 @@ def data_of(record: Path) -> list[DataFolder]:
     ]
 
 
+def shared_by(record: Path) -> frozenset[str]:
+    """Digests of the files in ``shared/`` that the checkpoint at `record` names; none of a link, or a broken one.
+
+    Raises:
+        OSError: The record cannot be read.
+    """
+    if record.is_symlink():
+        return frozenset()
+    try:
+        return _shared_in(read_record(record))
+    except (FileNotFoundError, BrokenCheckpointError):
+        return frozenset()
+
+
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     """The records in `directory`, whole or broken, and ``.ckpt`` files of torch, sorted; no links.
 
@@ -211,7 +241,7 @@ def _may_be_checkpoint(path: Path) -> bool:
 
 
 def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
-    """The folders that the records `files` of one directory name, each once.
+    """The folders that the records `files` of one directory name, each once; that of shared files is one of them.
 
     Of an older runtime's record that is the folder of its name, with what its trainer wrote.
 
@@ -225,6 +255,8 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
         except BrokenCheckpointError:
             found.update(dict.fromkeys(folder.path for folder in data_of(path)))
             continue
+        if _shared_in(record):
+            found[path.parent / SHARED_FOLDER] = None
         folder = path.parent / (record.name if record.is_old else record.folder or "")
         if is_data_folder(folder) or (record.is_old and folder.is_dir() and not folder.is_symlink()):
             found[folder] = None
@@ -259,6 +291,10 @@ def foreign_in(folder: DataFolder) -> list[Path]:
             if not _is_own(Path(path, name).relative_to(folder.path).as_posix(), folder.files)
         ]
     return found
+
+
+def _shared_in(record: CheckpointRecord) -> frozenset[str]:
+    return frozenset(filter(None, (shared_digest(file.path) for file in record.files)))
 
 
 def _is_own(name: str, listed: Collection[str] | None) -> bool:

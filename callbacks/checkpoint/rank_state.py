@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -27,6 +27,7 @@ __all__ = [
     "gather_gradients",
     "gradients_of",
     "gradients_of_rank",
+    "loader_generators",
     "restore_gradients",
     "restore_rng",
     "restore_rng_of_rank",
@@ -58,12 +59,14 @@ def gather(value: Any) -> list[Any]:
     return parts or []
 
 
-def capture_rng_of_ranks() -> list[Any]:
-    """The random state of every rank on rank zero. Collective."""
-    return gather(capture_rng())
+def capture_rng_of_ranks(generators: Sequence[torch.Generator] = ()) -> list[Any]:
+    """The random state of every rank on rank zero, with those of its `generators`. Collective."""
+    return gather(capture_rng(generators))
 
 
-def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
+def restore_rng_of_rank(
+    states: list[Any], rank: int, world_size: int, generators: Sequence[torch.Generator] = ()
+) -> None:
     """Take over this rank's random state; says what a change of the number of ranks loses."""
     if rank >= len(states):
         log.warning(
@@ -80,12 +83,23 @@ def restore_rng_of_rank(states: list[Any], rank: int, world_size: int) -> None:
             len(states),
             world_size,
         )
-    for lost in restore_rng(states[rank]):
+    for lost in restore_rng(states[rank], generators):
         log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", lost)
 
 
-def capture_rng() -> dict[str, Any]:
-    """The random state of this process, as plain values and tensors."""
+def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
+    """The generators that the training loaders were given, each once, in the order of the loaders.
+
+    A loader of torchdata keeps its position, but not what its iterator drew from such a generator beside the order.
+    """
+    loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+    holders = (holder for loader in loaders for holder in (loader, getattr(loader, "sampler", None)))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """The random state of this process and of `generators`, as plain values and tensors."""
     version, words, gauss = random.getstate()
     # The 625 words as one tensor, which is stored far faster than as many numbers.
     python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
@@ -97,11 +111,13 @@ def capture_rng() -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    if generators:
+        state["generators"] = [generator.get_state() for generator in generators]
     return state
 
 
-def restore_rng(state: dict[str, Any]) -> list[str]:
-    """Take over a captured state.
+def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> list[str]:
+    """Take over a captured state; that of generators where as many are given as were captured.
 
     Returns:
         What could not be restored here, in words: a device that this process does not have, say.
@@ -113,6 +129,9 @@ def restore_rng(state: dict[str, Any]) -> list[str]:
         import numpy as np
 
         np.random.set_state(state["numpy"])
+    saved = state.get("generators", [])
+    for generator, generator_state in zip(generators, saved if len(saved) == len(generators) else (), strict=False):
+        generator.set_state(generator_state.cpu())
     return [*_restore_cuda(state.get("cuda", [])), *_restore_mps(state.get("mps"))]
 
 
@@ -213,7 +232,7 @@ def warn_of_loaders_without_position(trainer: pl.Trainer) -> None:
         elif not is_stateful:
             log.warning(
                 "The run goes on within an epoch, but its %s keeps no position: it begins with its first batch again. "
-                "Give it `state_dict` and `load_state_dict`, as the loader of ArrowDataModule has, or save between "
-                "epochs.",
+                "Use torchdata.stateful_dataloader.StatefulDataLoader (`pip install torchdata`), which takes the same "
+                "arguments, give yours `state_dict` and `load_state_dict`, or save between epochs.",
                 type(loader).__name__,
             )

@@ -20,13 +20,18 @@ from .format.record import CheckpointRecord
 from .format.record_file import read_record
 from .saving import Prepared, write
 
-__all__ = ["fetch", "is_remote", "local_directory", "remove", "save"]
+__all__ = ["fetch", "is_remote", "local_directory", "local_text", "remove", "save"]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a URL of something else than a local file."""
+    return "://" in local_text(path)
+
+
+def local_text(path: str | os.PathLike[str]) -> str:
+    """`path` without the ``file:`` that fsspec, too, takes off; Lightning makes ``file:/a`` of ``file:///a``."""
     text = os.fspath(path)
-    return "://" in text and not text.startswith("file://")
+    return text.removeprefix("file:").removeprefix("//") if text.startswith("file:/") else text
 
 
 def local_directory(dirpath: str | os.PathLike[str]) -> Path:
@@ -41,7 +46,7 @@ def local_directory(dirpath: str | os.PathLike[str]) -> Path:
             f"{os.fspath(dirpath)!r}. Name a local `dirpath`, and `uploads.targets` of a job, or `targets` of "
             "UploadArtifacts, for copies elsewhere."
         )
-    return Path(os.fspath(dirpath).removeprefix("file://"))
+    return Path(local_text(dirpath))
 
 
 def save(url: str, prepared: Prepared) -> None:

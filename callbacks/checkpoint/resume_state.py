@@ -13,6 +13,7 @@ from .rank_state import (
     gather_gradients,
     gradients_of,
     gradients_of_rank,
+    loader_generators,
     restore_gradients,
     restore_rng_of_rank,
     sharded_gradients_of,
@@ -53,7 +54,7 @@ def capture_parts(
     parts["is_between_batches"] = is_between_batches
     parts["is_last_batch"] = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     if "rng" not in parts:
-        parts["rng"] = capture_rng_of_ranks()
+        parts["rng"] = capture_rng_of_ranks(loader_generators(trainer))
     if save_gradients is None:
         save_gradients = _needs_gradients(trainer, pl_module, is_between_batches)
     gradients = gradients_of(pl_module) if save_gradients else {}
@@ -123,4 +124,4 @@ class ResumeState:
         """Put random states back; once, at the point from which a run draws as it did before."""
         states, self._rng = self._rng, None
         if states is not None:
-            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size)
+            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size, loader_generators(trainer))

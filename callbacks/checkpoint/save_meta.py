@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from ..hook.events import run_state_of
 from .format.record import RecordMeta
 from .retention import WRITER
 
-__all__ = ["meta_of_save"]
+__all__ = ["meta_of_save", "said_to_stay"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def meta_of_save(
         monitor: Name of the metric to record; None records none, and one that was not logged is warned of.
         trainer_checkpoint: What the trainer's ``save_checkpoint`` hook returned.
     """
+    parameters = list(trainer.lightning_module.named_parameters(remove_duplicate=False))
     return replace(
         run,
         step=trainer.global_step,
@@ -47,8 +49,16 @@ def meta_of_save(
         world_size=trainer.world_size,
         metrics={} if monitor is None else _monitored(trainer, monitor),
         writer=WRITER,
-        parameters=frozenset(name for name, _ in trainer.lightning_module.named_parameters()),
+        parameters=frozenset(name for name, _ in parameters),
+        trained=frozenset(name for name, parameter in parameters if parameter.requires_grad),
     )
+
+
+def said_to_stay(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """By name, the tensors of `module` that training may leave as they are: frozen parameters, and buffers."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
+    return frozen | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _monitored(trainer: pl.Trainer, name: str) -> dict[str, float]:
@@ -56,5 +66,5 @@ def _monitored(trainer: pl.Trainer, name: str) -> dict[str, float]:
     for source in (trainer.callback_metrics, state.eval_scores or {}, state.loss_stats or {}):
         if name in source:
             return {name: float(source[name])}
-    log.warning("The metric %r that checkpoints are kept by was not logged up to step %d", name, trainer.global_step)
+    log.warning("The metric %r by which checkpoints are kept had not been logged by step %d", name, trainer.global_step)
     return {}

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
 from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta
+from .format.record import CheckpointRecord, FileEntry, LeftOut, RecordMeta
 from .format.record_file import in_file, read_record, serialise_record
-from .format.safetensors_header import build_header
 from .ownership import STATE_MARKER, choose_folder
+from .shared_tensors import NewFile, SharedFile, write_shared
 from .storage.commit import Staging, commit, require_space, stage
+from .storage.tensor_files import in_order, write_tensors
 from .storage.write_file import hash_file, naming_the_checkpoint, write_file
 
 __all__ = [
@@ -33,14 +34,11 @@ __all__ = [
     "SPACE_FOR_THE_REST",
     "Prepared",
     "finite_weights",
-    "header_of",
-    "in_order",
     "prepare",
     "publish",
     "save",
     "write",
     "write_files",
-    "write_tensors",
 ]
 
 CONTRACT_KEY = "genlight"
@@ -66,11 +64,24 @@ class Prepared:
     """What this rank holds of sharded tensors."""
     wholes: dict[tuple[str, str], Slice] = field(default_factory=dict)
     """All sharded tensors, by file and key."""
+    kept: list[SharedFile] = field(default_factory=list)
+    """Files of earlier checkpoints that this one shares."""
+    new_files: list[NewFile] = field(default_factory=list)
+    """Files that later ones may share."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    nonfinite_left_out: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
         """Bytes that will be written, about."""
-        return len(self.rest) + sum(entry.nbytes for entry in (*self.entries, *self.slices))
+        new = [entry for file in self.new_files for entry in file.entries]
+        return len(self.rest) + sum(entry.nbytes for entry in (*self.entries, *self.slices, *new))
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """Names of the shared files that lie beside the records; complete once they are written."""
+        new = (file.written for file in self.new_files if file.is_beside)
+        return frozenset(file.name for file in self.kept if file.is_beside) | {file.path for file in new if file}
 
 
 def save(
@@ -150,12 +161,17 @@ def finite_weights(prepared: Prepared) -> bool | None:
     """
     slices = [entry.source for entry in prepared.slices if entry.file == MODEL_FILE]
     entries = [entry for entry in prepared.entries if entry.file == MODEL_FILE]
+    shared = [file.nonfinite for file in prepared.kept] + [file.nonfinite for file in prepared.new_files]
+    shared += [prepared.nonfinite_left_out] if prepared.left_out else []
+    nonfinite = frozenset().union(*shared)
     if not are_finite(slices):
         return False
-    if are_finite([entry.source for entry in entries]):
-        return True if entries or slices else None
+    if not nonfinite and are_finite([entry.source for entry in entries]):
+        return True if entries or slices or shared else None
     names = prepared.meta.parameters
-    return are_finite([entry.source for entry in entries if entry.key in names]) if names else None
+    if not names:
+        return None
+    return nonfinite.isdisjoint(names) and are_finite([entry.source for entry in entries if entry.key in names])
 
 
 def publish(
@@ -172,15 +188,21 @@ def publish(
         CheckpointError: Something that is not a checkpoint has its name.
         OSError: It could not be committed; the checkpoint that was there before still is.
     """
-    folder = choose_folder(path)
+    folder, beside = choose_folder(path), prepared.beside
+    files = [
+        file if file.path in beside else replace(file, path=f"{folder}/{file.path}")
+        for file in sorted(files, key=lambda file: file.path)
+    ]
     record = serialise_record(
         _relative_primary(prepared.meta, staging),
         step=prepared.step,
         state=prepared.state,
         folder=folder,
-        files=[replace(file, path=f"{folder}/{file.path}") for file in sorted(files, key=lambda file: file.path)],
+        files=files,
         created_at_ms=time.time_ns() // 1_000_000,
         is_sharded=bool(prepared.wholes),
+        is_shared=bool(prepared.kept or prepared.new_files),
+        left_out=prepared.left_out,
         finite_weights=finite_weights,
     )
     commit(staging, folder, in_file(path, record))
@@ -225,32 +247,9 @@ def write_files(staging: Staging, prepared: Prepared) -> list[FileEntry]:
         buffers = (bytes_of(entry.source) for entry in in_order(entries))
         written.append((file, *write_tensors(staging.path / file, entries, buffers)))
     written.append((STATE_FILE, *write_file(staging.path / STATE_FILE, [prepared.rest])))
-    return [FileEntry(name, size, digest) for name, size, digest in written]
-
-
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries as they follow each other in a file: large elements first, so that every tensor is aligned."""
-    return sorted(entries, key=lambda entry: -_alignment(entry))
-
-
-def write_tensors(path: Path, entries: Iterable[Entry], buffers: Iterable[memoryview]) -> tuple[int, str]:
-    """Write a safetensors file of `entries`, whose bytes `buffers` gives `in_order`; its size and digest."""
-    return write_file(path, _chained(header_of(entries), buffers))
-
-
-def header_of(entries: Iterable[Entry]) -> bytes:
-    """The start of the file that `write_tensors` writes."""
-    return build_header([(e.key, e.dtype, e.shape, e.nbytes) for e in in_order(entries)], {"format": "pt"})
-
-
-def _alignment(entry: Entry) -> int:
-    """Bytes of one element, also of those that are stored as raw bytes."""
-    return int(entry.source.dtype.itemsize)
-
-
-def _chained(first: bytes, rest: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    yield first
-    yield from rest
+    own = [FileEntry(name, size, digest) for name, size, digest in written]
+    new = [write_shared(staging, file) for file in prepared.new_files]
+    return own + new + [FileEntry(file.name, file.size, file.xxh3_128) for file in prepared.kept]
 
 
 def _hook_files(folder: Path) -> list[tuple[str, tuple[int, str]]]:
@@ -270,7 +269,7 @@ def _replace_link(link: Path) -> None:
     """Put the file that a link points to in its place: a link would not survive a move, nor be durable."""
     target = link.resolve()
     if not target.is_file():
-        raise CheckpointError(f"save_checkpoint left a link that is not one to a file: {link.name} -> {target}")
+        raise CheckpointError(f"save_checkpoint left a link that does not lead to a file: {link.name} -> {target}")
     link.unlink()
     shutil.copyfile(target, link)
 

@@ -25,8 +25,12 @@ def reserve_memory(io: DurableCheckpointIO, trainer: pl.Trainer, pl_module: pl.L
 
 
 def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole."""
+    """Bytes that this rank will copy, rounded up as in the snapshot: its slices, on rank zero also what is whole.
+
+    What is frozen is copied once, elsewhere, and shared by all checkpoints.
+    """
     moments = (t for o in trainer.optimizers for entry in o.state.values() for t in entry.values())
-    tensors = (t for t in (*module.parameters(), *module.buffers(), *moments) if isinstance(t, torch.Tensor))
+    trained = (p for p in module.parameters() if p.requires_grad)
+    tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in own)

@@ -34,6 +34,7 @@ HOOK_EVENTS = (
     "on_checkpoint_timed",
     "on_checkpoint_durable",
     "on_samples_written",
+    "on_fault",
 )
 """Events that Lightning's callbacks do not have."""
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
+from ..diagnosis.readings import Fault
 from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 from .run_context import RunContext
@@ -175,6 +176,9 @@ class Hook(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
         """Samples of `step` are on disk: for each its record, then the files that belong to it."""
+
+    def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
+        """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
 
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from ...adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 from ...adapter.contract.exceptions import StopReason
 
 __all__ = ["REASON_OF_SIGNAL", "StopSignals"]
 
-REASON_OF_SIGNAL: dict[signal.Signals, StopReason] = {
-    signal.SIGTERM: "preempted",
-    signal.SIGUSR1: "preempted",
-    signal.SIGINT: "canceled",
-}
+_REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
+
+REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}
+"""Signals that ask for a stop. Windows, where some commands work, lacks SIGUSR1."""
 
 LEFT_AFTER_S = 1.0
 """How long a thread that reads arrivals is waited for when it is to end."""
@@ -33,6 +33,8 @@ class StopSignals:
     reads what the interpreter writes to its wakeup file. A program that has set such a file itself keeps it, and has to
     return to Python.
 
+    A SIGTERM or SIGUSR1 is a preemption, unless Slurm's end time says that the job's time is over.
+
     A process that is forked meanwhile, a loader worker say, ends on SIGTERM as usual, and leaves to its parent what a
     terminal or a scheduler sends to the whole group (SIGINT, SIGUSR1).
     """
@@ -45,6 +47,7 @@ class StopSignals:
         """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
         self.what_next = ""
         """What the first signal leads to at the moment, said on standard error when it comes; empty says nothing."""
+        self._ends_at_s, self._grace_s = job_end_time_s(), stop_grace_s()
         self._unsaid = threading.Lock()
         self._handled: list[int] = []
         self._arrived: list[int] = []
@@ -105,11 +108,16 @@ class StopSignals:
                 self.before_exit()
             finally:
                 os._exit(128 + number)
-        self.reason = self.reason or REASON_OF_SIGNAL[signal.Signals(number)]
+        self.reason = self.reason or self._reason_of(number)
         # The handler and the thread that reads arrivals both come here; neither may wait for the other.
         if self.what_next and self._unsaid.acquire(blocking=False):
             _say(number, self.what_next)
         self.on_stop()
+
+    def _reason_of(self, number: int) -> StopReason:
+        reason = REASON_OF_SIGNAL[signal.Signals(number)]
+        is_over = reason == "preempted" and announces_time_limit(self._ends_at_s, self._grace_s)
+        return "timeout" if is_over else reason
 
     def _watch_arrivals(self) -> None:
         # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast, get_args
 
+from ...adapter.cluster.time_limit import job_end_time_s
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.safe_open import open_regular
@@ -43,7 +44,7 @@ class Deadline:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         now = time.monotonic()
-        ends_at_s = slurm_end_time_s(environ) if ends_at_s is None else ends_at_s
+        ends_at_s = job_end_time_s(environ) if ends_at_s is None else ends_at_s
         ends = [now - process_age_s() + max_runtime_s] if max_runtime_s else []
         ends += [now + ends_at_s - time.time()] if ends_at_s is not None else []
         self.at = min(ends, default=None)
@@ -164,12 +165,6 @@ class StopSources:
         reason = self.reason()
         if reason is not None:
             raise TrainingCanceled(reason)
-
-
-def slurm_end_time_s(environ: Mapping[str, str] | None = None) -> float | None:
-    """When Slurm ends this job, in seconds since 1970; None outside of one, or where it does not say."""
-    text = (os.environ if environ is None else environ).get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
 def cancel_file_is_set(path: Path) -> bool:

@@ -326,8 +326,8 @@ class DurableCheckpoint(Protocol):
     """What the logger reads of a checkpoint's record."""
 
     @property
-    def path(self) -> Path:
-        """The record."""
+    def reported_path(self) -> Path:
+        """What the trainer's hook named, else the record."""
         ...
 
     @property
@@ -362,7 +362,7 @@ class _FitWatch(Callback):
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
     ) -> None:
-        self._logger.note_checkpoint(record.path, record.step)
+        self._logger.note_checkpoint(record.reported_path, record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int

@@ -35,18 +35,18 @@ PUBLIC = {
         BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
         DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
-        ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed ReplicaDriftError
-        ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState StartupContractError
-        StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError TrainerPlugin
-        TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
+        ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
+        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
+        StartupContractError StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError
+        TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
         UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
         compress_hostlist current_job_context expand_hostlist load_components load_trainable_module_checkpoint
         load_trainer_plugin read_events run_job run_training_loop run_training_runtime_from_env
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents ReplicaGuard
-        StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Heartbeat Hook JobProgress LogMetrics
+        RecordEvents ReplicaGuard StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
@@ -151,7 +151,14 @@ def test_what_decides_about_urls_and_secrets_loads_no_http_client():
 
 
 def test_names_of_the_vocabulary_load_neither_torch_nor_lightning():
-    heavy = {"ContractModule", "run_training_loop", "MockDataModule", "ArrowDataModule", "OptimizerBundle"}
+    heavy = {
+        "ContractModule",
+        "run_training_loop",
+        "MockDataModule",
+        "ArrowDataModule",
+        "OptimizerBundle",
+        "SlurmEnvironment",
+    }
     heavy |= set(genlight.adapter.helpers.__all__)
     light = sorted(set(genlight.adapter.__all__) - heavy - {"ArrowFeed", "ParquetArrowBatchFeeder", "load_components"})
 
@@ -184,6 +191,8 @@ def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
 
 
 def test_the_version_is_that_of_the_distribution():
+    import genlight.adapter
     from genlight.adapter.cli.command_line import version_text
 
+    assert genlight.adapter.__version__ == importlib.metadata.version("genlight")
     assert f"genlight {importlib.metadata.version('genlight')} " in version_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from genlight.adapter import (
     ContractError,
     ContractModule,
+    MockDataModule,
     StepContext,
     StepResult,
     TrainingJobSpec,
@@ -25,8 +27,10 @@ from genlight.adapter import (
 )
 from genlight.adapter.module.trainer_files import checked_result
 from genlight.adapter.training_loop import BatchStream
-from genlight.callbacks import DurableCheckpointIO
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, UploadArtifacts
 from genlight.callbacks.checkpoint import read_record, verify
+from genlight.reporters import EventLogger, read_events
+from support.upload_server import TOKEN, start_server, stop_server
 
 # save_checkpoint
 
@@ -451,3 +455,62 @@ def test_load_checkpoint_gets_the_folder_that_belongs_to_the_path(
     trainer = Counts()
     loop(trainer, resume_checkpoint_path=str(tmp_path / given))
     assert trainer.loaded == (str(tmp_path / expected), {})
+
+
+@pytest.fixture
+def upload_server(tmp_path: Path) -> Iterator[Any]:
+    """A server that takes what is sent, and tells it."""
+    process, server = start_server(tmp_path / "server")
+    yield server
+    stop_server(process)
+
+
+def test_a_plain_trainer_reports_the_primary_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upload_server: Any
+) -> None:
+    """In the events of an `EventLogger`, in each upload of a checkpoint, and as the final one of the terminal."""
+
+    class Exports:
+        def setup(self, ctx: Any) -> None: ...
+
+        def configure(self, ctx: Any) -> dict[str, int]:
+            return {"steps": 0}
+
+        def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+            return raw
+
+        def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+            return StepResult({"loss": 1.0})
+
+        def state_dict(self, state: Any) -> dict[str, int]:
+            return dict(state)
+
+        def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+        def save_checkpoint(self, *, state: Any, step: int, output_dir: str, final: bool, ctx: Any) -> Any:
+            Path(output_dir, "weights.bin").write_bytes(b"w")
+            return {"primary_path": "weights.bin"}
+
+    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
+    for kind in ("CHECKPOINT", "TERMINAL"):
+        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{upload_server.url}/{kind.lower()}")
+    logger = EventLogger(tmp_path / "log", run_id="r")
+    trainer = pl.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        callbacks=[Checkpoint(tmp_path / "made", every_n_steps=2), UploadArtifacts(run_id="r", owner="me")],
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(ContractModule(Exports()), datamodule=MockDataModule([1, 2, 3, 4]))
+    named = [
+        str(tmp_path / "made" / name / "trainer" / "weights.bin")
+        for name in ("step-00000002", "step-00000004", "final")
+    ]
+    log = list(read_events(logger.path))
+    assert [event["path"] for event in log if event["event"] == "checkpoint"] == named
+    assert log[-1]["final_checkpoint"] == named[-1]
+    assert [message["local_path"] for message in upload_server.messages("/checkpoint")] == named
+    assert [message["final_checkpoint"] for message in upload_server.messages("/terminal")] == named[-1:]

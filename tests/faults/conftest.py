@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MUTATING = ("write", "writev", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+MUTATING = ("write", "writev", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
 """Calls that change what is on the disk, or what a power cut would leave of it; opening to create counts too."""
 
 
@@ -342,12 +342,9 @@ class RecordingDisk:
                 real[name](source, target)
                 (old_folder, old_name), (new_folder, new_name) = self._locate(source), self._locate(target)
                 node = old_folder.seen[old_name]
-                # One change of one folder is atomic; both names lie in the same one.
-                assert old_folder is new_folder
-                old_folder.pending.append((new_name, node))
-                old_folder.pending.append((old_name, None))
-                _apply(old_folder.seen, new_name, node)
-                _apply(old_folder.seen, old_name, None)
+                # Of two folders, each change may be lost by itself.
+                new_folder.change(new_name, node)
+                old_folder.change(old_name, None)
                 self.after_call()
 
             return call
@@ -360,6 +357,12 @@ class RecordingDisk:
                 self.after_call()
 
             return call
+
+        def linked(source, target, *, follow_symlinks=True):
+            real["link"](source, target, follow_symlinks=follow_symlinks)
+            (old_folder, old_name), (new_folder, new_name) = self._locate(source), self._locate(target)
+            new_folder.change(new_name, old_folder.seen[old_name])
+            self.after_call()
 
         def made(path, *args, **kwargs):
             real["mkdir"](path, *args, **kwargs)
@@ -377,6 +380,7 @@ class RecordingDisk:
             "unlink": removed("unlink"),
             "rmdir": removed("rmdir"),
             "mkdir": made,
+            "link": linked,
         }.items():
             patch.setattr(os, name, call)
 

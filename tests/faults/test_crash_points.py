@@ -1,9 +1,12 @@
 """A save that dies at any system call leaves the previous checkpoint or the new one, whole."""
 
+import contextlib
+import errno
 import itertools
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,14 @@ from genlight.callbacks.checkpoint import (
     delete_checkpoint,
     load,
     newest_valid,
+    read_record,
     save,
     stage,
     sweep,
+    verify,
 )
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
-from genlight.callbacks.checkpoint.storage import commit as commit_module, write_file as file_writing
+from genlight.callbacks.checkpoint.storage import commit as commit_module, shared_files, write_file as file_writing
 
 
 def state(step):
@@ -92,6 +97,57 @@ def sweep_and_save(directory):
     save_step(directory, 2)
 
 
+BASE = torch.randn(1200, generator=torch.Generator().manual_seed(0))
+"""What no step changes; large enough to be shared."""
+
+
+def share(directory, *steps, change_at=None):
+    """Steps of a run that trains the layers alone; at one of them half of what is frozen begins to change, too."""
+    io, base = DurableCheckpointIO(), {"base.0": BASE.clone(), "base.1": BASE.clone()}
+    directory.mkdir(exist_ok=True)
+    io.look(directory, base)
+    for step in steps:
+        if step == change_at:
+            base["base.1"].data.add_(1)
+        saved = state(step)
+        trained = frozenset(saved["state_dict"])
+        saved["state_dict"] |= base
+        io.expect(directory / f"step-{step:08d}", SaveRequest(RecordMeta(run_id="r", trained=trained)))
+        io.save_checkpoint(saved, directory / f"step-{step:08d}")
+
+
+def share_and_retain(directory):
+    share(directory, 2, 3, change_at=3)
+    delete_checkpoint(directory / "step-00000001.json")
+    delete_checkpoint(directory / "step-00000002.json")
+
+
+@contextlib.contextmanager
+def no_hard_links():
+    """As on a file system that has none."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    real, os.link = os.link, refuse
+    try:
+        yield
+    finally:
+        os.link = real
+
+
+def prepare_shared(directory):
+    share(directory, 1)
+
+
+def without_links(function):
+    def call(directory):
+        with no_hard_links():
+            function(directory)
+
+    return call
+
+
 def prepare_nothing(directory):
     directory.mkdir(parents=True)
 
@@ -130,6 +186,8 @@ SCENARIOS = {
     "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
     "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
     "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
+    "share": (prepare_shared, share_and_retain, {1, 2, 3}),
+    "share-without-links": (without_links(prepare_shared), without_links(share_and_retain), {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
 
@@ -174,6 +232,12 @@ def small_writes(monkeypatch):
     """Many writes for few bytes, so that there are many points to crash at."""
     monkeypatch.setattr(file_writing, "_WRITE_CHUNK", 400)
     monkeypatch.setattr(commit_module, "_live", set())
+    monkeypatch.setattr(shared_files, "_in_use", Counter())
+
+
+def forget_this_process():
+    commit_module._live.clear()
+    shared_files._in_use.clear()
 
 
 def assert_whole(directory, allowed):
@@ -186,20 +250,29 @@ def assert_whole(directory, allowed):
         assert loaded["genlight"]["state"]["step"] == step
         assert all(torch.equal(loaded["state_dict"][k], v) for k, v in expected["state_dict"].items())
         assert torch.equal(loaded["optimizer_states"][0]["exp_avg"], expected["optimizer_states"][0]["exp_avg"])
+        if "base.0" in loaded["state_dict"]:
+            changed = torch.equal(loaded["state_dict"]["base.1"], BASE + 1)
+            assert torch.equal(loaded["state_dict"]["base.0"], BASE)
+            assert torch.equal(loaded["state_dict"]["base.1"], BASE) or (changed and step == 3)
     return step
 
 
 def assert_recovers(directory):
     """The next run sweeps what is left, and saves again."""
-    commit_module._live.clear()
+    forget_this_process()
     sweep(directory)
     known = {path.name for path in directory.iterdir()}
     assert not any(name.startswith(".tmp-") for name in known)
     save_step(directory, 9)
     assert assert_whole(directory, {9}) == 9
-    folders = {path.name for path in directory.iterdir() if path.is_dir()}
+    folders = {path.name for path in directory.iterdir() if path.is_dir()} - {"shared"}
     records = [path for path in directory.iterdir() if path.suffix in (".json", ".ckpt") and not path.is_symlink()]
     assert len(folders) == len(records)
+    for path in records:
+        verify(path)
+    beside = {path.relative_to(directory).as_posix() for path in directory.glob("shared/*/*")}
+    named = {file.path for path in records for file in read_record(path).files}
+    assert beside == {path for path in named if path.startswith("shared/")}
 
 
 def test_a_killed_save_leaves_a_whole_checkpoint(base, scenario, crash, crash_type, inject):
@@ -208,7 +281,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(base, scenario, crash, crash_ty
     for point in itertools.count(1):
         shutil.rmtree(base, ignore_errors=True)
         prepare(base)
-        commit_module._live.clear()
+        forget_this_process()
         with inject(crash, point) as injector:
             try:
                 act(base)
@@ -268,7 +341,7 @@ def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, injec
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
         prepare(directory)
-        commit_module._live.clear()
+        forget_this_process()
         with inject(failing_once(error_code), point) as injector:
             try:
                 act(directory)
@@ -310,7 +383,7 @@ def test_a_file_that_reads_back_otherwise_is_never_committed(tmp_path, monkeypat
         return real(descriptor, [data])
 
     monkeypatch.setattr(os, "writev", flip)
-    with pytest.raises(BrokenCheckpointError, match="does not read back"):
+    with pytest.raises(BrokenCheckpointError, match="reads back differently"):
         save_step(tmp_path / "c", 2)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "c")) == ["step-00000001", "step-00000001.json"]

@@ -23,7 +23,7 @@ from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.resume import decide_start
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
-from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format import record_file as record_module
 from genlight.callbacks.checkpoint.format.record_file import digest_of, read_record
 from genlight.callbacks.checkpoint.format.safetensors_header import parse_header
 from genlight.callbacks.checkpoint.format.shard_index import BLOCK, SliceEntry, parse_part, serialise_part
@@ -515,7 +515,7 @@ def test_whatever_a_member_holds_the_search_for_a_checkpoint_ends(template, chec
 
 @pytest.mark.slow
 @given(TREES, st.sampled_from(sorted(WRONG)), JSON)
-@settings(max_examples=2000)
+@settings(max_examples=2000 if os.environ.get("GENLIGHT_LONG_FAULTS") else 600)
 def test_so_it_does_whatever_both_hold(template, checkpoints, tree, member, value):
     _sign(checkpoints, _content(template) | {"state": {"a": tree}} | {member: value})
     _never_crashes(checkpoints)

@@ -47,6 +47,25 @@ class Sound:
         state.count = payload["count"]
 
 
+class Accumulates(Sound):
+    """Updates every fourth step, by the sum of what it has seen."""
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        (loss / 4).backward()
+        state.count += 1
+        if state.count % 4 == 0:
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+            state.opt.step()
+            state.opt.zero_grad()
+        return StepResult({"loss": loss.detach()})
+
+
+class Misspells(Sound):
+    def save_checkpoints(self, **_):
+        pass
+
+
 class GroupsOfParameters(Sound):
     """Both groups of the optimizer hold the same pair of betas, and one list stands at two places."""
 

@@ -1,4 +1,7 @@
-"""A real Slurm with two nodes, n9 and n10, on this machine; the daemons are this module's own and end by their ids."""
+"""A real Slurm with two nodes, n9 and n10, on this machine; the daemons are this module's own and end by their ids.
+
+A requeued job starts again when its old credential has expired, so that is a matter of seconds here.
+"""
 
 import contextlib
 import os
@@ -21,7 +24,7 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerType=sched/backfill

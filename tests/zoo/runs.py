@@ -24,11 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 
 TESTS = Path(__file__).parents[1]
 STEPS = 4
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "fp16_compress_hook": (default_hooks.fp16_compress_hook, None),
+    "fp16_compress_wrapper": (default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
+}
+"""Communication hooks of DDP, and what is wrapped around them."""
 ROWS = 8
 """In a step, over all ranks."""
 
@@ -182,6 +188,9 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     environment = ranks_environment(rank, world_size)
+    if kind in HOOKS:
+        hooks = {"ddp_comm_hook": HOOKS[kind][0], "ddp_comm_wrapper": HOOKS[kind][1]}
+        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", bucket_cap_mb=1e-6, **hooks)
     if kind in ("ddp", "small buckets"):
         # A parameter for each bucket, so that everything that can travel early does.
         settings: Any = {"bucket_cap_mb": 1e-6} if kind == "small buckets" else {}
@@ -260,12 +269,15 @@ def assert_close(actual: Any, expected: Weights, tolerance: float = 1e-6) -> Non
         assert difference <= tolerance * scale, f"{name} differs by {difference / scale:.2e} relative"
 
 
-def _plain_ddp_run(name: str, rank: int, world_size: int) -> Weights:
+def _plain_ddp_run(name: str, rank: int, world_size: int, hook: str | None) -> Weights:
     """The class with torch's own DistributedDataParallel around its ``state["model"]``."""
     trainer, ctx = trainer_class(name)(), context()
     trainer.setup(ctx)
     state = trainer.configure(ctx)
     wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
+    if hook is not None:
+        function, wrapper = HOOKS[hook]
+        wrapped["model"].register_comm_hook(None, function if wrapper is None else wrapper(function))
     for batch in Shares(rank, world_size, STEPS):
         trainer.train_step(batch, wrapped, ctx)
     return weights(state, trainer)
@@ -273,7 +285,7 @@ def _plain_ddp_run(name: str, rank: int, world_size: int) -> Weights:
 
 def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> Weights:
     if job.get("strategy") == "torch's own":
-        return _plain_ddp_run(job["name"], rank, world_size)
+        return _plain_ddp_run(job["name"], rank, world_size, job.get("hook"))
 
     from genlight.callbacks import WatchNonfinite
 

@@ -32,6 +32,7 @@ from ...plumbing.finding import Finding, Level
 from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
+from ..config_files import is_configuration_name
 from .local_checks import (
     asks_for_devices,
     check_artifacts,
@@ -59,7 +60,12 @@ STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("job", nargs="?", metavar="JOB.json", help="job spec; else `TRAINER_JOB_SPEC_PATH`")
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="job spec (JSON), or a configuration of `genlight fit` (YAML); else `TRAINER_JOB_SPEC_PATH`",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, as for `genlight run`"
     )
@@ -68,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
+    if is_configuration_name(args.job):
+        return _run_on_configuration(args)
     began = time.monotonic()
     faults = ConfigErrors()
     settings = read_settings(args.job, args.set or (), os.environ, faults)
@@ -78,6 +86,17 @@ def run(args: argparse.Namespace) -> int:
     table = ["", *_table(settings, template, defaults=args.all)] if settings.readable else []
     shown = redact("\n".join([*_report(findings), *table]), settings.secrets)
     sys.stdout.write(shown + "\n")
+    return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
+
+
+def _run_on_configuration(args: argparse.Namespace) -> int:
+    if args.set:
+        sys.stderr.write("genlight doctor: --set is for jobs; write settings into the configuration\n")
+        return FAULTY
+    from .fit_checks import diagnose_fit  # loads Lightning
+
+    findings = list(diagnose_fit(args.job))
+    sys.stdout.write(redact("\n".join(_report(findings)), ()) + "\n")
     return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
 
@@ -151,7 +170,7 @@ def _check_token(settings: Settings) -> Iterator[Finding]:
             yield Finding("token", "warn", f"none is set; {', '.join(origins)} will be asked without one")
         return
     if not origins:
-        yield Finding("token", "warn", "is set, and there is no origin that it would be sent to")
+        yield Finding("token", "warn", "is set, but there is no origin that it would be sent to")
         return
     yield Finding("token", "pass", f"is sent to {', '.join(origins)} and nowhere else")
     for origin in origins:

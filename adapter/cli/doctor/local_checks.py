@@ -14,6 +14,7 @@ from ...contract.exceptions import ContractError, InputError, StartupContractErr
 from ...inputs.local import parquet_files
 from ...job.config import RunConfig
 from ...job.spec import DatasetSpec
+from ...module.hook_signatures import misspelled_hooks
 from ...module.plugin_loading import find_trainer, on_sys_path
 from ...plumbing.finding import Finding, Level
 from ...plumbing.text import size_text
@@ -73,7 +74,7 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
     files: list[Path] = []
     for text in dataset.parquet_paths:
         if has_scheme(text):
-            yield Finding("dataset", "warn", f"{safe_url(text)} is not looked into: the run reads it where it lies")
+            yield Finding("dataset", "warn", f"{safe_url(text)} is not checked: the run reads it in place")
             continue
         try:
             files += parquet_files(text)
@@ -92,6 +93,26 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
         counted = f", {rows:,} rows" if len(files) <= FILES_OPENED else ""
         yield Finding(
             "dataset", "pass", f"{len(files)} Parquet file{'s' * (len(files) > 1)}, {size_text(size)}{counted}"
+        )
+        if counted and not dataset.filters and not any(map(has_scheme, dataset.parquet_paths)):
+            yield from _check_batch_size(dataset, rows)
+
+
+def _check_batch_size(dataset: DatasetSpec, rows: int) -> Iterator[Finding]:
+    """Of one rank, since a job need not say how many there are."""
+    if rows < dataset.batch_size:
+        yield Finding(
+            "dataset",
+            "fail" if dataset.drop_last else "warn",
+            f"`batch_size` is {dataset.batch_size}, and there are {rows:,} rows: no batch is full",
+        )
+    elif rows % dataset.batch_size:
+        last = "is left out" if dataset.drop_last else "is smaller"
+        yield Finding(
+            "dataset",
+            "pass",
+            f"the last batch of an epoch has {rows % dataset.batch_size} of {dataset.batch_size} rows on one rank, and "
+            f"{last}",
         )
 
 
@@ -124,6 +145,7 @@ def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]
     else:
         name = getattr(target, "__qualname__", type(target).__qualname__)
         yield Finding("trainer", "pass", f"{import_path} is {name}, with all hooks")
+        yield from (Finding("trainer", "warn", misspelled) for misspelled in misspelled_hooks(target))
 
 
 def check_checkpoints(config: RunConfig) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from ...inputs.private_addresses import AddressGuard
 from ...inputs.tensorhub import HttpResolveClient
 from ...job.refs import CozyRef, HttpRef, HubRef, Kind, LocalRef, Ref
 from ...job.spec import InputsSpec
-from ...plumbing.finding import Finding
+from ...plumbing.finding import Finding, Level
 from ...plumbing.http import build_client, failure_text
 from ...plumbing.retry import RetryPolicy
 from ...plumbing.urls import safe_url
@@ -42,6 +42,8 @@ class Question:
     label: str
     ask: Callable[[], str]
     """Returns what is well; raises `InputError` for what is not."""
+    if_not: Level = "fail"
+    """What it means that it is not well: a run starts without its upload targets, and not without its inputs."""
 
 
 class NetworkChecks:
@@ -80,7 +82,9 @@ class NetworkChecks:
         )
         self._file_store_url = file_store_url
         self._known: list[Finding] = []
-        self._questions = [Question(name, safe_url(url), partial(self._answers, url)) for name, url in urls.items()]
+        self._questions = [
+            Question(name, safe_url(url), partial(self._answers, url), "warn") for name, url in urls.items()
+        ]
         self._questions += self._input_questions(inputs)
         self._results: queue.SimpleQueue[tuple[Question, Finding]] = queue.SimpleQueue()
         for question in self._questions:
@@ -100,7 +104,7 @@ class NetworkChecks:
             client.close()
         yield from self._known
         for question in self._questions:
-            silent = Finding(question.subject, "fail", f"{question.label} did not answer in time")
+            silent = Finding(question.subject, question.if_not, f"{question.label} did not answer in time")
             yield answers.get(id(question), silent)
 
     def _run(self, question: Question) -> None:
@@ -108,9 +112,9 @@ class NetworkChecks:
             finding = Finding(question.subject, "pass", question.ask())
         except InputError as fault:
             named = question.label in str(fault)
-            finding = Finding(question.subject, "fail", str(fault) if named else f"{question.label}: {fault}")
+            finding = Finding(question.subject, question.if_not, str(fault) if named else f"{question.label}: {fault}")
         except Exception as error:  # noqa: BLE001 -- the fault of one check must not hide the others' results
-            finding = Finding(question.subject, "fail", f"{question.label}: {failure_text(error)}")
+            finding = Finding(question.subject, question.if_not, f"{question.label}: {failure_text(error)}")
         self._results.put((question, finding))
 
     def _answers(self, url: str) -> str:
@@ -118,7 +122,9 @@ class NetworkChecks:
         try:
             status = self._plain_client.head(url).status_code
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise InputError(f"{safe_url(url)} cannot be reached: {failure_text(error)}") from None
+            raise InputError(
+                f"{safe_url(url)} cannot be reached: {failure_text(error)}; the run starts all the same"
+            ) from None
         return f"{safe_url(url)} answers (status {status} to HEAD)"
 
     def _input_questions(self, inputs: InputsSpec) -> Iterator[Question]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ...cluster.job_context import in_srun_task
+
 __all__ = ["is_rank_zero", "this_rank"]
 
 
@@ -11,6 +13,8 @@ def this_rank() -> int:
     """The rank of this process, as far as the launcher's environment tells; 0 where there is no launcher."""
     # NODE_RANK counts only where nothing tells the rank among all: its node's first process is not rank 0.
     for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
+        if name == "SLURM_PROCID" and not in_srun_task():
+            continue  # that of the batch script, which this process or its parent was started from
         number = os.environ.get(name, "")
         if number.isdigit() and (int(number) or name not in ("NODE_RANK", "GROUP_RANK")):
             return int(number)

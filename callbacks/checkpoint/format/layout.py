@@ -7,6 +7,10 @@ new one is, and what is not a checkpoint's stays for good.
 
 Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below, and
 the index of what they hold (see `parts`). The files of those names in ``NAME/`` itself hold what is not sharded.
+
+Tensors that training does not change have files of their own, ``NAME/shared/<digest>/model.safetensors``, which are
+hard links to one another in all checkpoints that have the same tensors. Where the file system has no hard links, such a
+file is ``shared/<digest>/model.safetensors`` beside the records, which name it there.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ __all__ = [
     "FINAL_NAME",
     "MODEL_FILE",
     "RECORD_SUFFIXES",
+    "SHARED_FOLDER",
     "STATE_FILE",
     "TENSORS_FILE",
     "TRAINER_FOLDER",
@@ -36,8 +41,11 @@ __all__ = [
     "name_of_folder",
     "record_paths",
     "record_path",
+    "shared_digest",
+    "shared_name",
     "step_name",
     "step_of_name",
+    "tensor_file",
 ]
 
 MODEL_FILE = "model.safetensors"
@@ -50,6 +58,8 @@ STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
 """What the trainer's own ``save_checkpoint`` hook wrote."""
+SHARED_FOLDER = "shared"
+"""Of files that several checkpoints have in common."""
 UNCOMMITTED_FILE = ".uncommitted"
 """Marks a data folder that no record names yet, or no longer: what a killed process leaves with it is debris."""
 
@@ -63,6 +73,7 @@ _TEMPORARY = re.compile(
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
+_SHARED_NAME = re.compile(rf"{SHARED_FOLDER}/([0-9a-f]{{32}})/([^/]+)")
 _BEGINNING_BYTES = 64 * 1024
 
 
@@ -75,6 +86,23 @@ def step_of_name(name: str) -> int | None:
     """The step that a checkpoint's name tells, or None."""
     match = _STEP_NAME.match(name)
     return int(match.group(1)) if match else None
+
+
+def shared_name(digest: str, file: str) -> str:
+    """``shared/<digest>/model.safetensors``: the path of a shared file within a data folder, or beside the records."""
+    return f"{SHARED_FOLDER}/{digest}/{file}"
+
+
+def shared_digest(name: str) -> str | None:
+    """The digest that the path of a shared file tells; None for any other file."""
+    match = _SHARED_NAME.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def tensor_file(name: str) -> str:
+    """The file that references mean where the tensors lie in `name`: of a shared file its last part."""
+    match = _SHARED_NAME.fullmatch(name)
+    return match.group(2) if match else name
 
 
 def record_path(path: str | os.PathLike[str]) -> Path:
@@ -90,7 +118,8 @@ def name_of(record: Path) -> str:
 
 def folder_names(name: str) -> Iterator[str]:
     """The names that the data folder of the checkpoint `name` may have, in the order they are tried; endless."""
-    yield name
+    if name != SHARED_FOLDER:  # which files have that belong to several checkpoints
+        yield name
     yield from (f"{name}~{number}" for number in itertools.count(1))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .layout import name_of
 
-__all__ = ["CheckpointRecord", "FileEntry", "RecordMeta", "is_path"]
+__all__ = ["CheckpointRecord", "FileEntry", "LeftOut", "RecordMeta", "is_path"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,18 @@ class FileEntry:
     """Hexadecimal, of the content as it was in memory."""
     sha256: str | None = None
     """Hexadecimal, where the file was uploaded."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A tensor of the model that a checkpoint leaves out, because the class that is trained builds it."""
+
+    key: str
+    dtype: str
+    """The element type in a file."""
+    shape: tuple[int, ...]
+    xxh3_128: str
+    """Hexadecimal, of its bytes in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +68,9 @@ class RecordMeta:
     """How the attempt came to be, as `run_metadata` says it."""
     parameters: frozenset[str] = frozenset()
     """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
+    trained: frozenset[str] | None = None
+    """Which of them training is said to change; the others may be shared with other checkpoints. None shares none; not
+    stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +102,8 @@ class CheckpointRecord:
     writer: str | None = None
     """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
+    left_out: Sequence[LeftOut] = ()
+    """Tensors that whoever loads it has to have already."""
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -125,6 +142,12 @@ class CheckpointRecord:
             return None
         path = Path(os.path.abspath(_moved_with(folder, Path(named)) if self.is_old else folder / named))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
+
+    @property
+    def reported_path(self) -> Path:
+        """What events and uploads call this checkpoint: what the trainer's hook named and is there, else the record."""
+        named = self.primary_path
+        return named if named is not None and named.exists() else self.path
 
     @property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableSta
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .ckpt_file import CKPT_FILE_START, in_ckpt_file, is_torch_file, record_in
 from .layout import name_of, step_of_name
-from .record import CheckpointRecord, FileEntry, RecordMeta, is_path
+from .record import CheckpointRecord, FileEntry, LeftOut, RecordMeta, is_path
 
 __all__ = [
     "FORMAT",
@@ -35,6 +36,7 @@ __all__ = [
     "LARGEST_RECORD_BYTES",
     "RECORD_MARKER",
     "SHARDED_FORMAT_VERSION",
+    "SHARED_FORMAT_VERSION",
     "digest_of",
     "in_file",
     "library_versions",
@@ -46,6 +48,9 @@ FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
+SHARED_FORMAT_VERSION = 3
+"""Of checkpoints with files that others share, or that leave tensors out, likewise."""
+_KNOWN_VERSIONS = (FORMAT_VERSION, SHARDED_FORMAT_VERSION, SHARED_FORMAT_VERSION)
 RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """How every record begins."""
 
@@ -67,6 +72,15 @@ class _StoredFile(msgspec.Struct, frozen=True):
     size: _Count
     xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class _StoredLeftOut(msgspec.Struct, frozen=True):
+    """A tensor that is left out as a record has it."""
+
+    key: str
+    dtype: str
+    shape: tuple[_Count, ...]
+    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class _StoredRecord(msgspec.Struct, frozen=True):
@@ -92,6 +106,7 @@ class _StoredRecord(msgspec.Struct, frozen=True):
     digest: str
     writer: str | None = None
     finite_weights: bool | None = None
+    left_out: list[_StoredLeftOut] = []
     metadata: dict[str, Any] = {}
 
 
@@ -109,12 +124,17 @@ def serialise_record(
     files: Sequence[FileEntry],
     created_at_ms: int,
     is_sharded: bool = False,
+    is_shared: bool = False,
+    left_out: Sequence[LeftOut] = (),
     finite_weights: bool | None = None,
 ) -> bytes:
     """The bytes of a record."""
+    format_version = SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION
+    if is_shared or left_out:
+        format_version = SHARED_FORMAT_VERSION
     content: dict[str, Any] = {
         "format": FORMAT,
-        "format_version": SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION,
+        "format_version": format_version,
         "step": step,
         "run_id": meta.run_id,
         "attempt": meta.attempt,
@@ -138,6 +158,8 @@ def serialise_record(
             for f in files
         ],
     }
+    if left_out:
+        content["left_out"] = [asdict(entry) for entry in left_out]
     body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
@@ -231,11 +253,11 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     name = name_of(path)
     if content.get("format") != FORMAT:
         raise BrokenCheckpointError(name, f"{path.name} is not a checkpoint record")
-    if content.get("format_version") not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
+    if content.get("format_version") not in _KNOWN_VERSIONS:
         found = content.get("format_version")
         raise BrokenCheckpointError(
             name,
-            f"it has format version {found!r}, and this genlight reads versions up to {SHARDED_FORMAT_VERSION}; "
+            f"it has format version {found!r}, and this genlight reads versions up to {_KNOWN_VERSIONS[-1]}; "
             "upgrade it",
         )
     try:
@@ -250,6 +272,7 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         raise BrokenCheckpointError(name, "its record names a file twice")
     members = {member: getattr(stored, member) for member in stored.__struct_fields__}
     members["files"] = tuple(FileEntry(**msgspec.structs.asdict(entry)) for entry in stored.files)
+    members["left_out"] = tuple(LeftOut(**msgspec.structs.asdict(entry)) for entry in stored.left_out)
     return CheckpointRecord(path=path, **members)
 
 

@@ -42,13 +42,11 @@ from ..saving import (
     SPACE_FOR_THE_REST,
     Prepared,
     finite_weights,
-    header_of,
-    in_order,
     publish,
     write_files,
-    write_tensors,
 )
 from ..storage.commit import Staging, require_space, stage
+from ..storage.tensor_files import header_of, in_order, write_tensors
 from ..storage.write_file import naming_the_checkpoint, write_file
 from .boxes import Box, make_whole
 from .rank_channel import Channel, first_problem, text_of
@@ -107,7 +105,7 @@ def plan_save(
                 require_space(record.parent, whole + SPACE_FOR_THE_REST)
                 plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
-            problem, plan = error, f"rank 0 could not begin {name_of(record)}: {text_of(error)}"
+            problem, plan = error, f"rank 0 could not start {name_of(record)}: {text_of(error)}"
     decided = channel.share(plan)
     if problem is not None:
         raise problem

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...hook.events import callbacks_of
 from ..checkpoint_io import DurableCheckpointIO
+from ..remote import is_remote
 from .boxes import sharded_like
 from .lazy_tensor import keep_sharded, whole
 from .rank_channel import RankGroups
 
-__all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin"]
+__all__ = ["keep_sharded_for", "rank_groups_of", "save_through_plugin", "sharded_url_faults"]
 
 
 def save_through_plugin(strategy: Strategy) -> None:
@@ -31,6 +36,24 @@ def save_through_plugin(strategy: Strategy) -> None:
     if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
         name = f"Durable{type(strategy).__name__}"
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
+
+
+def sharded_url_faults(trainer: pl.Trainer) -> list[str]:
+    """Which callbacks of `trainer` would save shards to a URL, where ranks cannot write one file together."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return []
+    faults = []
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            place = callback.dirpath or next((logger.save_dir for logger in trainer.loggers), None)
+            place = place or trainer.default_root_dir
+            if is_remote(place):
+                faults.append(
+                    f"{type(callback).__name__} saves to {os.fspath(place)!r}, and ranks that hold shards write a "
+                    "checkpoint together, to a local file system that all see. Give it such a `dirpath`, and `targets` "
+                    "of UploadArtifacts for copies elsewhere"
+                )
+    return faults
 
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:

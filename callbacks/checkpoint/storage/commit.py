@@ -6,6 +6,9 @@
 3. The record is written under a temporary name, synced, compared, renamed, and the directory synced. This is the
    commit: a rename within a directory is atomic. The mark goes.
 
+A file that is shared with earlier checkpoints is linked into the temporary folder in step 1, or lies beside the records
+already (see `shared_files`).
+
 Deleting goes the other way round: the folder is marked, and the record goes first. What a killed process leaves is
 either temporary or a marked folder that no record names; `sweep` removes both, and nothing else.
 """
@@ -15,7 +18,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....adapter.contract.exceptions import CheckpointError
@@ -36,7 +40,9 @@ from ..ownership import (
     is_data_folder,
     is_debris,
     require_replaceable,
+    shared_by,
 )
+from .shared_files import claim, release, unclaim
 from .write_file import write_file
 
 __all__ = ["Staging", "commit", "delete_checkpoint", "require_space", "stage", "sweep"]
@@ -50,6 +56,7 @@ class Staging:
 
     record: Path
     path: Path
+    _claimed: list[Path] = field(default_factory=list, compare=False)
 
     def folder(self, name: str) -> Path:
         """A folder within, made on first use."""
@@ -57,10 +64,24 @@ class Staging:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def claim(self, path: Path) -> None:
+        """Have nothing remove the shared file at `path` until the checkpoint is committed or discarded."""
+        claim(path)
+        self._claimed.append(path)
+
+    def unclaim(self) -> None:
+        """Undo each `claim`."""
+        unclaim(self._claimed)
+        self._claimed.clear()
+
     def discard(self) -> None:
         """Remove the folder; does nothing once it was committed."""
         _remove_tree(self.path)
         _live.discard(self.path.name)
+        claimed = {path.parent.name for path in self._claimed}
+        self.unclaim()
+        if claimed:
+            _try_to_release(self.record.parent, claimed)
 
 
 _live: set[str] = set()
@@ -104,7 +125,7 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
     require_replaceable(staging.record)
     directory = staging.record.parent
     target = directory / folder
-    replaced = data_of(staging.record)
+    replaced, shared = data_of(staging.record), shared_by(staging.record)
     _mark(staging.path)
     for path, _, _ in os.walk(staging.path, topdown=False):
         fsync_directory(path)
@@ -122,8 +143,11 @@ def commit(staging: Staging, folder: str, record: bytes) -> None:
         raise
     fsync_directory(directory)
     _try_to_unmark(target)
+    staging.unclaim()
     for old in replaced:
         try_to_remove_data(old)
+    if shared:
+        _try_to_release(directory, shared)
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -140,8 +164,8 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
         return
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
-        raise CheckpointError(f"{record} is not a checkpoint, and is not removed as one")
-    folders = data_of(record)
+        raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
+    folders, shared = data_of(record), shared_by(record)
     for folder in folders:
         _mark(folder.path)
     record.unlink(missing_ok=True)
@@ -149,6 +173,8 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
     fsync_directory(record.parent)
     for folder in folders:
         remove_data(folder)
+    if shared:
+        release(record.parent, shared)
 
 
 def remove_data(folder: DataFolder) -> None:
@@ -165,7 +191,7 @@ def remove_data(folder: DataFolder) -> None:
         _remove_tree(aside)
         return
     log.warning(
-        "%s stays, because of what is not of the checkpoint: %s",
+        "%s stays, because it contains files that do not belong to the checkpoint: %s",
         folder.path,
         ", ".join(sorted(path.relative_to(folder.path).as_posix() for path in foreign)),
     )
@@ -184,6 +210,14 @@ def try_to_remove_data(folder: DataFolder) -> None:
         remove_data(folder)
     except OSError as error:
         log.warning("Could not remove %s: %s", folder.path, error)
+
+
+def _try_to_release(directory: Path, digests: Collection[str]) -> None:
+    """Remove shared files that no record names; one that cannot be removed is left to the next sweep."""
+    try:
+        release(directory, digests)
+    except OSError as error:
+        log.warning("Could not remove what checkpoints in %s shared: %s", directory, error)
 
 
 def sweep(directory: str | os.PathLike[str]) -> list[str]:
@@ -209,8 +243,9 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
             swept.append(name)
         elif name in claims.folders and is_data_folder(path):
             _try_to_unmark(path)
+    swept += [path.relative_to(directory).as_posix() for path in release(directory)]
     if swept:
-        log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(swept))
+        log.info("Removed what an interrupted run had left in %s: %s", directory, ", ".join(swept))
     return swept
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -386,3 +387,29 @@ def test_the_command_runs_as_a_module_too():
     for module in ("genlight", "genlight.adapter.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout.split()[0]) == (0, "genlight")
+
+
+@pytest.mark.parametrize(
+    ("words", "section"),
+    [([], "commands"), (["run"], "a-jobs-keys"), (["doctor"], "a-jobs-keys"), (["check"], "the-hooks")],
+)
+def test_help_says_where_the_reference_is(words, section, capsys):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+
+    path, _, anchor = capsys.readouterr().out.splitlines()[-1].rpartition(": ")[2].partition("#")
+    assert anchor == section
+    assert f"## {section.replace('-', ' ')}" in Path(path).read_text().lower().replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("job", "section"), [({"max_steps": "x"}, "a-jobs-keys"), ({"trainer": "no_such_module_at_all:T"}, "the-hooks")]
+)
+def test_a_job_that_cannot_be_used_says_where_the_reference_is(job, section, tmp_path, caplog):
+    whole = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]} | job
+    (tmp_path / "job.json").write_text(json.dumps(whole))
+
+    with caplog.at_level("INFO"):
+        assert main(["run", str(tmp_path / "job.json")]) == 2
+
+    assert any(f"README.md#{section}" in record.getMessage() for record in caplog.records)

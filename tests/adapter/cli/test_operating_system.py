@@ -10,8 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
-from genlight.adapter.cli.operating_system import ANYWHERE
+from genlight.adapter.cli.command_line import ANYWHERE, COMMANDS, LIGHTNING_COMMANDS
 from genlight.callbacks import Checkpoint
 from genlight.reporters import EventLog
 
@@ -42,6 +41,19 @@ def test_a_command_that_needs_linux_says_so_in_one_line(command, monkeypatch, ca
     error = capsys.readouterr().err
     assert error.startswith(f"error: genlight {command} needs Linux and this system is Darwin")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("adapter", "run_job"), ("adapter", "run_training_runtime_from_env"), ("reporters.uploads", "Uploader")],
+)
+def test_what_needs_linux_says_so_when_it_is_imported(package, name, tmp_path):
+    """The first thing to fail was an import of fcntl deep within, which tells a caller nothing."""
+    done = elsewhere(f"from genlight.{package} import {name}", tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: genlight.adapter.")
+    assert "needs Linux and this system is Darwin" in done.stderr
 
 
 def test_the_vocabulary_can_be_imported_elsewhere(tmp_path):

@@ -71,15 +71,15 @@ def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
         ("Raising", "steps", "fail", "ArithmeticError: mine (check_zoo.py:"),
         ("HardCoded", "devices", "fail", "check_zoo.py:"),
         ("Unstorable", "state", "fail", 'state["items"][1]: generator cannot be stored'),
-        ("ForgetsALongHistory", "state round trip", "fail", 'payload["history"][19999] is another'),
-        ("WrittenNotRead", "state round trip", "fail", 'payload["count"] is another after load_state_dict'),
+        ("ForgetsALongHistory", "state round trip", "fail", 'payload["history"][19999] differs'),
+        ("WrittenNotRead", "state round trip", "fail", 'payload["count"] differs after load_state_dict'),
         ("Forgetful", "resume", "fail", "state.count was not restored"),
-        ("ForgetsAverage", "resume", "fail", 'bit-equal, but state.shadow["0.weight"] is another at the end'),
-        ("ForgetsLateCounter", "resume", "fail", "state.warm is another at the end"),
+        ("ForgetsAverage", "resume", "fail", 'bit-equal, but state.shadow["0.weight"] differs at the end'),
+        ("ForgetsLateCounter", "resume", "fail", "state.warm differs at the end"),
         ("ForgetsBest", "resume", "warn", "state.lowest was not restored (1 values) and came out the same"),
         ("NonPersistent", "resume", "fail", "state.model.seen was not restored"),
         ("HiddenState", "resume", "fail", "though everything in state and trainer was restored"),
-        ("Unseeded", "reproducible", "warn", "two runs from the same seed end with another"),
+        ("Unseeded", "reproducible", "warn", "two runs from the same seed end with a different"),
         ("Overflowing", "bf16-mixed", "fail", "is not finite"),
         ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
         ("Late", "steps", "fail", "state.late appeared after `configure`"),
@@ -200,6 +200,24 @@ def test_the_command_prints_a_line_for_each_check_and_succeeds_when_all_pass(job
     assert main(["check", "check_zoo:Sound", "--job", job]) == 0
 
     assert "pass  resume            6 steps against 3 + resume + 3: bit-equal\n" in capsys.readouterr().out
+
+
+def test_a_healthy_class_that_accumulates_gradients_is_not_warned_of(job, capsys):
+    assert main(["check", "check_zoo:Accumulates", "--job", job]) == 0
+    assert "WARN" not in capsys.readouterr().out
+
+
+def test_without_data_training_is_not_checked_and_that_is_no_success(monkeypatch, capsys):
+    """A check in a pipeline would pass for ever."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(HERE)
+    assert main(["check", "check_zoo:Misspells"]) == 2
+    said = capsys.readouterr()
+    assert "skip  steps             training was not checked: there is no data\n" in said.out
+    assert (
+        "WARN  hooks             `save_checkpoints` is not a hook and is never called; did you mean `save_" in said.out
+    )
+    assert "training was not checked" in said.err
 
 
 def test_the_command_reads_parquet_and_begins_anew_where_it_ends(job, tmp_path, capsys):

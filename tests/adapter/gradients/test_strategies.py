@@ -83,6 +83,9 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
+    for hook in runs.HOOKS:
+        jobs += [{"key": hook, "name": "Base", "strategy": hook}]
+        jobs += [{"key": f"torch {hook}", "name": "Base", "strategy": "torch's own", "hook": hook}]
     return runs.on_two_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
 
 
@@ -142,6 +145,16 @@ def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_w
 @pytest.mark.parametrize("name", ["Base", "Normalized"])
 def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks, name):
     runs.assert_close(two_ranks[0][f"ddp {name}"], two_ranks[0][f"torch {name}"], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", runs.HOOKS)
+def test_a_communication_hook_gives_the_bits_that_it_gives_under_torchs_own_ddp(two_ranks, hook):
+    for rank in two_ranks:
+        hooked, torchs, exact = rank[hook], rank[f"torch {hook}"], rank["ddp Base"]
+        assert not isinstance(hooked, str), hooked
+        assert all(torch.equal(hooked[key], torchs[key]) for key in torchs)
+        assert not all(torch.equal(hooked[key], exact[key]) for key in exact)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def test_the_documented_variables_are_read():
         "TRAINER_CAPABILITY_TOKEN",
         *(f"TRAINER_UPLOAD_{name}_URL" for name in ("METRICS", "CHECKPOINT", "SAMPLE", "TERMINAL")),
         "TENSORHUB_URL",
+        "TRAINER_STOP_GRACE_SECONDS",
         "TRAINER_UPLOAD_DEADLINE_SECONDS",
         "TRAINER_TOKEN_ORIGINS",
         "TRAINER_PRIVATE_HOSTS",

@@ -8,8 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, job_schema, schema_text
+from genlight.adapter.job.reference import GROUPS, SCHEMA_FILE, job_reference, job_schema, schema_text
 from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
 from genlight.adapter.job.spec_parsing import parse_job_spec
 
@@ -53,7 +54,32 @@ def test_a_job_may_name_its_schema_for_editors():
     assert set(ALIASES[""]) < set(job_schema()["properties"])
 
 
+def test_the_outline_has_every_key_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(spec_keys())
+
+
 def test_the_table_names_every_key():
     made = job_reference()
     keys = [*spec_keys(), *(key for block in spec_keys() for key in inner_keys(block))]
     assert [key for key in keys if f"| `{key}` |" not in made] == []
+
+
+def test_the_defaults_of_the_top_level_are_those_that_a_run_has(tmp_path):
+    """A key that a job leaves out; the parser keeps None for it, since the environment may still say it."""
+    (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
+    config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
+
+    found = {
+        name: getattr(config.job, name, getattr(config, name, None))
+        for name in ("metric_every", "checkpoint_every", "sample_every", "trainer_api_version")
+    } | {
+        "on_nonfinite": config.on_nonfinite,
+        "resume_from_latest": config.resume_from_latest,
+        "orchestrated": config.orchestrated,
+        "max_runtime_seconds": config.max_runtime_s or 0,
+    }
+    table = job_reference().partition("#### `dataset.`")[0]
+    for name, value in found.items():
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
+        assert f"| `{json.dumps(value)}` |" in row

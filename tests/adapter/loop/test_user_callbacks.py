@@ -106,7 +106,7 @@ def logging_in(base: type, hook: str) -> type:
 def test_what_a_callback_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightning(tmp_path: Path, hook: str) -> None:
     """The norm of gradients, say, in ``on_before_optimizer_step``; no other hook needs to be there."""
     stock = fit(tmp_path, Stock(), logging_in(pl.Callback, hook)())
-    ours = fit(tmp_path, ContractModule(Updating()), logging_in(pl.Callback, hook)())
+    ours = fit(tmp_path, ContractModule(Updating()), logging_in(pl.Callback, hook)(), limit_val_batches=0)
     assert ours.lines == stock.lines
     assert len(stock.lines) == 8
 
@@ -114,7 +114,7 @@ def test_what_a_callback_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightn
 @pytest.mark.parametrize("hook", IN_A_STEP)
 def test_what_a_module_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightning(tmp_path: Path, hook: str) -> None:
     stock = fit(tmp_path, logging_in(Stock, hook)())
-    ours = fit(tmp_path, logging_in(ContractModule, hook)(Updating()))
+    ours = fit(tmp_path, logging_in(ContractModule, hook)(Updating()), limit_val_batches=0)
     assert ours.lines == stock.lines
     assert len(stock.lines) == 8
 

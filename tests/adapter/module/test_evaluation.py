@@ -7,13 +7,13 @@ import csv
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import ContractError, StartupContractError
 from genlight.adapter.training_loop import BatchStream
-from genlight.callbacks import Checkpoint, DurableCheckpointIO, LogMetrics
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, LogMetrics
 from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger, read_events, validate_events
 
@@ -229,3 +229,37 @@ def test_averaged_weights_are_the_ones_that_a_validation_evaluates(fit, evaluate
     trainer, module = fit(evaluated, [Swaps()], steps=2, val_check_interval=2)
     assert trainer.callback_metrics["steps"] == 200.0
     assert module.contract_state["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, [2, 4, 6]),
+        ({"val_check_interval": 1.0}, [2, 4, 6]),
+        ({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
+        ({"limit_val_batches": 0}, []),
+        ({"callbacks": [Evaluate(every_n_steps=3)]}, [3, 6]),
+        ({"callbacks": [Evaluate(every_n_steps=3)], "check_val_every_n_epoch": 3}, [3, 6, 6]),
+        ({"max_epochs": -1, "max_steps": 5}, [2, 4]),
+    ],
+)
+def test_a_plain_trainer_evaluates_after_each_epoch_as_is_lightnings_default(quiet, evaluated, settings, steps):
+    at = []
+    evaluated.evaluate = lambda state, ctx: at.append(state["steps"]) or {"half": 0.5}
+    trainer = pl.Trainer(**{**quiet, "max_epochs": 3, **settings})
+    trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))
+    assert at == steps
+
+
+def test_a_trainer_without_evaluate_is_not_validated_in_silence(quiet, counting_trainer, caplog):
+    trainer = pl.Trainer(**quiet, max_epochs=2)
+    trainer.fit(ContractModule(counting_trainer()), torch.utils.data.DataLoader([0, 1]))
+    assert "validat" not in caplog.text
+    assert trainer.global_step == 4
+
+
+def test_a_stop_of_early_stopping_goes_by_the_scores_of_the_default(quiet, evaluated):
+    stops = EarlyStopping("steps", mode="min", patience=1)
+    trainer = pl.Trainer(**quiet, max_epochs=9, callbacks=[stops])
+    trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))
+    assert trainer.global_step == 4, "the score of the second epoch is no better"

@@ -609,3 +609,30 @@ def test_stock_finders_leave_nothing_beside_our_checkpoints(tmp_path: Path, make
     assert made == ["step-00000002.json", "step-00000004.json", "final.json"]
     assert {event["step"] for event in log if event["event"] == "metric"} <= {1, 2, 3, 4}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "made"]
+
+
+def test_a_stop_ends_a_search_after_its_step(tmp_path: Path, data: str, monkeypatch: Any) -> None:
+    """The run ends as one that was stopped before its first step: with 75, and without having trained."""
+    monkeypatch.chdir(tmp_path)
+    line = "        if len(batch) > 20:\n"
+    stops = """        import signal
+        from pathlib import Path
+        with Path("steps").open("a") as file:
+            file.write("x")
+        if Path("steps").stat().st_size == 3:
+            signal.raise_signal(signal.SIGTERM)
+"""
+    monkeypatch.setitem(globals(), "JOB_TRAINER", JOB_TRAINER.replace(line, stops + line))
+    finder = {
+        "class_path": "lightning.pytorch.callbacks.LearningRateFinder",
+        "init_args": {"early_stop_threshold": None},
+    }
+    job = write_job(
+        tmp_path, hyperparams={"learning_rate": 1e-4}, lightning={"accelerator": "cpu", "callbacks": [finder]}
+    )
+    monkeypatch.delitem(sys.modules, "job_of_finders", raising=False)
+    assert run_job(RunOptions(spec_path=job, overrides=(f"artifacts_dir={tmp_path / 'out'}",))) == 75
+    sys.modules.pop("job_of_finders")
+    last = list(read_events(tmp_path / "out" / "metrics" / "events.jsonl"))[-1]
+    assert (last["event"], last["error"], last["step"]) == ("failed", "preempted", 0)
+    assert (tmp_path / "steps").read_text() == "xxx"

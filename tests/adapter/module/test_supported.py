@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -11,9 +13,13 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.module.supported import check_strategy, leave_unwrapped
+from genlight.adapter.contract.types import TrainingJobSpec
+from genlight.adapter.module.supported import check_strategy, check_trainer_arguments, leave_unwrapped
+from genlight.callbacks import Checkpoint
 
 
 def blank(cls: type) -> object:
@@ -35,7 +41,10 @@ Homemade.__abstractmethods__ = frozenset()
         (blank(FSDPStrategy), "FSDPStrategy cannot host.*ModelParallelStrategy"),
         (ModelParallelStrategy(), "ModelParallelStrategy cannot host.*tensor_parallel_size=1"),
         (ModelParallelStrategy(1, 2), "tensor_parallel_size=1"),
-        (DDPStrategy(ddp_comm_hook=print), "DDPStrategy cannot host.*communication hook"),
+        (
+            DDPStrategy(ddp_comm_hook=powerSGD_hook, ddp_comm_state=PowerSGDState(None)),
+            "DDPStrategy cannot host.*hook keeps a PowerSGDState between steps.*fp16_compress_hook",
+        ),
         (DDPStrategy(model_averaging_period=2), "DDPStrategy cannot host.*averages models"),
         (blank(Homemade), "Homemade cannot host"),
         (DDPStrategy(start_method="spawn"), "DDPStrategy cannot host.*start_method='spawn'.*Use ddp"),
@@ -49,7 +58,13 @@ def test_a_strategy_that_cannot_host_a_trainer_is_refused_by_name_with_the_reaso
 
 @pytest.mark.parametrize(
     "strategy",
-    [SingleDeviceStrategy("cpu"), DDPStrategy(), DDPStrategy(find_unused_parameters=True), ModelParallelStrategy(2, 1)],
+    [
+        SingleDeviceStrategy("cpu"),
+        DDPStrategy(),
+        DDPStrategy(find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True, bucket_cap_mb=5),
+        DDPStrategy(ddp_comm_hook=fp16_compress_hook),
+        ModelParallelStrategy(2, 1),
+    ],
 )
 def test_strategies_that_can_host_a_trainer_pass(strategy):
     check_strategy(strategy)
@@ -65,3 +80,20 @@ def test_ddp_leaves_the_module_unwrapped_and_other_strategies_are_left_alone():
 
     assert strategy.model is model
     assert "configure_ddp" not in vars(other)
+
+
+def test_shards_that_would_be_saved_to_a_url_are_refused_before_anything_is_trained(tmp_path):
+    """By name, with the callback and the way out; also for a LightningModule of its own."""
+    stock = ModelCheckpoint("memory://runs/r")
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    trainer = pl.Trainer(strategy=ModelParallelStrategy(1, 1), callbacks=[stock], max_steps=1, **quiet)
+    said = r"ModelCheckpoint saves to 'memory://runs/r', and ranks that hold shards write .* `targets` of"
+    with pytest.raises(StartupContractError, match=said):
+        check_trainer_arguments(trainer, TrainingJobSpec("r", 1), None)
+    with pytest.raises(ValueError, match=said):
+        Checkpoint(tmp_path / "c").setup(trainer, pl.LightningModule(), "fit")
+
+
+def test_whole_weights_may_be_saved_to_a_url():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint("memory://runs/r")])
+    check_trainer_arguments(trainer, TrainingJobSpec("r", 1), None)

@@ -116,6 +116,13 @@ class Learns(Summing):
         return StepResult(metrics={"loss": loss.detach()})
 
 
+class Misspells(Summing):
+    def save_checkpoints(self, **_): ...
+    def rollouts(self): ...
+
+    save_checkpoint = None
+
+
 class LacksHooks:
     def setup(self, ctx): ...
 
@@ -128,6 +135,10 @@ class BreaksInConstructor:
 '''
 
 
+ACCUMULATES = {
+    "class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler",
+    "init_args": {"scheduling": {"0": 2}},
+}
 STOPS_EARLY = {
     "class_path": "lightning.pytorch.callbacks.EarlyStopping",
     "init_args": {"monitor": "train/loss", "mode": "y"},
@@ -265,6 +276,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job: 
         ({"max_steps": -3}, "startup", "max_steps", 2),
         ({"lightning": {"no_such_argument": 1}}, "startup", "no_such_argument", 2),
         ({"lightning": {"precision": "bf17"}}, "startup", "cannot be used: `lightning.precision`: Expected ", 2),
+        ({"lightning": {"callbacks": [ACCUMULATES]}}, "startup", "GradientAccumulationScheduler: the trainer class", 2),
         ({"lightning": {"callbacks": [STOPS_EARLY]}}, "startup", "cannot be used: `mode` can be min, max, got y", 2),
         ({"lightning": {"precision": "bf17", "logger": "no.Such"}}, "startup", "`lightning.logger`: Problem with ", 2),
         ({"lightning": {"val_check_interval": 9}}, "startup", "cannot be used: `val_check_interval` (9) must ", 2),
@@ -548,6 +560,12 @@ def test_a_run_that_skips_what_is_not_finite_completes_with_finite_weights(
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 
+def test_a_misspelled_optional_hook_is_named(write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert run(write_job(trainer=":Misspells", max_steps=1)) == 0
+    told = [message for message in caplog.messages if "is not a hook" in message]
+    assert told == ["`rollouts` is not a hook and is never called; did you mean `rollout`?"]
+
+
 def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(
     write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -824,7 +842,7 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(
     caplog.clear()
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
-    assert "uploads of earlier starts wait (1), and nothing says where to send them" in caplog.text
+    assert "uploads of earlier starts are waiting (1), but no destination is set" in caplog.text
     assert f"see `genlight uploads {job.parent}/out`" in caplog.text
 
 

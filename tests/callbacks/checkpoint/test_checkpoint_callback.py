@@ -197,6 +197,7 @@ def test_a_loader_that_begins_anew_within_an_epoch_is_told(
     caplog.clear()
     make_trainer(Checkpoint(tmp_path), max_steps=6).fit(Net(), loader(make_loader), ckpt_path=tmp_path / "final.json")
     assert ("DataLoader keeps no position" in caplog.text) is is_warned
+    assert ("torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text) is is_warned
 
 
 def test_a_list_of_batches_is_told_as_one_loader(tmp_path, make_trainer, counting_trainer, caplog):

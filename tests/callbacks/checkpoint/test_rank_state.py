@@ -1,11 +1,14 @@
 """The random states of a process."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
 from genlight.callbacks.checkpoint import capture_rng, load, restore_rng, save
+from genlight.callbacks.checkpoint.rank_state import loader_generators
 
 
 def draw():
@@ -27,3 +30,25 @@ def test_devices_that_are_not_here_are_named():
     missing = 3 - (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     expected = [f"the random state of {missing} CUDA devices that are not here"] if missing > 0 else []
     assert restore_rng(state) == expected
+
+
+def test_generators_of_the_training_loaders_are_put_back(tmp_path):
+    """A loader with `state_dict` replays its order, but not what its iterator drew from the generator beside that."""
+    given = torch.Generator().manual_seed(4)
+    torch.rand(3, generator=given)
+    save(tmp_path / "a", {"rng": capture_rng([given])})
+    expected = torch.rand(3, generator=given)
+
+    again = torch.Generator().manual_seed(9)
+    assert restore_rng(load(tmp_path / "a")["rng"], [again]) == []
+    assert torch.equal(torch.rand(3, generator=again), expected)
+
+
+def test_each_generator_is_found_once_whichever_part_of_a_loader_holds_it():
+    first, second = torch.Generator(), torch.Generator()
+    own = DataLoader([1, 2], shuffle=True, generator=first)
+    of_sampler = DataLoader([1, 2], sampler=RandomSampler([1, 2], generator=second))
+
+    assert loader_generators(SimpleNamespace(train_dataloader={"a": own, "b": of_sampler})) == [first, second]
+    assert loader_generators(SimpleNamespace(train_dataloader=[[1], [2]])) == []
+    assert loader_generators(SimpleNamespace(train_dataloader=None)) == []

@@ -101,3 +101,19 @@ def test_the_checkpoint_callback_refuses_a_url_before_anything_is_trained(store,
     with pytest.raises(ValueError, match=r"Invalid `dirpath`\. Checkpoint writes to a local file system"):
         fit(2, made())
     assert list(tmp_path.iterdir()) == [], "no folder that is called memory:"
+
+
+def test_a_module_is_loaded_from_a_url_by_lightning_itself(store):
+    """``load_from_checkpoint`` of any module."""
+    trainer, module = fit(2)
+    loaded = type(module).load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert torch.equal(next(loaded.parameters()), next(module.parameters()))
+
+
+@pytest.mark.parametrize("made", [lambda: Checkpoint(every_n_steps=1), lambda: ModelCheckpoint(save_last=True)])
+def test_a_root_that_is_a_file_url_is_the_folder_it_names(tmp_path, monkeypatch, made):
+    monkeypatch.chdir(tmp_path)
+    callback = made()
+    fit(2, callback, root=(tmp_path / "root").as_uri())
+    assert [path.name for path in tmp_path.iterdir()] == ["root"], "no folder that is called file:"
+    assert list((tmp_path / "root" / "checkpoints").iterdir())

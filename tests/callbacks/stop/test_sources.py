@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from genlight.adapter.cluster.time_limit import job_end_time_s
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
 from genlight.callbacks.hook.events import fire
-from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s, slurm_end_time_s
+from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
 
 
 def deadline_in(seconds, **facts):
@@ -92,7 +93,7 @@ def test_the_end_of_a_slurm_job_is_a_limit_and_the_earlier_one_counts():
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "NONE", "²"])
 def test_an_end_time_that_says_nothing_is_none(text):
-    assert slurm_end_time_s({"SLURM_JOB_END_TIME": text}) is None
+    assert job_end_time_s({"SLURM_JOB_END_TIME": text}) is None
 
 
 # shared

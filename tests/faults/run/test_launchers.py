@@ -28,6 +28,7 @@ def environ_of(rank, job_id):
     """What srun gives to a task."""
     names = {"SLURM_JOB_ID": job_id, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
     names |= {"SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost"}
+    names |= {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1}
     return {name: str(value) for name, value in names.items()} | {"SLURM_JOB_NAME": "test"}
 
 

@@ -143,6 +143,15 @@ BROKEN = {
         "lightning.pytorch.callbacks.GradientAccumulationScheduler", scheduling={0: 2}
     ),
     "averaging by a callback": callback("lightning.pytorch.callbacks.StochasticWeightAveraging", swa_lrs=0.1),
+    "shards at a URL": lightning(
+        strategy={
+            "class_path": "ModelParallelStrategy",
+            "init_args": {"data_parallel_size": 1, "tensor_parallel_size": 1},
+        },
+        callbacks=[
+            {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "memory://runs"}}
+        ],
+    ),
     "finder without a learning rate": callback("lightning.pytorch.callbacks.LearningRateFinder"),
     "finder without a batch size": callback("lightning.pytorch.callbacks.BatchSizeFinder", batch_arg_name="rows"),
     "logger that cannot be imported": lightning(logger={"class_path": "no.such.Logger"}),

@@ -29,6 +29,10 @@ class Good:
 
 class Lacking:
     def setup(self, ctx): ...
+
+class Misspells(Good):
+    def evaluates(self, state, ctx): ...
+    def evaluate_loss(self, batch): ...
 """
 
 
@@ -153,7 +157,6 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
         *("startup.invalid_artifact_paths", "has no column y. It has x", "none.parquet", "no/model"),
         *(
             "127.0.0.1 is at 127.0.0.1, which is a private address",
-            "http://127.0.0.1:1/t",
             "`lightning.device`",
             "`lightning.strategy`",
         ),
@@ -259,8 +262,39 @@ def test_a_server_that_never_answers_is_a_fault_and_is_not_waited_for(job, diagn
     monkeypatch.setattr(doctor_network, "ANSWER_TIMEOUT_S", 0.05)
     path = job(uploads={"metrics_url": f"{silent}/m"}, inputs={"base_model_url": f"{silent}/b"})
     _, text = diagnose(path)
-    assert [line.split()[1] for line in lines(text, "fault")] == ["uploads.metrics_url", "input"]
+    assert [line.split()[1] for line in lines(text, "fault")] == ["input"]
     assert "ReadTimeout" in text
+
+
+def test_upload_targets_that_are_away_are_a_warning_since_the_run_starts_without_them(job, diagnose):
+    code, text = diagnose(job(uploads={"terminal_url": "http://127.0.0.1:1/t"}))
+    assert code == 0
+    (told,) = (line for line in lines(text, "warning") if "uploads.terminal_url" in line)
+    assert (
+        "http://127.0.0.1:1/t cannot be reached: ConnectError: Connection refused; the run starts all the same" in told
+    )
+
+
+def test_batches_that_are_smaller_than_asked_are_told(job, diagnose, tmp_path):
+    pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "ten.parquet")
+    for size, level, said in (
+        (4, "ok", "the last batch of an epoch has 2 of 4 rows on one rank, and is smaller"),
+        (11, "warning", "`batch_size` is 11, and there are 10 rows: no batch is full"),
+    ):
+        code, text = diagnose(job(dataset={"parquet_paths": ["ten.parquet"], "batch_size": size}))
+        assert code == 0
+        assert any(said in line for line in lines(text, level)), text
+    _, text = diagnose(job(dataset={"parquet_paths": ["ten.parquet"], "batch_size": 5}))
+    assert "batch" not in "".join(line.partition("dataset")[2] for line in lines(text, "ok"))
+
+
+def test_a_misspelled_optional_hook_is_named(job, diagnose):
+    code, text = diagnose(job(trainer="doctors_trainer:Misspells"))
+    assert code == 0
+    assert any(
+        "`evaluates` is not a hook and is never called; did you mean `evaluate`?" in line
+        for line in lines(text, "warning")
+    ), text
 
 
 def test_what_has_not_answered_by_the_deadline_is_a_fault(job, diagnose, silent, monkeypatch):
@@ -339,7 +373,7 @@ def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
 def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
     code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
     assert code == 0
-    assert "s3://bucket/x.parquet is not looked into" in text
+    assert "s3://bucket/x.parquet is not checked" in text
     assert "canary" not in text
 
 

@@ -1,0 +1,172 @@
+"""The sbatch script of a job: one srun, and a requeue where the run was stopped and can go on."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BatchScript"]
+
+WAIT_S = 600
+"""How long after the first task has ended srun ends the others; ranks that lose one end by themselves, and rank 0 stays
+to report and to upload."""
+_TIME = re.compile(r"(?:\d+-)?\d+(?::\d{1,2}){0,2}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScript:
+    """What a script asks of Slurm and starts; `text` is the script.
+
+    Raises:
+        ValueError: A number is out of range, a text cannot stand in a directive, or a setting needs another one; every
+            fault is listed.
+    """
+
+    name: str
+    """Of the job, as the queue shows it."""
+    job: Path
+    """The job spec, which all nodes see at this path."""
+    artifacts: Path
+    """The run's folder, which all nodes share; of an array, the folder of the tasks' folders."""
+    events: Path
+    """The run's event log, whose last line says why a run stopped; of an array, below a task's folder."""
+    nodes: int = 1
+    tasks_per_node: int = 1
+    gpus_per_node: str | None = None
+    """A number, with a type before it where the cluster has several: ``8``, ``h100:8``."""
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    """Of a node, such as ``200G``."""
+    time: str | None = None
+    """As Slurm writes times: minutes, ``HH:MM:SS`` or ``D-HH:MM:SS``; None takes the partition's."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    grace_s: int = 120
+    """How long before the end of its time the job gets SIGTERM."""
+    requeues: bool = True
+    requeue_after: tuple[str, ...] = ("preempted", "timeout")
+    """Reasons of a stop after which the job is put back into the queue."""
+    output: str | None = None
+    """Where the script's and the tasks' output goes; None takes a file beside the job spec."""
+    set_up: Sequence[str] = ()
+    """Lines that prepare the environment, such as ``module load cuda``, run in the script before srun."""
+    container: str | None = None
+    """An image, which every task runs in by Slurm's ``--container-image`` (pyxis)."""
+    mounts: Sequence[str] = ()
+    """What the container sees of the node, as ``/from:/to``."""
+    program: str = "genlight"
+    """The command on the nodes."""
+    overrides: Sequence[str] = ()
+    """``--set`` of every task."""
+    array: Sequence[Sequence[str]] = ()
+    """``--set`` of each task of an array; empty submits a single job."""
+    extra: Sequence[str] = ()
+    """Further options of sbatch, such as ``--exclusive``."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"Invalid `{name}`. Expected a number >= 1, but received {number}."
+            for name in ("nodes", "tasks_per_node", "cpus_per_task", "grace_s")
+            if (number := getattr(self, name)) is not None and number < 1
+        ]
+        faults += [
+            f"Invalid `{name}`. Expected a text without blanks and control characters, but received {text!r}."
+            for name in ("name", "gpus_per_node", "memory", "time", "partition", "account", "qos", "output")
+            if (text := getattr(self, name)) is not None and not re.fullmatch(r"[!-~]+", text)
+        ]
+        faults += [
+            f"Invalid option of sbatch {text!r}. Write --name=value." for text in self.extra if not _is_option(text)
+        ]
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            faults.append(f"Invalid `time`. Expected minutes, HH:MM:SS or D-HH:MM:SS, but received {self.time!r}.")
+        if self.mounts and self.container is None:
+            faults.append("`mounts` has no effect without `container`.")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def text(self) -> str:
+        """The script."""
+        return "\n".join([*self._directives(), "", *self._environment(), "", *self._run(), *self._ending(), ""])
+
+    def _directives(self) -> list[str]:
+        options = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.tasks_per_node,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "array": f"0-{len(self.array) - 1}" if self.array else None,
+            "output": self.output or str(self.job.parent / f"{self.name}-{'%A_%a' if self.array else '%j'}.out"),
+            "open-mode": "append",
+            "signal": f"TERM@{self.grace_s}",
+        }
+        given = [f"#SBATCH --{name}={_directive(value)}" for name, value in options.items() if value is not None]
+        requeue = "#SBATCH --requeue" if self.requeues else "#SBATCH --no-requeue"
+        return ["#!/bin/bash", *given, requeue, *(f"#SBATCH {option}" for option in self.extra)]
+
+    def _environment(self) -> list[str]:
+        lines = ["trap : TERM USR1  # the signals are for the tasks; this script waits for them", *self.set_up]
+        lines.append(f"export TRAINER_STOP_GRACE_SECONDS={self.grace_s}")
+        lines.append('if [ -z "${SLURM_JOB_END_TIME:-}" ]; then  # before Slurm 23')
+        lines.append('  end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e 2>/dev/null | head -n 1)')
+        lines.append('  end=$(date --date "$end" +%s 2>/dev/null) && [ -n "$end" ] && export SLURM_JOB_END_TIME=$end')
+        lines.append("fi")
+        return lines
+
+    def _run(self) -> list[str]:
+        words = [self.program, "run", str(self.job), "--set", "resume_from_latest=true"]
+        words += [word for override in self.overrides for word in ("--set", override)]
+        lines = []
+        if self.array:
+            lines = ["case $SLURM_ARRAY_TASK_ID in"]
+            for index, settings in enumerate(self.array):
+                task = [word for setting in settings for word in ("--set", setting)]
+                lines.append(f"  {index}) task=({shlex.join(task)}) ;;")
+            lines += ["esac", f"folder={shlex.quote(str(self.artifacts))}/$SLURM_ARRAY_TASK_ID"]
+            place = ' --set artifacts_dir="$folder" "${task[@]}"'
+        else:
+            lines.append(f"folder={shlex.quote(str(self.artifacts))}")
+            place = ' --set artifacts_dir="$folder"'
+        options = ["srun", "--kill-on-bad-exit=0", f"--wait={WAIT_S}"]
+        if self.cpus_per_task is not None:
+            options.append(f"--cpus-per-task={self.cpus_per_task}")  # which srun does not take from sbatch
+        if self.container is not None:
+            options.append(f"--container-image={shlex.quote(self.container)}")
+            options += [f"--container-mounts={shlex.quote(','.join(self.mounts))}"] if self.mounts else []
+        events = shlex.quote(str(self.events)) if not self.array else f'"$folder"/{shlex.quote(str(self.events))}'
+        if self.requeues:
+            lines += [f"events={events}", """saved() { grep -s '"event":"checkpoint"' "$events" | wc -l; }"""]
+            lines += ["before=$(saved)"]
+        return [*lines, f"{' '.join(options)} \\", f"  {shlex.join(words)}{place}", "code=$?"]
+
+    def _ending(self) -> list[str]:
+        if not self.requeues:
+            return ["exit $code"]
+        pattern = shlex.quote(f'"category":"({"|".join(self.requeue_after)})"')
+        return [
+            "again=no",
+            f'[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq {pattern} && again=yes  # stopped, and can go on',
+            '[ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say',
+            "if [ $again = yes ]; then",
+            '  scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile',
+            "fi",
+            "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too",
+        ]
+
+
+def _is_option(text: str) -> bool:
+    return re.fullmatch(r"--[a-z][a-z-]*(=[!-~]+)?", text) is not None
+
+
+def _directive(value: object) -> str:
+    text = str(value)
+    return f'"{text}"' if " " in text else text

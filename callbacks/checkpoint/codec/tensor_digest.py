@@ -1,0 +1,84 @@
+"""What tells whether the bytes of a tensor are still those of an earlier look, wherever they lie.
+
+Nothing less than the bytes themselves can tell. The version counter of torch misses writes through ``tensor.data`` or
+a NumPy view, those of kernels that got a bare pointer, and torch's own to the running statistics of a batch norm.
+
+Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
+stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
+come back. A word that changes always changes the first sum; of several that change, one case in about 2**128 is
+missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from .tensor_bytes import as_uint8, bytes_of
+
+__all__ = ["content_digests", "device_digest"]
+
+_CHUNK = 1 << 23
+"""Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
+_ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+"""The multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
+_LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
+
+
+def content_digests(sources: Sequence[Any]) -> list[str]:
+    """A text for each tensor or array, which is equal for equal bytes on the same kind of device.
+
+    Waits for each device once.
+    """
+    found: list[str] = [""] * len(sources)
+    pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, np.ndarray) or source.is_cpu:
+            found[index] = xxhash.xxh3_128_hexdigest(bytes_of(source))
+        else:
+            pending.setdefault(source.device, []).append((index, device_digest(source)))
+    for device, numbers in pending.items():
+        read = torch.stack([number for _, number in numbers]).tolist()
+        for (index, _), (first, second) in zip(numbers, read, strict=True):
+            found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
+    return found
+
+
+@torch.no_grad()
+def device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Two 64-bit numbers of a tensor's bytes and their places, on its device."""
+    words = _words(tensor)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for begin in range(0, len(words), _CHUNK):
+        part = words[begin : begin + _CHUNK]
+        places = torch.arange(begin + 1, begin + 1 + len(part), dtype=torch.int64, device=part.device)
+        mixed = _mixed(part ^ _mixed(places * _ODD[0]))
+        sums[0] += mixed.sum()
+        sums[1] += _mixed(mixed ^ places).sum()
+    return sums
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser, which maps no two words to the same one."""
+    words = (words ^ _shifted(words, 30)) * _ODD[1]
+    words = (words ^ _shifted(words, 27)) * _ODD[2]
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Moved to the right as if without a sign."""
+    return (words >> bits) & _LOW_BITS[bits]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as 64-bit words, of which the last may be filled up with zeros."""
+    octets = as_uint8(tensor.detach().contiguous())
+    if octets.numel() % 8 == 0 and octets.storage_offset() % 8 == 0:
+        return octets.view(torch.int64)
+    filled = octets.new_zeros(-(-octets.numel() // 8) * 8)
+    filled[: octets.numel()] = octets
+    return filled.view(torch.int64)

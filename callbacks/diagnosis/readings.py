@@ -1,0 +1,129 @@
+"""What one check has read, as plain numbers that are the same on all ranks, and what earlier checks have left."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Fault", "History", "Limits", "Reading"]
+
+LOSSES_KEPT = 256
+NORMS_KEPT = 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From where on something is a fault; `Diagnosis` describes each."""
+
+    gradient_min_norm: float = 1e-8
+    gradient_max_norm: float = 1e4
+    latent_std_min: float = 1e-6
+    update_ratio_min: float = 1e-8
+    update_ratio_max: float = 0.3
+    spike_deviations: float = 8.0
+    dead_checks: int = 3
+    rising_checks: int = 30
+    straggler_factor: float = 2.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One check, over all ranks."""
+
+    step: int
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    """L2 norm of each parameter's gradient as its update used it, 0.0 where it had none; empty without an update.
+
+    Of a sharded parameter that of the rank where it is largest. A norm that is not finite is ``nan``.
+    """
+    update_ratio: float | None = None
+    """Norm of the update over norm of the weights, of samples of them."""
+    weights_are_finite: bool = True
+    """Before the update; of samples."""
+    losses: Sequence[tuple[int, float]] = ()
+    """Steps since the last check with their loss, the largest of all ranks; ``nan`` where it is not finite."""
+    highest_rate: float | None = None
+    """Learning rate with which the update was made; the highest of all groups."""
+    latent: tuple[str, float] | None = None
+    """Name and value of a metric for the spread of latent values, a variance as its root."""
+    step_seconds: Sequence[float | None] = ()
+    """Of each rank: from one update to the last gradient before the next, without the wait for other ranks."""
+    hosts: Sequence[str] = ()
+    """Of each rank."""
+    repeats_batch: bool = False
+    """Whether a rank got the same batch twice in a row."""
+    ranks_share_batch: bool = False
+    """Whether all ranks got the same batch."""
+    forward_origin: str | None = None
+    """The first module whose output was not finite at the check."""
+    backward_origin: str | None = None
+    """The module whose backward was the first to give a gradient that is not finite."""
+    origin_step: int | None = None
+    """The step in which those were seen."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong."""
+
+    kind: str
+    """``vanishing_gradients``, ``loss_spike`` and so on."""
+    text: str
+    suggestions: tuple[str, ...]
+    figures: Mapping[str, Any]
+    """The numbers behind it."""
+    step: int
+    """The check at which it was found."""
+    is_over: bool = False
+
+
+class History:
+    """What the rules remember of earlier checks; plain data, saved in checkpoints."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self.largest_norms: deque[float] = deque(maxlen=NORMS_KEPT)
+        self.checks_without_gradient: dict[str, int] = {}
+        self.rate: float | None = None
+        self.rate_has_fallen = False
+        self.checks_rising = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {**vars(self), "losses": list(self.losses), "largest_norms": list(self.largest_norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a checkpoint holds; entries of another version are left out."""
+        for name in vars(self).keys() & state.keys():
+            kept = getattr(self, name)
+            setattr(self, name, deque(state[name], kept.maxlen) if isinstance(kept, deque) else state[name])
+
+    def add(self, reading: Reading) -> None:
+        """Take over `reading`, once the rules have judged it."""
+        finite = [loss for _, loss in reading.losses if loss == loss]
+        # A spike belongs to the spread of the losses before it no more than a loss that is not finite.
+        self.losses.extend(finite)
+        norms = [norm for norm in reading.gradient_norms.values() if norm == norm]
+        if norms:
+            self.largest_norms.append(max(norms))
+        for name, norm in reading.gradient_norms.items():
+            self.checks_without_gradient[name] = 0 if norm else self.checks_without_gradient.get(name, 0) + 1
+        if reading.highest_rate is not None:
+            before, self.rate = self.rate, reading.highest_rate
+            if before is not None:
+                self.checks_rising = self.checks_rising + 1 if self.rate > before else 0
+                self.rate_has_fallen = self.rate_has_fallen or self.rate < before
+
+    def spread(self) -> tuple[float, float] | None:
+        """Median of the losses before this check, and their standard deviation by the median of the deviations.
+
+        That factor is 1.4826 for normally distributed values (Rousseeuw and Croux 1993). None with fewer than 32.
+        """
+        if len(self.losses) < 32:
+            return None
+        median = statistics.median(self.losses)
+        deviation = statistics.median(abs(loss - median) for loss in self.losses)
+        return median, 1.4826 * deviation

@@ -1,0 +1,345 @@
+"""The rules: from what a check has read to the faults that there are. Each is a function of plain numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from .readings import Fault, History, Limits, Reading
+
+__all__ = ["RULES", "find_faults"]
+
+MOST_NAMES = 5
+NORMS_FOR_MEDIAN = 5
+EXPLODES_BY = 100.0
+"""How many times the usual largest norm is one that explodes."""
+SMALLEST_SPREAD = 0.01
+"""Share of the median loss that counts as its spread at least, where losses hardly vary."""
+STRAGGLES_BY_S = 0.002
+"""Below this difference a rank is not worth naming."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule judges by."""
+
+    reading: Reading
+    history: History
+    limits: Limits
+
+
+Rule = Callable[[Case], Fault | None]
+
+
+def find_faults(reading: Reading, history: History, limits: Limits) -> Iterator[Fault]:
+    """The faults of this check, by the rules in their order."""
+    case = Case(reading, history, limits)
+    for rule in RULES:
+        fault = rule(case)
+        if fault is not None:
+            yield fault
+
+
+def nonfinite_loss(case: Case) -> Fault | None:
+    """A loss that is nan or infinite, in any step since the last check."""
+    step = next((step for step, loss in case.reading.losses if math.isnan(loss)), None)
+    if step is None:
+        return None
+    return Fault(
+        "nonfinite_loss",
+        f"the loss is not finite since step {step}{_origin(case.reading)}",
+        (
+            "Lower the learning rate, or warm it up for longer.",
+            "Look for a division by zero, a logarithm or a root of a value <= 0, or an overflow of fp16.",
+            *_how_to_find_origin(case.reading),
+        ),
+        {"first_step": step, **_origin_figures(case.reading)},
+        case.reading.step,
+    )
+
+
+def nonfinite_gradients(case: Case) -> Fault | None:
+    """A gradient that is nan or infinite when its update is made."""
+    bad = [name for name, norm in case.reading.gradient_norms.items() if not math.isfinite(norm)]
+    if not bad:
+        return None
+    return Fault(
+        "nonfinite_gradients",
+        f"gradients are not finite: {_listed(bad)}{_origin(case.reading)}",
+        (
+            "Leave such an update out: `if torch.isfinite(loss): optimizer.step()`.",
+            "Clip gradients, and lower the learning rate.",
+            *_how_to_find_origin(case.reading),
+        ),
+        {"parameters": bad[:MOST_NAMES], "count": len(bad), **_origin_figures(case.reading)},
+        case.reading.step,
+    )
+
+
+def vanishing_gradients(case: Case) -> Fault | None:
+    """Even the largest gradient is next to nothing."""
+    largest = _largest_norm(case.reading)
+    if largest is None or largest >= case.limits.gradient_min_norm:
+        return None
+    return Fault(
+        "vanishing_gradients",
+        f"the largest gradient has a norm of {largest:.3g}, below {case.limits.gradient_min_norm:.3g}",
+        (
+            "Check that the loss depends on the parameters: no `detach()`, `no_grad()` or constant in between.",
+            "Look for saturated activations; normalise layers, or initialise them anew.",
+        ),
+        {"largest_norm": largest, "gradient_min_norm": case.limits.gradient_min_norm},
+        case.reading.step,
+    )
+
+
+def exploding_gradients(case: Case) -> Fault | None:
+    """A gradient is very large, or far larger than gradients of this run were."""
+    largest = _largest_norm(case.reading)
+    if largest is None:
+        return None
+    usual = (
+        statistics.median(case.history.largest_norms) if len(case.history.largest_norms) >= NORMS_FOR_MEDIAN else None
+    )
+    limit = min(case.limits.gradient_max_norm, math.inf if not usual else usual * EXPLODES_BY)
+    if largest <= limit:
+        return None
+    name = max(case.reading.gradient_norms, key=lambda name: _or_zero(case.reading.gradient_norms[name]))
+    before = "" if usual is None else f"; the largest was {usual:.3g} before"
+    return Fault(
+        "exploding_gradients",
+        f"the gradient of {name!r} has a norm of {largest:.3g}{before}",
+        ("Clip gradients (`torch.nn.utils.clip_grad_norm_`).", "Lower the learning rate, or warm it up for longer."),
+        {"parameter": name, "largest_norm": largest, "usual_largest_norm": usual, "limit": limit},
+        case.reading.step,
+    )
+
+
+def dead_parameters(case: Case) -> Fault | None:
+    """Parameters that an optimizer holds get no gradient for several checks."""
+    dead = [
+        name
+        for name, norm in case.reading.gradient_norms.items()
+        if not norm and case.history.checks_without_gradient.get(name, 0) + 1 >= case.limits.dead_checks
+    ]
+    # Where nothing has a gradient, that it vanishes says it all.
+    if not dead or len(dead) == len(case.reading.gradient_norms):
+        return None
+    return Fault(
+        "dead_parameters",
+        f"no gradient for {case.limits.dead_checks} checks: {_listed(dead)}",
+        (
+            "Check that the forward uses them, and that nothing detaches them from the loss.",
+            "Of a ReLU that never fires: lower the learning rate, or use LeakyReLU or GELU.",
+            "Parameters that are not to be trained: `requires_grad_(False)`.",
+        ),
+        {"parameters": dead[:MOST_NAMES], "count": len(dead)},
+        case.reading.step,
+    )
+
+
+def update_size(case: Case) -> Fault | None:
+    """An update changes the weights by far too much, or by nothing."""
+    ratio = case.reading.update_ratio
+    if ratio is None or not math.isfinite(ratio) or not case.reading.highest_rate:
+        return None
+    figures = {"update_ratio": ratio, "learning_rate": case.reading.highest_rate}
+    if ratio > case.limits.update_ratio_max:
+        return Fault(
+            "large_updates",
+            f"an update changes the weights by {ratio:.3g} of their norm, above {case.limits.update_ratio_max:.3g}",
+            ("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients."),
+            figures,
+            case.reading.step,
+        )
+    largest = _largest_norm(case.reading)
+    if ratio < case.limits.update_ratio_min and largest is not None and largest >= case.limits.gradient_min_norm:
+        return Fault(
+            "small_updates",
+            f"an update changes the weights by {ratio:.3g} of their norm, below {case.limits.update_ratio_min:.3g}",
+            (
+                "Raise the learning rate.",
+                "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
+            ),
+            figures,
+            case.reading.step,
+        )
+    return None
+
+
+def loss_spike(case: Case) -> Fault | None:
+    """A loss far above those before, by median and median absolute deviation."""
+    spread = case.history.spread()
+    if spread is None:
+        return None
+    median, deviation = spread
+    limit = median + case.limits.spike_deviations * max(deviation, SMALLEST_SPREAD * abs(median))
+    spikes = [(step, loss) for step, loss in case.reading.losses if loss > limit]
+    if not spikes:
+        return None
+    step, loss = max(spikes, key=lambda spike: spike[1])
+    return Fault(
+        "loss_spike",
+        f"the loss of step {step} is {loss:.4g}; the median before was {median:.4g}",
+        (
+            "Look at the batch of that step: a broken or very long sample is the usual cause.",
+            "Clip gradients, or lower the learning rate.",
+        ),
+        {"spike_step": step, "loss": loss, "median": median, "deviation": deviation, "limit": limit},
+        case.reading.step,
+    )
+
+
+def zero_learning_rate(case: Case) -> Fault | None:
+    """Updates are made with a rate of 0."""
+    if case.reading.highest_rate is None or case.reading.highest_rate > 0:
+        return None
+    return Fault(
+        "zero_learning_rate",
+        "the learning rate is 0: updates change nothing",
+        ("Check the schedule: its number of steps, its warm-up, and that it is stepped once for each update.",),
+        {"learning_rate": case.reading.highest_rate},
+        case.reading.step,
+    )
+
+
+def rising_learning_rate(case: Case) -> Fault | None:
+    """The rate rises again after it has fallen, or has been rising for very long."""
+    rate, before = case.reading.highest_rate, case.history.rate
+    if rate is None or before is None or rate <= before:
+        return None
+    if not case.history.rate_has_fallen and case.history.checks_rising + 1 < case.limits.rising_checks:
+        return None
+    after = (
+        "after it had fallen"
+        if case.history.rate_has_fallen
+        else f"for {case.history.checks_rising + 1} checks in a row"
+    )
+    return Fault(
+        "rising_learning_rate",
+        f"the learning rate rises {after}: from {before:.4g} to {rate:.4g}",
+        (
+            "Check the schedule: its number of steps, and that a resume restores its state.",
+            "Where it rises on purpose (warm restarts), this can be left as it is.",
+        ),
+        {"learning_rate": rate, "learning_rate_before": before},
+        case.reading.step,
+    )
+
+
+def latent_collapse(case: Case) -> Fault | None:
+    """Latent values no longer differ."""
+    if case.reading.latent is None or not case.reading.latent[1] < case.limits.latent_std_min:
+        return None
+    name, deviation = case.reading.latent
+    return Fault(
+        "latent_collapse",
+        f"latent values have collapsed: the standard deviation that {name!r} tells is {deviation:.3g}",
+        (
+            "Weaken the regularisation of the latent space (KL weight, free bits), or warm it up.",
+            "Check that the decoder cannot do without the latent values.",
+        ),
+        {"metric": name, "latent_std": deviation, "latent_std_min": case.limits.latent_std_min},
+        case.reading.step,
+    )
+
+
+def straggler(case: Case) -> Fault | None:
+    """One rank takes longer than the others, which wait for it."""
+    told = [(seconds, rank) for rank, seconds in enumerate(case.reading.step_seconds) if seconds is not None]
+    if len(told) < 2:
+        return None
+    slowest, rank = max(told)
+    others = statistics.median(seconds for seconds, other in told if other != rank)
+    if slowest < case.limits.straggler_factor * others or slowest - others < STRAGGLES_BY_S:
+        return None
+    host = case.reading.hosts[rank] if rank < len(case.reading.hosts) else "unknown"
+    return Fault(
+        "straggler",
+        f"rank {rank} on {host} takes {slowest * 1000:.4g} ms a step, the others {others * 1000:.4g} ms",
+        (
+            f"Look at what else runs on {host}, and at the clocks and temperature of its device.",
+            "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
+        ),
+        {"rank": rank, "host": host, "step_seconds": slowest, "step_seconds_of_others": others},
+        case.reading.step,
+    )
+
+
+def repeated_data(case: Case) -> Fault | None:
+    """The same batch comes twice in a row, or to all ranks."""
+    if not case.reading.repeats_batch and not case.reading.ranks_share_batch:
+        return None
+    to_all = case.reading.ranks_share_batch
+    return Fault(
+        "repeated_data",
+        "all ranks train on the same batch" if to_all else "the same batch comes twice in a row",
+        (
+            "Check that the sampler divides the data among ranks (`DistributedSampler`, `dataset.shard` of a job)."
+            if to_all
+            else "Check the loader: one seed for all batches, an iterator that is made anew, a data set of one batch.",
+        ),
+        {"twice_in_a_row": case.reading.repeats_batch, "on_all_ranks": to_all},
+        case.reading.step,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    nonfinite_loss,
+    nonfinite_gradients,
+    vanishing_gradients,
+    exploding_gradients,
+    dead_parameters,
+    update_size,
+    loss_spike,
+    zero_learning_rate,
+    rising_learning_rate,
+    latent_collapse,
+    straggler,
+    repeated_data,
+)
+
+
+def _largest_norm(reading: Reading) -> float | None:
+    """The largest gradient norm; None without an update, or where one is not finite."""
+    norms = reading.gradient_norms.values()
+    return max(norms) if norms and all(map(math.isfinite, norms)) else None
+
+
+def _or_zero(norm: float) -> float:
+    return norm if math.isfinite(norm) else 0.0
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    return ", ".join(map(repr, listed[:MOST_NAMES])) + more
+
+
+def _origin(reading: Reading) -> str:
+    if reading.forward_origin is not None:
+        said = f"; the first output that is not finite is that of {reading.forward_origin!r}"
+    elif reading.backward_origin is not None:
+        said = f"; the first gradient that is not finite comes out of the backward of {reading.backward_origin!r}"
+    else:
+        return ""
+    weights = "" if reading.weights_are_finite else "; weights were not finite before that update"
+    return f"{said} in step {reading.origin_step}{weights}"
+
+
+def _origin_figures(reading: Reading) -> Mapping[str, object]:
+    return {
+        "forward_origin": reading.forward_origin,
+        "backward_origin": reading.backward_origin,
+        "origin_step": reading.origin_step,
+        "weights_are_finite": reading.weights_are_finite,
+    }
+
+
+def _how_to_find_origin(reading: Reading) -> tuple[str, ...]:
+    """Once the weights are nan every module gives nan: which one was the first can be seen in its own step alone."""
+    if reading.weights_are_finite and (reading.forward_origin or reading.backward_origin):
+        return ()
+    return ("To learn which module was the first: run again from an earlier checkpoint with `trace_modules=True`.",)

@@ -1,0 +1,75 @@
+"""A digest that differs where the bytes of a tensor do, computed where the tensor lies."""
+
+import pytest
+import torch
+
+from genlight.callbacks.checkpoint.codec.tensor_bytes import as_uint8
+from genlight.callbacks.checkpoint.codec.tensor_digest import content_digests, device_digest
+
+TENSORS = {
+    "seven floats": torch.randn(7),
+    "half words": torch.randn(3).bfloat16(),
+    "bytes": torch.arange(11, dtype=torch.uint8),
+    "flags": torch.tensor([True, False, True]),
+    "complex": torch.randn(9).to(torch.complex64),
+    "tiny floats": torch.randn(8).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(3.0),
+    "one of a strided row": torch.randn(10)[3:4].as_strided((1,), (5,)),
+    "within another": torch.randn(9)[1:],
+    "many": torch.randn(1000, 33),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_every_changed_bit_changes_it(tensor):
+    before = device_digest(tensor)
+    changed = tensor.clone()
+    memory = as_uint8(changed)
+
+    assert torch.equal(before, device_digest(tensor.clone()))
+    for bit in range(min(memory.numel() * 8, 200)):
+        memory[bit // 8] ^= 1 << bit % 8
+        assert before[0] != device_digest(changed)[0]
+        assert content_digests([tensor]) != content_digests([changed])
+        memory[bit // 8] ^= 1 << bit % 8
+    assert content_digests([tensor]) == content_digests([changed])
+
+
+def test_values_that_change_places_change_it():
+    tensor = torch.arange(4096, dtype=torch.int64)
+    for swapped in (tensor.flip(0), tensor.roll(1), torch.cat([tensor[8:16], tensor[:8], tensor[16:]])):
+        assert not torch.equal(device_digest(tensor), device_digest(swapped))
+
+
+def test_the_order_in_memory_does_not_count_but_that_of_the_values_does():
+    tensor = torch.randn(5, 7)
+
+    assert torch.equal(device_digest(tensor), device_digest(tensor.t().contiguous().t()))
+    assert not torch.equal(device_digest(tensor), device_digest(tensor.t()))
+
+
+def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = device_digest(tensor)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensor_digest._CHUNK", 64)
+
+    assert torch.equal(device_digest(tensor), whole)
+    assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), whole)
+
+
+def test_an_empty_tensor_has_one():
+    assert device_digest(torch.empty(0)).tolist() == [0, 0]
+    assert content_digests([torch.empty(0), torch.empty(0, 3)])[0] == content_digests([torch.empty(0)])[0]
+
+
+def test_the_version_counter_of_torch_would_not_do():
+    """Why bytes are compared: these writes do not count."""
+    weight, norm = torch.nn.Parameter(torch.zeros(3), requires_grad=False), torch.nn.BatchNorm1d(4)
+    versions = weight._version, norm.running_mean._version
+    digests = content_digests([weight, norm.running_mean])
+
+    weight.data.add_(1)
+    norm(torch.randn(8, 4))
+
+    assert (weight._version, norm.running_mean._version) == versions
+    assert all(now != before for now, before in zip(content_digests([weight, norm.running_mean]), digests, strict=True))

@@ -1,0 +1,375 @@
+"""Tensors that training does not change are written once, and every checkpoint is whole by itself all the same."""
+
+import contextlib
+import copy
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlight.callbacks.checkpoint import (
+    DurableCheckpointIO,
+    RecordMeta,
+    SaveRequest,
+    delete_checkpoint,
+    list_checkpoints,
+    load,
+    load_weights,
+    newest_valid,
+    read_record,
+    sweep,
+    verify,
+)
+from genlight.callbacks.checkpoint.format.contents import check_contents
+from genlight.callbacks.checkpoint.storage import commit, shared_files
+from support.adapted_model import FROZEN_BYTES, Adapted
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
+
+
+@pytest.fixture(params=["links", "no links"])
+def linking(request, monkeypatch):
+    """Both kinds of file systems."""
+    if request.param == "no links":
+
+        def refuse(*_, **__):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+    return request.param == "links"
+
+
+def bytes_on_disk(folder):
+    found = {(s.st_dev, s.st_ino): s.st_size for s in (path.lstat() for path in Path(folder).rglob("*")) if s.st_size}
+    return sum(size for inode, size in found.items() if inode in files_of(folder))
+
+
+def files_of(folder):
+    return {(s.st_dev, s.st_ino) for s in (path.lstat() for path in Path(folder).rglob("*") if path.is_file())}
+
+
+def shared_files_of(folder):
+    """Inodes of all files that may be shared."""
+    return {path.stat().st_ino for path in Path(folder).glob("**/shared/*/model.safetensors")}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_what_is_frozen_is_written_once_for_all_checkpoints_and_attempts(train, tmp_path, linking):
+    directory = tmp_path / "c"
+    first = train(Adapted(), 6)
+    second = train(Adapted(), 10, resume=directory / "step-00000006.json")
+
+    records = [listed.record for listed in list_checkpoints(directory)]
+    assert [record.step for record in records] == [2, 4, 6, 8, 10, 10]
+    assert len(shared_files_of(directory)) == 1
+    assert bytes_on_disk(directory) < FROZEN_BYTES + len(records) * 60_000
+    for record in records:
+        assert sum(file.size for file in record.files) > FROZEN_BYTES
+        check_contents(verify(record.path))
+        assert_equal(load_weights(record.path), (first.seen | second.seen)[record.step])
+        assert_equal(dict(load(record.path)["state_dict"]), (first.seen | second.seen)[record.step])
+
+
+def test_a_run_that_was_resumed_ends_with_the_same_bits(train, tmp_path):
+    whole = train(Adapted(), 10)
+    shutil.rmtree(tmp_path / "c")
+    train(Adapted(), 6)
+
+    resumed = train(Adapted(), 10, resume=tmp_path / "c" / "step-00000006.json")
+
+    assert_equal(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_checkpoint_is_whole_without_the_others_and_elsewhere(train, tmp_path, linking):
+    directory = tmp_path / "c"
+    module = train(Adapted(), 6)
+    shutil.copytree(directory, tmp_path / "copy")
+    for name in ("step-00000002", "step-00000006", "final"):
+        delete_checkpoint(directory / f"{name}.json")
+
+    for folder in (directory, tmp_path / "copy"):
+        record, warnings = newest_valid(folder)
+        assert not warnings
+        assert_equal(load_weights(record.path), module.seen[record.step])
+    delete_checkpoint(directory / "step-00000004.json")
+    assert not [path for path in directory.rglob("*") if path.is_file()]
+
+
+def test_only_what_is_trained_is_copied_in_a_save(train, tmp_path, monkeypatch):
+    copied = []
+    real = DurableCheckpointIO._save
+
+    def noted(self, prepared, asynchronous, save):
+        copied.append(prepared.nbytes)
+        real(self, prepared, asynchronous, save)
+
+    monkeypatch.setattr(DurableCheckpointIO, "_save", noted)
+    train(Adapted(), 8)
+
+    assert copied[0] > FROZEN_BYTES
+    assert all(nbytes < FROZEN_BYTES / 4 for nbytes in copied[1:])
+
+
+class ByHand(Adapted):
+    """Its frozen tensors change without the knowledge of autograd, in every way that there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(64).requires_grad_(False)
+        self.average = copy.deepcopy(self.base)
+        self.register_buffer("queue", torch.zeros(2000))
+
+    def training_step(self, batch, batch_idx):
+        step = self.trainer.global_step
+        self.average[0].weight.data.mul_(0.9).add_(self.base[1].weight, alpha=0.1)
+        self.queue.numpy()[step * 3 : step * 3 + 3] = step + 1
+        if step == 3:
+            self.base[2].weight.data = self.base[2].weight.data + 1
+        return super().training_step(self.norm(batch), batch_idx)
+
+
+def test_what_a_trainer_changes_by_hand_is_saved_as_it_is(train, tmp_path, linking):
+    module = train(ByHand(), 8)
+
+    for listed in list_checkpoints(tmp_path / "c"):
+        assert_equal(load_weights(listed.path), module.seen[listed.record.step])
+        check_contents(verify(listed.path))
+    newest = read_record(tmp_path / "c" / "step-00000008.json")
+    shared = sum(file.size for file in newest.files if "shared/" in file.path)
+    assert shared > FROZEN_BYTES * 0.9
+
+
+class Thawing(Adapted):
+    """Trains a layer of its base for a while."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.base[3].requires_grad_(3 <= self.trainer.global_step < 6)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_what_is_unfrozen_and_frozen_again_moves_over(train, tmp_path):
+    module = train(Thawing(), 12)
+
+    own = {}
+    for listed in list_checkpoints(tmp_path / "c"):
+        assert_equal(load_weights(listed.path), module.seen[listed.record.step])
+        own[listed.record.step] = sum(f.size for f in listed.record.files if "shared/" not in f.path)
+    assert own[4] > own[2] + 16_000
+    assert own[8] < own[6] - 16_000
+    assert len(shared_files_of(tmp_path / "c")) == 3
+
+
+def test_a_payload_that_holds_the_same_weights_stores_none_twice(train, tmp_path):
+    class WithPayload(Adapted):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["payload"] = {"weights": self.state_dict(), "transposed": self.base[0].weight.t()}
+
+    module = train(WithPayload(), 6)
+
+    assert bytes_on_disk(tmp_path / "c") < FROZEN_BYTES + 4 * 70_000
+    payload = load(tmp_path / "c" / "final.json")["payload"]
+    assert_equal(dict(payload["weights"]), module.seen[6])
+    assert torch.equal(payload["transposed"], module.seen[6]["base.0.weight"].t())
+
+
+def test_a_shared_file_that_was_written_to_is_not_shared_any_further(train, tmp_path):
+    class Meddling(Adapted):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.global_step == 3:
+                [path] = (tmp_path / "c").glob("step-00000002/shared/*/model.safetensors")
+                with path.open("r+b") as file:
+                    file.seek(1000)
+                    file.write(b"x")
+
+    module = train(Meddling(), 6, asynchronous=False)
+
+    assert_equal(load_weights(tmp_path / "c" / "step-00000006.json"), module.seen[6])
+    verify(tmp_path / "c" / "step-00000006.json")
+    assert len(shared_files_of(tmp_path / "c")) == 2
+
+
+def test_a_shared_file_that_is_gone_is_written_again(train, tmp_path, linking):
+    class Losing(Adapted):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.global_step == 3:
+                for path in [*(tmp_path / "c").glob("**/shared/*/model.safetensors")]:
+                    path.unlink()
+
+    module = train(Losing(), 6, asynchronous=False)
+
+    assert_equal(load_weights(tmp_path / "c" / "step-00000006.json"), module.seen[6])
+
+
+def test_a_file_of_a_broken_earlier_checkpoint_is_not_taken_over(train, tmp_path):
+    train(Adapted(), 2, save_final=False)
+    shutil.copytree(tmp_path / "c", tmp_path / "sound")
+    [path] = (tmp_path / "c").glob("**/shared/*/model.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    module = train(Adapted(), 4, resume=tmp_path / "sound" / "step-00000002.json")
+
+    assert_equal(load_weights(tmp_path / "c" / "step-00000004.json"), module.seen[4])
+
+
+def test_files_of_others_in_the_shared_folder_stay(train, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    train(Adapted(), 2, save_final=False)
+    shared = tmp_path / "c" / "shared"
+    (shared / "notes.txt").write_text("mine")
+    (shared / ("0" * 32)).mkdir()
+    (shared / ("0" * 32) / "notes.txt").write_text("mine")
+    (shared / ("1" * 32)).symlink_to(tmp_path)
+    (shared / ("2" * 32)).mkdir()
+    (shared / ("2" * 32) / "model.safetensors").write_bytes(b"what a killed process left")
+
+    assert sweep(tmp_path / "c") == [f"shared/{'2' * 32}/model.safetensors"]
+    delete_checkpoint(tmp_path / "c" / "step-00000002.json")
+
+    assert sorted(path.name for path in shared.iterdir()) == ["0" * 32, "1" * 32, "notes.txt"]
+    assert (shared / ("0" * 32) / "notes.txt").read_text() == "mine"
+
+
+def test_nothing_is_removed_that_an_unreadable_record_may_name(train, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    train(Adapted(), 4, save_final=False)
+    record = tmp_path / "c" / "step-00000004.json"
+    whole = record.read_bytes()
+    record.write_bytes(whole[:-20])
+
+    delete_checkpoint(tmp_path / "c" / "step-00000002.json")
+    sweep(tmp_path / "c")
+    record.write_bytes(whole)
+
+    verify(record)
+
+
+class Run:
+    """A trainer's weights and the checkpoints that it should have, over restarts of its process."""
+
+    def __init__(self, directory, chance):
+        self.directory, self.chance = directory, chance
+        self.weights = {f"layer{i}": torch.randn(600) for i in range(6)}
+        self.trained, self.expected, self.step = {"layer0"}, {}, 0
+        directory.mkdir()
+        self.restart()
+
+    def restart(self):
+        commit._live.clear()
+        shared_files._in_use.clear()
+        sweep(self.directory)
+        self.io = DurableCheckpointIO(asynchronous=self.chance.random() < 0.5)
+        frozen = {name: tensor for name, tensor in self.weights.items() if name not in self.trained}
+        self.io.look(self.directory, frozen)
+
+    def save(self):
+        self.step += 1
+        path = self.directory / f"step-{self.step:08d}.json"
+        meta = RecordMeta(step=self.step, run_id="r", trained=frozenset(self.trained))
+        self.expected[path] = copy.deepcopy(self.weights)
+        self.io.expect(path, SaveRequest(meta))
+        self.io.save_checkpoint({"state_dict": dict(self.weights), "kept": self.weights["layer5"][:10]}, path)
+        self.train()  # goes on while the checkpoint is written
+        self.io.wait()
+
+    def train(self):
+        for name in self.trained:
+            self.weights[name].data.add_(1)
+
+    def freeze(self):
+        self.trained.discard(self.chance.choice(sorted(self.weights)))
+
+    def unfreeze(self):
+        self.trained.add(self.chance.choice(sorted(self.weights)))
+
+    def edit_by_hand(self):
+        self.weights[self.chance.choice(sorted(self.weights))].data[self.chance.randrange(600)] += 1
+
+    def remove_one(self):
+        if self.expected:
+            path = self.chance.choice(sorted(self.expected))
+            del self.expected[path]
+            delete_checkpoint(path)
+
+    def die_in_a_save(self, inject_at):
+        self.step += 1
+        path = self.directory / f"step-{self.step:08d}.json"
+        meta = RecordMeta(step=self.step, run_id="r", trained=frozenset(self.trained))
+        self.io.asynchronous = False
+        self.io.expect(path, SaveRequest(meta))
+        with dying(inject_at), contextlib.suppress(Dead):
+            self.io.save_checkpoint({"state_dict": dict(self.weights)}, path)
+        if path.exists():
+            self.expected[path] = copy.deepcopy(self.weights)
+        self.restart()
+
+
+class Dead(BaseException):
+    """Nothing handles it."""
+
+
+class dying:
+    """After some calls of the system nothing works any longer, as for a process that is no more."""
+
+    names = ("open", "rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync", "writev")
+
+    def __init__(self, after):
+        self.left = after
+
+    def __enter__(self):
+        self.real = {name: getattr(os, name) for name in self.names}
+        for name, function in self.real.items():
+            setattr(os, name, self.counted(function))
+
+    def __exit__(self, *_):
+        for name, function in self.real.items():
+            setattr(os, name, function)
+
+    def counted(self, function):
+        def call(*args, **kwargs):
+            self.left -= 1
+            if self.left < 0:
+                raise Dead
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_each_checkpoint_that_is_kept_is_whole_and_has_its_bits(tmp_path, seed, linking, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is cut off from power
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    run = Run(tmp_path / "c", chance)
+    actions = [run.save] * 5 + [run.train, run.freeze, run.unfreeze, run.edit_by_hand, run.remove_one, run.restart]
+
+    for _ in range(40):
+        if chance.random() < 0.1:
+            run.die_in_a_save(chance.randrange(60))
+        else:
+            chance.choice(actions)()
+        found = {listed.path: listed.record for listed in list_checkpoints(run.directory)}
+        assert found.keys() == run.expected.keys()
+    for path, weights in run.expected.items():
+        check_contents(verify(path))
+        loaded = load(path)
+        assert_equal(dict(loaded["state_dict"]), weights)
+    sweep(run.directory)
+    named = {file.path for path in run.expected for file in read_record(path).files}
+    present = {p.relative_to(run.directory).as_posix() for p in run.directory.rglob("*") if p.is_file()}
+    assert present - named == {path.name for path in run.expected}

@@ -1,0 +1,369 @@
+"""Planted faults are found, told once when they begin and once when they end, and nothing else is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlight.adapter import StepResult
+from genlight.callbacks import Checkpoint, Diagnosis, Hook
+from genlight.reporters import EventLogger
+from genlight.reporters.events.reader import read_events as read_log
+from genlight.reporters.telemetry import read_events
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+class Planted:
+    """Three layers on random batches; `plant(trainer, step, state)` may break something before a step."""
+
+    def __init__(self, plant=lambda trainer, step, state: None, *, lr=0.01) -> None:
+        self.plant, self.lr = plant, lr
+        self.scale = torch.tensor(1.0)
+        self.metrics = {}
+        self.steps = 0
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+        self.spare = torch.nn.Linear(2, 2)
+        self.uses_spare = True
+        parameters = [*self.model.parameters(), *self.spare.parameters()]
+        return {"optimizer": torch.optim.Adam(parameters, lr=self.lr)}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        self.plant(self, self.steps, state)
+        state["optimizer"].zero_grad()
+        loss = (self.model(batch) - 1).square().mean() * self.scale
+        if self.uses_spare:
+            loss = loss + self.spare(torch.ones(2)).square().mean()
+        loss.backward()
+        self.before_update()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach(), **self.metrics})
+
+    def before_update(self): ...
+
+    def state_dict(self, state):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.steps = payload["steps"]
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 4, generator=generator) for _ in range(count)]
+
+
+def told(path: Path) -> list[tuple[str, str, int]]:
+    """Fault, begins or ends, and the step of each event."""
+    events = [event for event in read_events(path) if event["event"] == "diagnostic"]
+    return [(event["artifacts"]["fault"], event["artifacts"]["state"], event["step"]) for event in events]
+
+
+def begun(path: Path, kind: str) -> dict:
+    (event,) = [
+        event
+        for event in read_events(path)
+        if (event["artifacts"]["fault"], event["artifacts"]["state"]) == (kind, "begins")
+    ]
+    return event
+
+
+def within(first: int, last: int, action, otherwise=lambda trainer, state: None):
+    """Do `action` in steps from `first` to `last`, and `otherwise` in all others."""
+
+    def plant(trainer, step, state):
+        (action if first <= step <= last else otherwise)(trainer, state)
+
+    return plant
+
+
+def test_a_healthy_run_is_told_nothing_of(fit, path: Path) -> None:
+    fit(Planted(), [Diagnosis(5, path=path)], steps=80, batches=batches(80))
+
+    assert read_events(path) == []
+
+
+def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Path, caplog, tmp_path: Path) -> None:
+    """With figures, suggestions, log, metrics and `on_fault`; `success` says whether all is well again."""
+    heard = []
+
+    class Hears(Hook):
+        def on_fault(self, trainer, pl_module, fault):
+            heard.append((fault.kind, fault.is_over, trainer.global_step))
+
+    def stop(trainer, state):
+        state["optimizer"].param_groups[0]["lr"] = 0.0
+
+    def go(trainer, state):
+        state["optimizer"].param_groups[0]["lr"] = 0.01
+
+    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    callbacks = [Hears(), Diagnosis(5, path=path, rising_checks=99)]
+    fit(Planted(within(11, 20, stop, go)), callbacks, steps=40, batches=batches(40), logger=logger)
+
+    assert told(path) == [
+        ("zero_learning_rate", "begins", 15),
+        ("rising_learning_rate", "begins", 25),
+        ("zero_learning_rate", "ends", 30),
+        ("rising_learning_rate", "ends", 35),
+    ]
+    first, _, third, _ = read_events(path)
+    assert (first["success"], third["success"]) == (False, True)
+    assert first["error"] == "the learning rate is 0: updates change nothing"
+    assert first["suggestions"]
+    assert first["artifacts"]["learning_rate"] == 0.0
+    assert third["artifacts"]["began_at_step"] == 15
+    assert [event[0] for event in heard] == [fault for fault, _, _ in told(path)]
+    assert "step 15: the learning rate is 0" in caplog.text
+    logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name", "").startswith("diagnosis/z")]
+    assert [(event["value"], event["step"]) for event in logged] == [(1.0, 15), (0.0, 30)]
+
+
+def test_the_first_module_that_gives_nan_is_named_with_the_step(fit, path: Path) -> None:
+    """Also in a step between two checks, with `trace_modules`."""
+
+    def poison(trainer, state):
+        trainer.model[2].weight.data[0, 0] = float("nan")
+
+    fit(Planted(within(7, 7, poison)), [Diagnosis(5, path=path, trace_modules=True)], steps=12, batches=batches(12))
+
+    event = begun(path, "nonfinite_loss")
+    assert event["step"] == 10
+    assert event["artifacts"]["first_step"] == 7
+    assert event["artifacts"]["forward_origin"].endswith("model.2") or event["artifacts"]["forward_origin"] == "2"
+    assert event["artifacts"]["origin_step"] == 7
+    assert "the first output that is not finite is that of" in event["error"]
+
+
+def test_without_a_trace_it_says_since_which_step_and_how_to_learn_which_module(fit, path: Path) -> None:
+    def poison(trainer, state):
+        trainer.model[2].weight.data[0, 0] = float("nan")
+
+    fit(Planted(within(7, 7, poison)), [Diagnosis(5, path=path)], steps=12, batches=batches(12))
+
+    event = begun(path, "nonfinite_loss")
+    assert event["artifacts"]["first_step"] == 7
+    assert event["artifacts"]["weights_are_finite"] is False
+    assert any("trace_modules=True" in suggestion for suggestion in event["suggestions"])
+
+
+def test_a_backward_that_gives_nan_is_named(fit, path: Path) -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("nan")
+
+    class Layer(torch.nn.Module):
+        def forward(self, values):
+            return Breaks.apply(values)
+
+    class WithLayer(Planted):
+        def configure(self, ctx):
+            state = super().configure(ctx)
+            self.model[3] = Layer()
+            return state
+
+    fit(WithLayer(), [Diagnosis(1, path=path)], steps=3, batches=batches(3))
+
+    event = begun(path, "nonfinite_gradients")
+    assert event["step"] == 1
+    assert event["artifacts"]["backward_origin"].endswith("3")
+    assert event["artifacts"]["forward_origin"] is None
+    assert ("nonfinite_loss", "begins", 2) in told(path)  # the weights are nan after the first update
+
+
+def test_gradients_are_seen_as_the_update_uses_them(fit, path: Path) -> None:
+    """What the trainer clips does not explode."""
+
+    class Clips(Planted):
+        def before_update(self):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def grow(trainer, step, state):
+        trainer.scale = torch.tensor(1e9)
+
+    fit(Clips(grow), [Diagnosis(5, path=path)], steps=10, batches=batches(10))
+    assert "exploding_gradients" not in [fault for fault, _, _ in told(path)]
+
+    fit(Planted(grow), [Diagnosis(5, path=path)], steps=10, batches=batches(10))
+    event = begun(path, "exploding_gradients")
+    assert event["artifacts"]["largest_norm"] > event["artifacts"]["limit"]
+
+
+def test_gradients_that_vanish_and_weights_that_stay(fit, path: Path) -> None:
+    def shrink(trainer, state):
+        trainer.scale, trainer.uses_spare = torch.tensor(1e-12), False
+
+    fit(Planted(within(1, 99, shrink)), [Diagnosis(5, path=path)], steps=5, batches=batches(5))
+
+    event = begun(path, "vanishing_gradients")
+    assert 0 < event["artifacts"]["largest_norm"] < 1e-8
+
+
+def test_parameters_without_a_gradient_are_named_after_some_checks(fit, path: Path) -> None:
+    def leave_out(trainer, state):
+        trainer.uses_spare = False
+
+    def use(trainer, state):
+        trainer.uses_spare = True
+
+    plant = within(6, 25, leave_out, use)
+    fit(Planted(plant), [Diagnosis(5, path=path, cool_down_checks=1)], steps=40, batches=batches(40))
+
+    assert told(path) == [("dead_parameters", "begins", 20), ("dead_parameters", "ends", 30)]
+    assert [name.rpartition(".")[2] for name in begun(path, "dead_parameters")["artifacts"]["parameters"]] == [
+        *("weight", "bias")
+    ]
+
+
+def test_a_loss_spike_between_checks_is_found_with_its_step(fit, path: Path) -> None:
+    def spike(trainer, state):
+        trainer.scale = torch.tensor(1000.0)
+
+    def usual(trainer, state):
+        trainer.scale = torch.tensor(1.0)
+
+    plant = within(53, 53, spike, usual)
+    fit(Planted(plant, lr=1e-4), [Diagnosis(10, path=path, cool_down_checks=1)], steps=80, batches=batches(80))
+
+    assert ("loss_spike", "begins", 60) in told(path)
+    assert ("loss_spike", "ends", 70) in told(path)
+    assert begun(path, "loss_spike")["artifacts"]["spike_step"] == 53
+
+
+def test_updates_as_large_as_the_weights_and_updates_lost_in_rounding(fit, path: Path) -> None:
+    fit(Planted(lr=5.0), [Diagnosis(2, path=path)], steps=2, batches=batches(2))
+    assert begun(path, "large_updates")["artifacts"]["update_ratio"] > 0.3
+
+    fit(Planted(lr=1e-12), [Diagnosis(2, path=path)], steps=2, batches=batches(2))
+    assert begun(path, "small_updates")["artifacts"]["update_ratio"] < 1e-8
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_collapsed"),
+    [
+        ({"latent_std": 1e-7}, True),
+        ({"latent_std": torch.tensor(0.5), "z_std": 0.0}, False),
+        ({"vae/z_std": torch.tensor(0.0)}, True),
+        ({"z_var": 1e-10}, False),
+        ({"latent_var": 1e-13}, True),
+    ],
+)
+def test_latent_values_collapse_and_a_variance_is_compared_with_its_square(fit, path, metrics, is_collapsed) -> None:
+    def tell(trainer, step, state):
+        trainer.metrics = metrics
+
+    fit(Planted(tell), [Diagnosis(3, path=path)], steps=3, batches=batches(3))
+
+    assert [fault for fault, _, _ in told(path)] == ["latent_collapse"] * is_collapsed
+
+
+def test_the_same_batch_twice_in_a_row_is_repeated_data(fit, path: Path) -> None:
+    same = batches(1)[0]
+
+    fit(Planted(), [Diagnosis(5, path=path)], steps=10, batches=[*batches(8), same, same])
+
+    assert told(path) == [("repeated_data", "begins", 10)]
+
+
+def test_an_overflow_that_the_scaler_skips_is_no_fault(fit, path: Path) -> None:
+    """The first scale of fp16 is so large that the first updates are left out."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40))
+    fit(Planted(), [Diagnosis(1, path=path)], steps=6, batches=batches(6), plugins=[plugin])
+
+    assert "nonfinite_gradients" not in [fault for fault, _, _ in told(path)]
+
+
+def test_it_changes_no_bit(fit, path: Path) -> None:
+    weights = []
+    for callbacks in ([], [Diagnosis(3, path=path)], [Diagnosis(1, path=path, trace_modules=True)]):
+        _, module = fit(Planted(), callbacks, steps=12, batches=batches(12))
+        weights.append(module.state_dict())
+
+    assert all(torch.equal(weights[0][name], other[name]) for name in weights[0] for other in weights[1:])
+
+
+def test_nothing_of_it_is_left_on_modules_optimizers_and_parameters(fit, path: Path) -> None:
+    trainer = Planted()
+    _, module = fit(trainer, [Diagnosis(2, path=path)], steps=7, batches=batches(7))
+
+    (optimizer,) = module.trainer.optimizers
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not any(part._forward_hooks for part in trainer.model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+
+
+def test_a_fault_goes_on_over_a_resume_and_begins_once(fit, path: Path, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from genlight.adapter import ContractModule
+    from genlight.adapter.training_loop import BatchStream
+
+    def leave_out(trainer, step, state):
+        trainer.uses_spare = False
+
+    checkpoint = Checkpoint(tmp_path / "c")
+    fit(Planted(leave_out), [checkpoint, Diagnosis(2, path=path, dead_checks=2)], steps=6, batches=batches(6),
+        enable_checkpointing=True)  # fmt: skip
+    assert told(path) == [("dead_parameters", "begins", 4)]
+
+    diagnosis = Diagnosis(2, path=path, dead_checks=2)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=12, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Checkpoint(tmp_path / "c", replace_existing=True), diagnosis],
+    )  # fmt: skip
+    trainer.fit(
+        ContractModule(Planted(leave_out), None), BatchStream(batches(20)), ckpt_path=str(tmp_path / "c" / "final.json")
+    )
+
+    assert told(path) == [("dead_parameters", "begins", 4)]
+    assert list(diagnosis.faults) == ["dead_parameters"]
+
+
+def test_it_works_with_any_module_and_with_accumulated_gradients(fit_plain, path: Path) -> None:
+    fit_plain([Diagnosis(2, path=path, update_ratio_max=0.0)], steps=4, accumulate_grad_batches=3)
+
+    assert told(path) == [("large_updates", "begins", 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"check_interval": -1}, ["check_interval"]),
+        ({"gradient_min_norm": -1.0, "latent_std_min": float("nan")}, ["gradient_min_norm", "latent_std_min"]),
+        ({"dead_checks": 0, "cool_down_checks": 0, "scenario": ""}, ["dead_checks", "cool_down_checks", "scenario"]),
+    ],
+)
+def test_arguments_that_make_no_sense_are_all_named_at_once(arguments, names) -> None:
+    with pytest.raises(ValueError, match="Invalid arguments of Diagnosis") as refused:
+        Diagnosis(**arguments)
+    assert all(f"`{name}`" in str(refused.value) for name in names)
+
+
+def test_a_cadence_of_0_is_off(fit, path: Path) -> None:
+    fit(Planted(lr=0.0), [Diagnosis(0, path=path)], steps=3, batches=batches(3))
+
+    assert not path.exists()

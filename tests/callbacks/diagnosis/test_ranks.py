@@ -1,0 +1,66 @@
+"""All ranks reach one verdict, also about what only one of them saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genlight.reporters.telemetry import read_events
+from support import SUPPORT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder of several short trainings, and the faults that each rank knew of."""
+    folder = tmp_path_factory.mktemp("diagnosis")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "diagnosis_ranks.py"), str(rank), "2", str(folder)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_rank_has_the_same_verdict_and_rank_zero_alone_writes_it(outcomes) -> None:
+    folder, (first, second) = outcomes
+    assert first == second
+    for name, faults in first.items():
+        written = read_events(folder / f"{name}.jsonl")
+        assert [event["artifacts"]["fault"] for event in written] == list(faults)
+
+
+@pytest.mark.parametrize("module", ["contract", "plain"])
+def test_what_is_told_is_what_was_planted(outcomes, module: str) -> None:
+    _, (found, _) = outcomes
+    text, _, figures = found[f"{module} sleeps"]["straggler"]
+    assert figures["rank"] == 1
+    assert figures["host"] == platform.node()
+    assert figures["step_seconds"] >= 0.25
+    assert text.startswith(f"rank 1 on {platform.node()} takes")
+
+    assert found[f"{module} nan"]["nonfinite_loss"][2]["first_step"] == 1
+    assert found[f"{module} nan"]["nonfinite_gradients"][1] == 6
+
+    assert found[f"{module} shared"]["repeated_data"][0] == "all ranks train on the same batch"
+
+    for fault in ("none", "nan", "sleeps"):
+        assert "repeated_data" not in found[f"{module} {fault}"]

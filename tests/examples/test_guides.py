@@ -1,0 +1,109 @@
+"""The guides do what they say, with the packages that they are about.
+
+`make` installs those into `.venv/guides`, away from everything else: with transformers beside it, torchmetrics imports
+it, and each process that loads Lightning takes a second longer.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+from support.snippets import run_snippets
+
+GUIDES = Path(__file__).parents[2] / "examples" / "guides"
+PACKAGES = Path(sys.prefix) / "guides"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
+]
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """The environment of a reader who has installed what the guide needs, and who is not on the network."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "HF_"))}
+    return mine | {
+        "PYTHONPATH": str(PACKAGES),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "JUPYTER_PLATFORM_DIRS": "1",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+    }
+
+
+@pytest.fixture
+def follow(tmp_path, environ):
+    """Run a guide in an empty folder; gives the folder."""
+
+    def run(page: str, **more: str) -> Path:
+        assert run_snippets(GUIDES / page, tmp_path, environ=environ | more)
+        return tmp_path
+
+    return run
+
+
+def test_a_frozen_gpt2_trains_its_lora_and_keeps_the_adapter_in_its_own_format(follow):
+    run = follow("huggingface.md") / "runs" / "lora"
+
+    events = list(read_events(run / "metrics" / "events.jsonl"))
+    assert events[-1]["event"] == "completed"
+    assert events[-1]["final_checkpoint"].endswith("adapter_model.safetensors")
+    assert {"train/loss", "train/lr", "eval/h_after_t"} <= {event.get("name") for event in events}
+
+
+def test_each_logger_gets_the_metrics_of_a_job(follow):
+    folder = follow("loggers.md")
+
+    logs = folder / "logs"
+    with (logs / "csv" / "version_0" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["train/loss"]] == ["5", "10", "15", "20"]
+    assert list((logs / "tensorboard" / "version_0").glob("events.out.tfevents.*"))
+    assert list((logs / "wandb").glob("offline-run-*/run-*.wandb"))
+    (losses,) = (logs / "mlflow").rglob("metrics/train/loss")
+    assert len(losses.read_text().splitlines()) == 4
+    log = folder / "logged" / "runs" / "logged" / "metrics" / "events.jsonl"
+    assert validate_events(log) == []
+    assert next(read_events(log))["metadata"]["notes"] == "four loggers at once"
+
+
+def test_a_sweep_leaves_one_run_for_each_setting(follow):
+    runs = follow("sweeps.md", PYTHONPATH="") / "swept" / "runs"
+
+    assert sorted(path.name for path in runs.iterdir()) == ["lr-0.1", "trial-0.02"]
+
+
+def test_a_stateful_loader_resumes_exactly(follow):
+    folder = follow("stateful_loader.md")
+
+    assert (folder / "cut-2" / "final.json").exists()
+
+
+def test_the_notebook_runs_in_a_kernel_of_its_own(tmp_path, environ):
+    script = (
+        "import nbclient, nbformat, sys\n"
+        "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
+        "nbclient.NotebookClient(notebook, timeout=240).execute()\n"
+        "print(notebook.cells[-1].outputs[-1]['data']['text/plain'])\n"
+    )
+    command = [sys.executable, "-c", script, str(GUIDES / "notebook.ipynb")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "weight" in done.stdout
+
+
+def test_the_notebook_is_kept_without_output():
+    notebook = json.loads((GUIDES / "notebook.ipynb").read_text())
+
+    assert [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")] == []

@@ -1,0 +1,167 @@
+"""Training under a real Slurm: two nodes, preemption, time limits, dead nodes, arrays."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from genlight.callbacks.checkpoint import newest_valid
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+DIGITS = Path(__file__).parents[2] / "examples/digits"
+
+TRAINER = '''
+import json, os
+from pathlib import Path
+from trainer import DigitsTrainer
+
+class OnNodes(DigitsTrainer):
+    """Notes where each of its ranks stands, and waits in a step for the file that a test makes."""
+
+    def setup(self, ctx):
+        place = ctx.job_context
+        note = [ctx.rank, ctx.world_size, place.hostnames[place.node_rank], place.local_rank, place.job_id]
+        Path(f"place-{ctx.job.run_id}-{ctx.rank}").write_text(json.dumps(note))
+        self.hold = ctx.job.hyperparams.get("hold")
+        self.steps = 0
+        super().setup(ctx)
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        if self.steps == 4 and self.hold:
+            Path(f"reached-{ctx.rank}").write_text(str(os.getpid()))
+            import time
+            while not ctx.is_canceled() and not Path(self.hold).exists():
+                time.sleep(0.02)
+        return super().train_step(batch, state, ctx)
+'''
+
+
+class Jobs:
+    """Jobs in a folder that all nodes share."""
+
+    def __init__(self, slurm, folder):
+        self.slurm, self.folder = slurm, folder
+        (folder / "trainer.py").write_text((DIGITS / "trainer.py").read_text())
+        (folder / "on_nodes.py").write_text(TRAINER)
+
+    def write(self, run_id, **fields):
+        job = json.loads((DIGITS / "job.json").read_text())
+        job |= {"run_id": run_id, "trainer": "on_nodes:OnNodes", "max_steps": 60, "metric_every": 2}
+        job |= {"checkpoint_every": 0, "sample_every": 0, "sample_prompts": [], "lightning": {"accelerator": "cpu"}}
+        job["dataset"] |= {"parquet_paths": [str(DIGITS / "digits.parquet")], "batch_size": 16}
+        job["hyperparams"] |= {"width": 8, "depth": 1, **fields.pop("hyperparams", {})}
+        path = self.folder / f"{run_id}.json"
+        path.write_text(json.dumps(job | fields))
+        return path
+
+    def genlight(self, *arguments):
+        return self.slurm.call(sys.executable, "-m", "genlight.adapter.cli", *arguments, cwd=self.folder)
+
+    def submit(self, path, *options):
+        said = self.genlight("slurm", "submit", path, *options)
+        return said.strip()
+
+    def events(self, run_id):
+        path = self.folder / "runs" / run_id / "metrics/events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def weights(self, run_id):
+        return (self.folder / "runs" / run_id / "checkpoints/final/model.safetensors").read_bytes()
+
+    def output(self, run_id):
+        return "".join(path.read_text() for path in self.folder.glob(f"{run_id}-*.out"))
+
+    def until_reached(self, ranks=2):
+        paths = [self.folder / f"reached-{rank}" for rank in range(ranks)]
+        self.slurm.until(lambda: all(path.exists() and path.read_text() for path in paths), "all ranks train")
+        return [int(path.read_text()) for path in paths]
+
+
+@pytest.fixture
+def jobs(slurm, tmp_path):
+    made = Jobs(slurm, tmp_path)
+    yield made
+    for path in tmp_path.glob("*.out"):  # shown where a test fails
+        print(path.name, path.read_text()[-3000:])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm, tmp_path_factory):
+    """A job that trains until its time is over, which is long after everything else here."""
+    jobs = Jobs(slurm, tmp_path_factory.mktemp("limited"))
+    path = jobs.write("limited", hyperparams={"hold": "never"})
+    return jobs, jobs.submit(path, "--time=2", "--grace=30", "--no-requeue")
+
+
+def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(jobs):
+    straight = jobs.submit(jobs.write("straight"), "--nodes=2")
+    assert jobs.slurm.wait(straight) == ("COMPLETED", 0)
+    places = [json.loads((jobs.folder / f"place-straight-{rank}").read_text()) for rank in range(2)]
+    assert places == [[0, 2, "n9", 0, straight], [1, 2, "n10", 0, straight]]
+
+    stopped = jobs.submit(jobs.write("stopped", hyperparams={"hold": "go"}), "--nodes=2")
+    jobs.until_reached()
+    jobs.slurm.call("scancel", "--signal=TERM", stopped)
+    jobs.slurm.until(lambda: "preempted" in str(jobs.events("stopped")), "the run has stopped")
+    (jobs.folder / "go").touch()
+    failed = next(event for event in jobs.events("stopped") if event["event"] == "failed")
+    assert (failed["category"], failed["resumable"]) == ("preempted", True)
+    assert 4 <= failed["step"] < 60
+    assert jobs.slurm.wait(stopped) == ("COMPLETED", 0)
+
+    assert jobs.slurm.job(stopped, "Restarts") == "1"
+    resumed = [e["value"] for e in jobs.events("stopped") if e.get("name") == "trainer/resumed_from_step"]
+    assert resumed == [failed["step"]]
+    assert jobs.weights("stopped") == jobs.weights("straight")
+
+    before = len(jobs.events("straight"))
+    jobs.slurm.call("scontrol", "requeue", straight)
+    jobs.slurm.until(lambda: jobs.slurm.job(straight, "Restarts") == "1", "the job runs again")
+    assert jobs.slurm.wait(straight) == ("COMPLETED", 0)
+    assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
+
+
+def test_a_node_that_dies_ends_the_others_and_the_job_comes_back(jobs):
+    slurm = jobs.slurm
+    job = jobs.submit(jobs.write("dying", checkpoint_every=2, hyperparams={"hold": "go"}), "--nodes=2")
+    pids = jobs.until_reached()
+    slurm.kill_node("n10")
+    os.kill(pids[1], signal.SIGKILL)
+    (jobs.folder / "go").touch()
+    slurm.until(lambda: any(event["event"] == "failed" for event in jobs.events("dying")), "rank 0 has noticed")
+    slurm.start_node("n10")
+    assert slurm.wait(job) == ("COMPLETED", 0)
+    ends = [event["event"] for event in jobs.events("dying") if event["event"] in ("started", "failed", "completed")]
+    assert ends == ["started", "failed", "started", "completed"]
+    assert "n10: task 1: Killed" in jobs.output("dying")
+
+
+def test_each_task_of_an_array_trains_with_its_values_in_a_folder_of_its_own(jobs):
+    path = jobs.write("sweep", max_steps=4)
+    job = jobs.submit(path, "--array=hyperparams.seed=1,2")
+    for _ in range(2):
+        jobs.slurm.wait(job)
+    jobs.slurm.until(lambda: not jobs.slurm.call("squeue", "--noheader", f"--job={job}"), "the array has ended")
+
+    weights = {
+        (jobs.folder / f"runs/sweep/{index}/checkpoints/final/model.safetensors").read_bytes() for index in (0, 1)
+    }
+    assert len(weights) == 2
+    status = jobs.genlight("slurm", "status", jobs.folder / "runs/sweep")
+    assert "0: attempt 1, completed, step 4" in status
+    assert "1: attempt 1, completed, step 4" in status
+
+
+def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(limited):
+    jobs, job = limited
+    assert jobs.slurm.wait(job) == ("FAILED", 75)
+
+    failed = jobs.events("limited")[-1]
+    assert (failed["event"], failed["category"], failed["resumable"]) == ("failed", "timeout", True)
+    record, warnings = newest_valid(jobs.folder / "runs/limited/checkpoints")
+    assert (record.step, warnings) == (failed["step"], [])

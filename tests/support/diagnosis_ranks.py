@@ -1,0 +1,135 @@
+"""One rank of the tests of diagnosis; started once per rank: ``diagnosis_ranks.py RANK WORLD_SIZE FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from genlight.adapter import ContractModule, StepResult
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import Diagnosis
+
+RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+STEPS = 12
+SLEEP_S = 0.25
+
+
+class Environment(LightningEnvironment):
+    creates_processes_externally = True
+
+    def local_rank(self) -> int:
+        return RANK
+
+    def global_rank(self) -> int:
+        return RANK
+
+    def world_size(self) -> int:
+        return WORLD_SIZE
+
+    def set_world_size(self, size: int) -> None: ...
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of_batch(model: nn.Module, batch: torch.Tensor, fault: str) -> torch.Tensor:
+    """On rank 1 a step may take longer, or a batch may be broken."""
+    if RANK == 1 and fault == "sleeps":
+        time.sleep(SLEEP_S)
+    if RANK == 1 and fault == "nan":
+        batch = batch * float("nan")
+    return (model(batch) - 1).square().mean()
+
+
+class Plain(pl.LightningModule):
+    """Trains as Lightning's users do."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.net, self.fault = net(), fault
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loss_of_batch(self.net, batch, self.fault)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Contract:
+    """The same as a trainer class."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        model = net()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["optimizer"].zero_grad()
+        loss = loss_of_batch(state["model"], batch, self.fault)
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, Any]:
+    """The faults that this rank knows of after a training."""
+    generator = torch.Generator().manual_seed(0 if fault == "shared" else RANK)
+    batches = [torch.randn(3, 4, generator=generator) for _ in range(STEPS)]
+    diagnosis = Diagnosis(6, path=FOLDER / f"{name} {fault}.jsonl")
+    store = FOLDER / f"store {name} {fault}"
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD_SIZE), rank=RANK, world_size=WORLD_SIZE)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo"),
+        max_steps=STEPS,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=FOLDER,
+        callbacks=[diagnosis],
+    )
+    trainer.fit(module, BatchStream(batches))
+    dist.destroy_process_group()
+    return {kind: [found.text, found.step, dict(found.figures)] for kind, found in diagnosis.faults.items()}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    found = {}
+    for fault in ("none", "sleeps", "nan", "shared"):
+        found[f"contract {fault}"] = faults_of(ContractModule(Contract(fault)), fault, "contract")
+        found[f"plain {fault}"] = faults_of(Plain(fault), fault, "plain")
+    (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

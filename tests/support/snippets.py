@@ -1,0 +1,59 @@
+"""Runs the snippets of a Markdown page as its reader would."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["blocks", "run_snippets"]
+
+_FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """Language, file name and text of each fenced block."""
+    return _FENCE.findall(page.read_text())
+
+
+def run_snippets(page: Path, folder: Path, *, environ: Mapping[str, str] | None = None) -> int:
+    """Write the files of `page` into `folder` and run its commands there; gives how many were run.
+
+    Files are written under their titles; a title that comes again goes on with its file. A Python file of Lightning's
+    own that no command names runs where it stands.
+
+    Raises:
+        AssertionError: A command fails, or a block is run by nothing; with its output.
+    """
+    ran = 0
+    written: set[str] = set()
+    shell = "".join(text for language, _, text in blocks(page) if language == "sh")
+    for language, title, text in blocks(page):
+        if title:
+            with (folder / title).open("a" if title in written else "w") as file:
+                file.write(f"\n{text}" if title in written else text)
+            written.add(title)
+            if language == "python" and "import lightning" in text and title not in shell:
+                _run(folder, [sys.executable, title], environ)
+                ran += 1
+        elif language == "sh":
+            for command in _commands(text):
+                _run(folder, command, environ)
+                ran += 1
+        else:
+            assert language in ("text", "bash"), f"a {language} block without a title is run by nothing:\n{text}"
+    return ran
+
+
+def _commands(text: str) -> list[list[str]]:
+    """What a block of shell lines has this interpreter do."""
+    programs = {"genlight": ["-m", "genlight.adapter.cli"], "python": []}
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    return [[sys.executable, *programs[words[0]], *words[1:]] for words in lines if words and words[0] in programs]
+
+
+def _run(folder: Path, command: list[str], environ: Mapping[str, str] | None) -> None:
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
