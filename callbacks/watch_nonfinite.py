@@ -138,10 +138,10 @@ class WatchNonfinite(Hook):
         told = f"{name} not finite at step {step}{before}"
         _report(trainer, step)
         if self.policy == "stop":
-            raise ending_the_run(NonfiniteError(f"{told}. Resume from an earlier checkpoint after the cause is mended"))
+            raise ending_the_run(NonfiniteError(f"{told}. Resume from an earlier checkpoint after removing the cause"))
         if trainer.is_global_zero:
             log.warning(
-                "%s. Training goes on, which `on_nonfinite: stop` of a job, or WatchNonfinite('stop'), would end", told
+                "%s. Training goes on; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it", told
             )
 
     @override
@@ -183,7 +183,7 @@ class WatchNonfinite(Hook):
         raise ending_the_run(
             NonfiniteError(
                 f"{_first_nonfinite(weights)} not finite at step {trainer.global_step}{before}, and no update with "
-                "finite gradients mends that. Resume from an earlier checkpoint after the cause is mended, such as a "
+                "finite gradients mends that. Resume from an earlier checkpoint after removing the cause, such as a "
                 "learning rate that is too high"
             )
         )

@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):  # tensors and arrays
         return value.tolist()
-    raise TypeError(f"{type(value).__qualname__} has no JSON form")
+    raise TypeError(f"{type(value).__qualname__} cannot be written as JSON")
 
 
 def _run_id(pl_module: pl.LightningModule) -> str:

@@ -27,14 +27,16 @@ MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("trainer", nargs="?", metavar="MODULE:CLASS", help="the trainer; else the one that --job names")
+    parser.add_argument(
+        "trainer", nargs="?", metavar="MODULE:CLASS", help="the trainer; without it, the one that --job names"
+    )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
     parser.add_argument(
         "--job",
         metavar="JOB",
         help="a job (JSON), or a configuration of `genlight fit` (YAML), whose hyperparameters and data are used",
     )
-    parser.add_argument("--batch_size", type=int, default=None, help="rows a batch; the job's, else 32")
+    parser.add_argument("--batch_size", type=int, default=None, help="rows per batch; by default the job's, or 32")
     parser.add_argument("--steps", type=int, default=3, help="steps before and after the interruption")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 

@@ -55,7 +55,7 @@ def _fault(value: str) -> str | None:
     except UnicodeDecodeError as error:
         return f"The configuration {value!r} is not text: byte {error.start} is not {error.encoding}. Name a YAML file."
     if _is_job_spec(text):
-        return f"{value!r} is a job spec. Run it by `genlight run {value}`."
+        return f"{value!r} is a job spec. Run it with `genlight run {value}`."
     return _syntax_fault(value, text)
 
 
@@ -73,7 +73,7 @@ def _syntax_fault(name: str, text: str) -> str | None:
         return f"The configuration {name!r} is nested too deeply."
     if not isinstance(tree, yaml.MappingNode):
         return f"The configuration {name!r} holds no settings. Name a YAML file with `trainer:`, `model:`, `data:`."
-    return next((f"The key {key!r} stands twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
+    return next((f"The key {key!r} appears twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
 
 
 def _repeated(node: Any, seen: set[int]) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("directory", metavar="DIR", help="the folder to write; it must be new or empty")
     parser.add_argument(
-        "--from", metavar="FILE.py[:CLASS]", help="begin with this trainer class; its file is copied into the folder"
+        "--from", metavar="FILE.py[:CLASS]", help="start from this trainer class; its file is copied into the folder"
     )
     parser.add_argument(
         "--data", action="append", default=[], metavar="FILE", help="a Parquet file to train on; may be repeated"
@@ -69,7 +69,7 @@ def _write_project(folder: Path, source: str | None, data: Sequence[str]) -> lis
         trainer, name, text = _own_trainer(source)
         del files[_SAMPLE_TRAINER]
         if name in files:
-            raise ValueError(f"{source} has the name of a file that is written here; rename it first")
+            raise ValueError(f"{source} has the name of a file that this command writes; rename it first")
         files[name] = text
         files["README.md"] = files["README.md"].replace(_SAMPLE_TRAINER, name)
         job["trainer"], job["hyperparams"] = trainer, {}

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         run_dir, action = action, run_dir
     if action not in _ACTIONS:
         offered = nearest(action, _ACTIONS, alike=0.6)
-        return _complain(f"there is no action {action!r}; choose from {', '.join(_ACTIONS)}.{offered}", _USAGE)
+        return _complain(f"unknown action {action!r}; choose from {', '.join(_ACTIONS)}.{offered}", _USAGE)
     spool = _spool_of(Path(run_dir))
     if not spool.is_dir():
         problem = f"{spool} is not a directory" if spool.exists() else f"there is no directory {spool}"
@@ -203,8 +203,8 @@ def _require_destinations(config: UploadConfig, about: Description, entries: Seq
     lacking = [name for name in about.targets if name not in {open_target(url).name for url in config.targets}]
     if lacking and kinds & {"checkpoint", "sample"}:
         raise UploadError(
-            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that anew with --target or in "
-            "`uploads.targets` of the job; a target in a run's folder is not followed."
+            f"The run also sent its files to {', '.join(map(safe_url, lacking))}. Name that destination "
+            "again with --target or in `uploads.targets` of the job; a target in a run's folder is not followed."
         )
 
 
@@ -250,7 +250,7 @@ def _export_files(entry: Entry, artifact: Artifact, root: Path, target: Path, ro
     for file in artifact.files:
         if file.path in outside:
             lost += 1
-            _complain(f"{file.path} lies outside of the run's folder, and is left out; see --root", _LEFT)
+            _complain(f"{file.path} is outside the run's folder and is left out; see --root", _LEFT)
             continue
         copy = target / f"{entry.kind}s" / f"{entry.seq:06d}" / file.layout
         copy.parent.mkdir(parents=True, exist_ok=True)

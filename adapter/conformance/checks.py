@@ -143,8 +143,8 @@ def check_state(subject: Subject, trained: Trained, folder: Path) -> Iterator[Fi
     yield Finding(
         "state round trip",
         "fail",
-        f"{lost[0]} is another after load_state_dict ({len(lost)} of {len(stored)} values)",
-        "Take everything that state_dict returns back in load_state_dict.",
+        f"{lost[0]} differs after load_state_dict ({len(lost)} of {len(stored)} values)",
+        "Restore everything that state_dict returns in load_state_dict.",
     )
 
 
@@ -157,7 +157,7 @@ def check_resume(subject: Subject, whole: Trained, middle: Snapshots, folder: Pa
         yield Finding(
             "reproducible",
             "warn",
-            f"two runs from the same seed end with another {unequal[0]}",
+            f"two runs from the same seed end with a different {unequal[0]}",
             "Seed what draws random numbers in `setup` or `configure`; a resume cannot be judged before.",
         )
         yield Finding("resume", "skip", "two uninterrupted runs differ already")
@@ -191,7 +191,7 @@ def _resume_finding(
             "resume",
             "fail",
             f"{steps}: the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)",
-            f"Return {lost[0]} from state_dict and take it back in load_state_dict.",
+            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
         )
     return Finding(
         "resume",
@@ -245,7 +245,7 @@ def check_ranks(subject: Subject, whole: Trained, folder: Path) -> Iterator[Find
     if sharded is not None:
         yield _sharded_finding(sharded, expected)
     if "halves" not in results:
-        yield Finding("batch size", "skip", "the raw batches cannot be cut in halves")
+        yield Finding("batch size", "skip", "the raw batches cannot be cut in half")
         return
     yield _batch_size_finding(*_distance(results["halves"][0], expected))
 
@@ -261,8 +261,8 @@ def _sharded_finding(results: list[dict[str, torch.Tensor]], expected: dict[str,
         return Finding(
             "sharded",
             "fail",
-            f"sharded over two processes with the same rows it ends {distance:.1e} away from one, at {path}",
-            "Use ddp; look for code that reads or changes weights beside forward, backward and an optimizer's step.",
+            f"sharded over two processes with the same rows, it ends {distance:.1e} away from one process, at {path}",
+            "Use ddp; look for code that reads or changes weights outside of forward, backward and optimizer steps.",
         )
     return Finding("sharded", "pass", f"FSDP 2 over two processes agrees with one to {distance:.1e}")
 

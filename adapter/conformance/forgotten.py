@@ -34,9 +34,9 @@ def forgotten_values(
         return Finding(
             "resume",
             "fail",
-            f"{said}: the weights are bit-equal, but {lost[0]} is another at the end ({len(lost)} values): it matters "
+            f"{said}: the weights are bit-equal, but {lost[0]} differs at the end ({len(lost)} values): it matters "
             "to later steps, or to what uses it",
-            f"Return {lost[0]} from state_dict and take it back in load_state_dict.",
+            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
         )
     both = whole[at].keys() & resumed[at].keys()
     written_anew = [
@@ -50,6 +50,6 @@ def forgotten_values(
             "warn",
             f"{said}: bit-equal, but {written_anew[0]} was not restored ({len(written_anew)} values) and came out the "
             "same because a later step wrote it",
-            "Save it, if it is more than the last step's: the best loss so far, say.",
+            "Save it if it is more than the last step's value, such as the best loss so far.",
         )
     return None

@@ -314,7 +314,7 @@ def _in_fixed_order(path: str, items: set[Any] | frozenset[Any]) -> list[Any]:
     for a, b in itertools.pairwise(ordered):
         if _fingerprint(a) == _fingerprint(b) and not isinstance(a, _ATOMS):
             raise ContractError(
-                f"{path} is a set that holds two {type(a).__name__} which nothing tells apart, so that ranks could not "
+                f"{path} is a set with two {type(a).__name__} which nothing tells apart, so that ranks could not "
                 "agree on them. Use a list."
             )
     return ordered
@@ -362,7 +362,7 @@ def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: 
         if not _usable(tensor, device, moved=moved):
             return f"{path} is on {tensor.device}, but this rank runs on {device}"
         if world_size > 1 and tensor.requires_grad and _in_shared_memory(tensor):
-            return f"{path} lives in memory that it shares with another process"
+            return f"{path} is in memory that is shared with another process"
     return ""
 
 

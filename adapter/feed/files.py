@@ -182,7 +182,7 @@ def _path_of(url: str) -> str:
         host, slash, path = rest[2:].partition("/")
         path = slash + path
     if host.lower() not in ("", "localhost") or not path.startswith("/"):
-        raise InputError(f"{url}: a file URL has no host and an absolute path, file:///folder/name")
+        raise InputError(f"{url}: a file URL has an absolute path and no host: file:///folder/name")
     return unquote(path, errors="surrogateescape")
 
 

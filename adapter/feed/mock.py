@@ -116,6 +116,6 @@ def _taken(state: Mapping[str, Any], length: int) -> int:
     which the next pass begins.
     """
     if "taken" not in state:
-        raise InputError(f"The position is of another kind of source; it has {', '.join(sorted(state))}.")
+        raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
     taken = int(state["taken"])
     return 0 if taken >= length else taken

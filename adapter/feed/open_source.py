@@ -90,7 +90,7 @@ def _ipc_source(files: Iterable[DataFile], columns: Sequence[str] | None, filter
         except InputError as error:
             errors.append(str(error))
         except (pa.ArrowException, OSError) as error:
-            errors.append(f"{file.name}: not a whole Arrow IPC file ({error})")
+            errors.append(f"{file.name}: not a complete Arrow IPC file ({error})")
     if errors:
         raise input_error(errors)
     return TableSource(tables, columns=columns, filters=filters, files=opened)

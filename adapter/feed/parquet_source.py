@@ -174,7 +174,7 @@ class ParquetSource:
             return
         _require_unchanged(groups[-1])
         if rows != sum(group.rows for group in groups):
-            raise InputError(f"{_label(groups[-1])}: {rows} rows; the footer told another number")
+            raise InputError(f"{_label(groups[-1])}: {rows} rows, but the footer states another number")
 
     def _one_by_one(self, groups: Sequence[_Group], skip: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
         """The rows after the first `skip`: those before the group that cannot be read, then its error."""
@@ -261,7 +261,7 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         number = error.errno if isinstance(error, OSError) else None  # Arrow has some of its own, without a number
         if number is not None:
             return f"{file.name}: cannot be read: {os.strerror(number)}"
-        return f"{file.name}: not a whole Parquet file ({error})"
+        return f"{file.name}: not a complete Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"
 

@@ -141,7 +141,7 @@ def _require_same_order(state: Mapping[str, Any], order: Order) -> None:
     if state.get("version") != STATE_VERSION:
         raise InputError(f"The position has version {state.get('version')!r}; this release reads {STATE_VERSION}.")
     if "spans" not in state:
-        raise InputError(f"The position is of another kind of source; it has {', '.join(sorted(state))}.")
+        raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
     now = {"rows": order.rows, "seed": order.seed, "shuffle": order.shuffle}
     if order.shuffle:
         now["window"] = order.window

@@ -35,7 +35,7 @@ def project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | Non
     """
     schemas = [(name, _plain(schema)) for name, schema in named]
     if not schemas:
-        return pa.schema([]), ["no data: there is not one file or table"]
+        return pa.schema([]), ["no data: there are no files or tables"]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
     errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]

@@ -279,9 +279,26 @@ class StepRouter:
         return result
 
     def check_managed(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that was not found after ``configure``, as `UnknownOptimizers` does."""
-        if id(optimizer) not in self._managed and not self._in_step:  # in a step, a managed one wraps it
+        """Refuse an optimizer that was not found after ``configure``, as `UnknownOptimizers` does.
+
+        A managed one that is stepped by a method that was taken before it was routed (kept in ``configure``, or
+        compiled there) gets the gradients of all ranks, but no update of it could be left out.
+        """
+        if self._in_step:  # a managed one, or one that it wraps
+            return
+        if id(optimizer) not in self._managed:
             self._unknown.check(optimizer, self._steps)
+            return
+        what = "16-mixed" if self._scaler is not None else "on_nonfinite: skip"
+        if self._scaler is not None or self._guard is not None:
+            raise ContractError(
+                f"{what} cannot leave out an update of {type(optimizer).__name__} whose `step` was kept or compiled "
+                "in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
+            )
+        if self._averaging is not None and not self.in_backward:
+            self._averaging.before_update(optimizer)
+        if self._hooks.before_optimizer_step is not None:
+            self._hooks.before_optimizer_step(optimizer)
 
     def _zero_grad(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if interception.is_active(self) and self._hooks.before_zero_grad is not None:

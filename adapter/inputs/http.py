@@ -233,10 +233,10 @@ def _continues(response: httpx2.Response, start: int, version: Version, entry: C
         return False
     content_range = CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     if content_range is None or int(content_range["first"]) != start:
-        raise TransientError("the server sent another range than the one that was asked for")
+        raise TransientError("the server sent a different range from the one requested")
     if version.etag is not None and response.headers.get("etag", version.etag) != version.etag:
         entry.drop_part()
-        raise TransientError("the server sent the rest of another version")
+        raise TransientError("the server sent the rest of a different version")
     return True
 
 
@@ -254,7 +254,7 @@ def _receive(
 ) -> int:
     """Write the body after the first `start` bytes of the partial file; the size that it has then."""
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise InputError(f"{request.label} is sent with a content encoding, though none was accepted.")
+        raise InputError(f"{request.label} is sent with a content encoding, although none was accepted.")
     total = _total_bytes(response, start)
     size = start
     _refuse_excess(request, entry, total or start)
@@ -283,7 +283,7 @@ def _check_and_settle(request: Download, entry: CacheEntry, version: Version, *,
     entry.drop_part()
     if resumed:  # the first part may have been of another version, or damaged since
         raise TransientError(f"what was put together {contradiction}")
-    raise InputError(f"{request.label} {contradiction}. It was changed or damaged on its way.")
+    raise InputError(f"{request.label} {contradiction}. It was changed or damaged on the way.")
 
 
 class Connections:

@@ -125,7 +125,7 @@ def _http_error(ref: HubRef, kind: str, error: Any) -> Exception:
             "Check its name, or set `HF_TOKEN` to a token that may read it."
         )
     if isinstance(error, RepositoryNotFoundError) or status == 404:
-        return InputError(f"{ref.label}: there is neither such a path on this machine nor such a {kind} on the hub.")
+        return InputError(f"{ref.label}: this machine has no such path, and the hub no such {kind} on the hub.")
     if is_transient(status):
         return TransientError(f"the hub answered with status {status}")
     return InputError(f"{ref.label} cannot be fetched: the hub answered with status {status}.")
@@ -140,9 +140,9 @@ def _unreachable(ref: HubRef, kind: str, error: BaseException) -> Exception:
         if isinstance(cause, HfHubHTTPError):
             return _http_error(ref, kind, cause)
         if isinstance(cause, OfflineModeIsEnabled):
-            return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids to ask the hub.")
+            return InputError(f"{ref.label} is not in the hub's cache, and `HF_HUB_OFFLINE` forbids asking the hub.")
         cause = cause.__cause__
-    return TransientError("the hub cannot be reached and its cache has no whole copy")
+    return TransientError("the hub cannot be reached, and its cache has no complete copy")
 
 
 def _progress_bar(name: str, tracker: Tracker) -> Any:

@@ -84,5 +84,5 @@ def readable_file(path: Path) -> Path:
     if not path.exists():
         raise InputError(f"There is no file {str(path)!r}.")
     if not os.access(path, os.R_OK):
-        raise InputError(f"The file {str(path)!r} may not be read by this user.")
+        raise InputError(f"The file {str(path)!r} is not readable for this user.")
     return path.absolute()

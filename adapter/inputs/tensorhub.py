@@ -98,7 +98,7 @@ class HttpResolveClient:
         answer = _decode(content, Resolution, parsed.label)
         if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
             named = f"{answer.owner}/{answer.repo}"
-            raise InputError(f"{parsed.label}: the server answered for another repository, {named!r:.200}.")
+            raise InputError(f"{parsed.label}: the server answered for a different repository, {named!r:.200}.")
         return ResolvedRef(answer.owner, answer.repo, _sound_digest(answer.digest, parsed.label))
 
     def manifest(self, resolved: ResolvedRef) -> list[ManifestFile]:
@@ -117,7 +117,9 @@ class HttpResolveClient:
 
     def _located(self, file: ManifestFile, where: str, label: str) -> ManifestFile:
         if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
-            raise InputError(f"{label}: its manifest names a file by more than plain characters: {file.path!r:.200}.")
+            raise InputError(
+                f"{label}: its manifest lists a file whose name has unusual characters: {file.path!r:.200}."
+            )
         given = file.url or f"api/v1/file/v1/{where}/{quote(file.path)}"
         try:
             url = urljoin(f"{self.base_url.rstrip('/')}/", given)
@@ -147,7 +149,7 @@ def _refuse_same_places(files: Sequence[ManifestFile], label: str) -> None:
     paths = [PurePosixPath(file.path) for file in files]
     folders = {parent for path in paths for parent in path.parents}
     if len(set(paths)) < len(paths) or not folders.isdisjoint(paths):
-        raise InputError(f"{label}: its manifest names one place twice.")
+        raise InputError(f"{label}: its manifest lists the same path twice.")
 
 
 def _sound_digest(digest: str, label: str) -> str:

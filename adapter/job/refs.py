@@ -117,7 +117,7 @@ def parse_ref(text: str) -> Ref:
     if not reference:
         raise _unknown(text, "it is empty")
     if not is_storable(reference):
-        raise _unknown(text, "it holds control characters, or is no UTF-8")
+        raise _unknown(text, "it contains control characters, or is not UTF-8")
     path = Path(os.path.expanduser(reference))
     if "://" not in reference and os.path.exists(path):
         return LocalRef(path.absolute())
@@ -157,7 +157,7 @@ def _file_ref(text: str) -> LocalRef:
         raise _unknown(safe_url(text), "a file:// URL names no host")
     path = Path(unquote(parts.path))
     if not path.is_absolute():
-        raise _unknown(safe_url(text), "a file:// URL has an absolute path, file:///folder/name")
+        raise _unknown(safe_url(text), "a file:// URL has an absolute path: file:///folder/name")
     if not path.exists():
         raise InputError(f"There is no file or folder {str(path)!r}.")
     return LocalRef(path)

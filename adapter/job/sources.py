@@ -127,8 +127,8 @@ def _whole(name: str, text: str, errors: ConfigErrors) -> str:
         spelled = text.encode("utf-8", "backslashreplace").decode()
         half = f"\\u{ord(text[error.start]):x}"
         shown = name.encode("utf-8", "backslashreplace").decode()
-        where = f"Invalid `{shown}`. A text in it" if shown else "A key of the job spec"
-        errors.add(f"{where} holds {half}, one half of a surrogate pair. Write the whole character.", name=shown)
+        where = f"Invalid `{shown}`. A string in it" if shown else "A key of the job spec"
+        errors.add(f"{where} holds {half}, half of a surrogate pair. Write the complete character.", name=shown)
         return spelled
     return text
 

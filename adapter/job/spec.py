@@ -86,6 +86,7 @@ Url: TypeAlias = Annotated[
 ]
 Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/name or s3://bucket/folder", _is_target))]
 Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
+Weights: TypeAlias = Annotated[Literal["all", "trained"], Meta(extra=_rule('"all" or "trained"'))]
 Nonfinite: TypeAlias = Annotated[Literal["warn", "stop", "skip"], Meta(extra=_rule('"warn", "stop" or "skip"'))]
 Version: TypeAlias = Annotated[
     str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
@@ -155,7 +156,7 @@ class InputsSpec:
         tuple[NonBlank, ...], Meta(description="Parquet files to train on, instead of `dataset.parquet_paths`.")
     ] = field(default=(), repr=False)
     resume_checkpoint_ref: Annotated[
-        Text | None, Meta(description="A checkpoint record to go on from; its files lie beside it.")
+        Text | None, Meta(description="A checkpoint record to resume from; its files are beside it.")
     ] = field(default=None, repr=False)
 
 
@@ -228,6 +229,14 @@ class JobSpec:
     checkpoint_every: Annotated[
         Count | None, Meta(description="Steps between checkpoints; 0 saves the final one alone.")
     ] = None
+    checkpoint_weights: Annotated[
+        Weights | None,
+        Meta(
+            description="Which weights a checkpoint holds: `all`, of which those that training does not change are "
+            "written once and shared, or only the `trained` ones, where a resume takes the others from the class, and "
+            "proves that they are the same."
+        ),
+    ] = None
     sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 draws none.")] = None
     on_nonfinite: Annotated[
         Nonfinite | None,
@@ -241,14 +250,14 @@ class JobSpec:
     tags: Annotated[
         tuple[Text, ...],
         Meta(
-            description="Words to find the run by; in its events and in every checkpoint record.",
+            description="Tags to find the run by; in its events and in every checkpoint record.",
             examples=[["baseline"]],
         ),
     ] = ()
     notes: Annotated[
         Prose | None,
         Meta(
-            description="What there is to say about the run; in its events and in every checkpoint record.",
+            description="Notes on the run; in its events and in every checkpoint record.",
             examples=["wider layers"],
         ),
     ] = None
@@ -258,13 +267,13 @@ class JobSpec:
     dataset: DatasetSpec | None = None
     mock_batches: Annotated[
         Annotated[list[Any], Meta(extra=_rule("a list"))] | None,
-        Meta(description="Raw batches that stand in the job itself, one pass; instead of a dataset."),
+        Meta(description="Raw batches written in the job itself, for one pass; instead of a dataset."),
     ] = None
     inputs: InputsSpec = InputsSpec()
     resume_from_latest: Annotated[
-        Flag | None, Meta(description="Whether a start continues from the newest whole checkpoint.")
+        Flag | None, Meta(description="Whether a start resumes from the newest whole checkpoint.")
     ] = None
-    resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to go on from.")] = None
+    resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to resume from.")] = None
     sample_prompts: Annotated[
         tuple[SampleRequest, ...], Meta(description="Samples to draw at each sample cadence.", examples=[["a cat"]])
     ] = ()

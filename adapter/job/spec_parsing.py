@@ -69,7 +69,7 @@ def _under_one_name(block: str, raw: Mapping[str, Any], errors: ConfigErrors) ->
         if renamed.get(name) is None:
             renamed[name] = value
         elif value != renamed[name] and not block:
-            errors.warn(f"`{alias}` is an alias of `{name}` and differs from it; `{name}` is used.")
+            errors.warn(f"`{alias}` is an alias of `{name}` with a different value; `{name}` is used.")
         elif value != renamed[name]:
             errors.add(f"`{block}.{name}` and `{block}.{alias}` name two different things. Give one of them.")
     return renamed

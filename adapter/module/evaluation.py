@@ -78,7 +78,7 @@ def host_evaluation(module: HostedModule) -> None:
     if not callable(getattr(plugin, "evaluate", None)):
         raise StartupContractError(
             "startup.invalid_trainer",
-            f"{type(plugin).__name__} has no `evaluate(state, ctx)` to validate or test it by. Add one that returns a "
+            f"{type(plugin).__name__} has no `evaluate(state, ctx)` to validate or test with. Add one that returns a "
             "mapping of scores.",
         )
     # Only now: Lightning goes by whether a module has them, and would look for validation data in every training.

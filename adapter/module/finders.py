@@ -74,7 +74,7 @@ def fault_of_finder(callback: pl.Callback, trainer: pl.Trainer, job: TrainingJob
         return None
     size = batch_size_settings(callback)
     if trainer.world_size > 1:
-        return f"{name} searches on one device only: memory may end on one rank while others wait for it"
+        return f"{name} searches on one device only: one rank may run out of memory while others wait for it"
     if not _is_hyperparameter(size.name, job.hyperparams) and not _is_of_data(size.name, data):
         return (
             f"{name}: there is no {size.name!r} in the hyperparameters or in the data module. Feed the run by "
@@ -100,7 +100,7 @@ def host_finders(module: ContractModule) -> Rehearsal | None:
     if not finders or trainer.state.fn != TrainerFn.FITTING:
         return None
     if module.configured and (module.rehearsal is None or module.completed_steps):
-        log.warning("nothing is searched: the trainer class was trained before, and a search would begin anew")
+        log.warning("nothing is searched: the trainer class has been trained already, and a search would start over")
         return None
     return module.rehearsal or Rehearsal(module)
 
@@ -343,7 +343,7 @@ def _largest(
                 break
             size = (low + high) // 2 or 1
     if not low:
-        raise ContractError(f"BatchSizeFinder: memory ended at each of {settings.trials} sizes, {high} the smallest")
+        raise ContractError(f"BatchSizeFinder: memory ran out at each of {settings.trials} sizes, {high} the smallest")
     return low
 
 

@@ -147,11 +147,11 @@ def _default_trainer(module: ModuleType) -> Any:
         return next(iter(candidates.values()))
     if not candidates:
         raise TrainerPathError(
-            f"module {module.__name__!r} holds no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object with "
-            f"the hooks {', '.join(REQUIRED_HOOKS)}"
+            f"module {module.__name__!r} contains no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object "
+            f"with the hooks {', '.join(REQUIRED_HOOKS)}"
         )
     names = ", ".join(f"{module.__name__}:{name}" for name in sorted(candidates))
-    raise TrainerPathError(f"module {module.__name__!r} holds several trainers; name one of {names}")
+    raise TrainerPathError(f"module {module.__name__!r} contains several trainers; name one of {names}")
 
 
 def _is_plain_module(value: Any) -> bool:
@@ -214,7 +214,7 @@ def check_instance(trainer: Any) -> TrainerPlugin:
 def _check_conforms(target: Any, import_path: str) -> None:
     if inspect.isroutine(target):
         raise ContractError(
-            f"trainer {import_path!r} is a function; the contract wants a class or an instance with the hooks "
+            f"trainer {import_path!r} is a function; the contract requires a class or an instance with the hooks "
             f"{', '.join(REQUIRED_HOOKS)}"
         )
     kind = "class" if inspect.isclass(target) else "object"
@@ -245,6 +245,6 @@ def _check_constructor(cls: type, import_path: str) -> None:
         signature.bind()
     except TypeError:
         raise ContractError(
-            f"trainer {import_path!r}: class {cls.__name__}{signature} wants arguments; it is made with none. "
-            "Give them defaults, or name a module-level instance"
+            f"trainer {import_path!r}: class {cls.__name__}{signature} requires arguments, but it is created without "
+            "any. Give them defaults, or name a module-level instance"
         ) from None

@@ -39,7 +39,7 @@ def metric_name(name: object) -> str:
         ContractError: `name` is not a text, or is empty.
     """
     if not isinstance(name, str) or not name:
-        raise ContractError(f"train_step returned a metric named {name!r}; a name is a text that is not empty")
+        raise ContractError(f"train_step returned a metric named {name!r}; a name is a non-empty string")
     reported = _ALIASES.get(name.strip().lower(), name)
     if len(_reported_names) >= _MOST_NAMES:
         _reported_names.clear()

@@ -30,13 +30,13 @@ from .late_setup import faults_of_callbacks
 __all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
 
 _REFUSED: dict[type[Strategy], str] = {
-    DeepSpeedStrategy: "DeepSpeed's engine wants to own module, backward and optimizer, which a trainer class owns. "
-    "Use ddp, or ModelParallelStrategy to shard",
+    DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
+    "owns. Use ddp, or ModelParallelStrategy to shard",
     FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
-    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip otherwise on every rank. Use FSDP 2: "
+    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip differently on each rank. Use FSDP 2: "
     "lightning.pytorch.strategies.ModelParallelStrategy with data_parallel_size=N and tensor_parallel_size=1",
-    XLAStrategy: "XLA runs a step lazily and needs marks inside of it",
-    SingleDeviceXLAStrategy: "XLA runs a step lazily and needs marks inside of it",
+    XLAStrategy: "XLA runs a step lazily and needs markers inside it",
+    SingleDeviceXLAStrategy: "XLA runs a step lazily and needs markers inside it",
 }
 
 

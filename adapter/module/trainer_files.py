@@ -110,5 +110,5 @@ def _check_handed_over(record: CheckpointRecord, folder: Path | None, trainer: o
     elif any(folder.iterdir()) and optional_hook(trainer, "load_checkpoint") is None:
         raise CheckpointError(
             f"checkpoint {record.name} cannot be resumed from: {folder} holds files that {name} wrote, and {name} has "
-            "no load_checkpoint to read them. Add one, which may do nothing if load_state_dict restores all there is"
+            "no load_checkpoint to read them. Add one; it may do nothing if load_state_dict restores everything"
         )

@@ -72,7 +72,7 @@ class FileLock:
         except NoLocksError as error:
             if is_required:
                 raise
-            log.warning("%s is not locked, its file system has no locks: %s", path, error.strerror)
+            log.warning("%s is not locked because its file system has no locks: %s", path, error.strerror)
             self.descriptor = _open_if_not_ours(path)
         _held.add(self)
 
@@ -150,12 +150,12 @@ def _lock(descriptor: int, path: str | os.PathLike[str], tries: int) -> None:
 
 
 def _open_if_not_ours(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a file that cannot be locked, unless this process holds it already."""
+    """A descriptor of a file that cannot be locked, unless this process already holds it."""
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     ours = (lock.descriptor for lock in list(_held) if lock.descriptor >= 0)
     if any(os.path.samestat(os.fstat(other), os.fstat(descriptor)) for other in ours):
         os.close(descriptor)
-        raise LockHeldError(0, "this process holds it already", os.fspath(path))
+        raise LockHeldError(0, "this process already holds it", os.fspath(path))
     return descriptor
 
 

@@ -35,7 +35,7 @@ __all__ = [
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _ROOT = 0
-_IS_LINK = "it is a symbolic link, and those are not followed here; remove it"
+_IS_LINK = "it is a symbolic link, which is not followed here; remove it"
 
 
 class UnsafeFileError(OSError):
@@ -176,7 +176,7 @@ def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> st
     strangers = [uid for uid in strangers if shown is None or uid != shown.st_uid]
     if strangers:
         kind = "a link that" if stat.S_ISLNK(link.st_mode) and link.st_uid == strangers[0] else "a directory that"
-        return f"it is {kind} belongs to another user (uid {strangers[0]}), who could change what lies in it"
+        return f"it is {kind} belongs to another user (uid {strangers[0]}), who could change its contents"
     if writers is None or (shown is not None and stat.S_IMODE(shown.st_mode) & ~PRIVATE_FILE):
         return None
     return writers
@@ -187,9 +187,9 @@ def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None
     if may_be_sticky and status.st_mode & stat.S_ISVTX:
         return None
     if status.st_mode & stat.S_IWOTH:
-        return "every user of this machine may write it (`chmod o-w,g-w` takes that away)"
+        return "every user of this machine can write to it (`chmod o-w,g-w` prevents that)"
     if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
-        return f"its group (gid {status.st_gid}) may write it (`chmod g-w` takes that away)"
+        return f"its group (gid {status.st_gid}) can write to it (`chmod g-w` prevents that)"
     return None
 
 
@@ -234,7 +234,7 @@ def _refuse_foreign(status: os.stat_result, path: str | os.PathLike[str]) -> Non
         text = f"it belongs to another user (uid {status.st_uid}); remove it, or choose another folder"
         raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
     if status.st_nlink > 1 and folder.st_uid not in (os.geteuid(), _ROOT):
-        text = "it is a second name of a file elsewhere; remove it, or choose another folder"
+        text = "it is a second link to a file elsewhere; remove it, or choose another folder"
         raise UnsafeFileError(errno.EPERM, text, os.fspath(path))
 
 

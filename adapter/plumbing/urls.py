@@ -57,7 +57,7 @@ def url_fault(url: str) -> str | None:
     if len(url) > _LONGEST:
         return f"it is longer than {_LONGEST:,} characters"
     if any(character.isspace() or not character.isprintable() for character in url):
-        return "it holds white space or characters that no address has"
+        return "it contains white space or characters that are not allowed in an address"
     authority = re.split(r"[/?#]", url.split("://", 1)[1], maxsplit=1)[0]
     host = authority.rpartition("@")[2]
     if not host or host.startswith(":"):

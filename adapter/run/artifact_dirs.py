@@ -15,7 +15,7 @@ __all__ = ["artifact_dir_faults", "directory_fault", "prepare_artifact_dirs", "u
 
 CODE = "startup.invalid_artifact_paths"
 WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
-SHARING = "If everybody who may write it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
+SHARING = "If everyone who can write to it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
 HOLD_OUR_FILES_ALONE = ("checkpoints_dir", "samples_dir")
 """Directories whose files are taken for ours by their names, so that not even a new one may come from others."""
 

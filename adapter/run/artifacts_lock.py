@@ -67,7 +67,7 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
     except NoLocksError as error:
         raise StartupContractError(
             CODE,
-            f"{str(directory)!r} cannot be locked, so that no other run can be kept out of it: {error.strerror}. "
+            f"{str(directory)!r} cannot be locked, so other runs cannot be kept out of it: {error.strerror}. "
             "Choose a folder on a file system with locks (Lustre: mounted with `flock`) by `TRAINER_ARTIFACTS_DIR`.",
         ) from error
     except OSError as error:
@@ -87,4 +87,4 @@ def _holder(path: Path) -> str:
         holder = json.loads(read_own(path, limit=LARGEST_NOTE_BYTES))
         return f"process {holder['pid']} on {holder['host']}, run {holder['run_id']!r}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return "which has not written its name yet"
+        return "which has not yet written its name"

@@ -83,7 +83,7 @@ class HttpLifecycleClient:
         answer = self._post(run_id, "claim", {}, attempts=self._attempts)
         if answer is None:
             raise StartupContractError(
-                "startup.artifacts_in_use", f"run {run_id!r} is not to be had: another worker holds its lease"
+                "startup.artifacts_in_use", f"run {run_id!r} is not available: another worker holds its lease"
             )
         lease_id = answer.get("lease_id")
         if not isinstance(lease_id, str) or not lease_id:
@@ -115,7 +115,7 @@ class HttpLifecycleClient:
     def _report(self, lease: LifecycleLease, what: str, facts: dict[str, Any]) -> None:
         body = {"lease_id": lease.lease_id, **facts}
         if self._post(lease.run_id, what, body, attempts=self._attempts) is None:
-            raise InputError(f"the control plane does not take {what!r} of run {lease.run_id!r}: the lease is lost")
+            raise InputError(f"the control plane rejects {what!r} of run {lease.run_id!r}: the lease is lost")
 
     def _post(self, run_id: str, what: str, body: dict[str, Any], *, attempts: int) -> dict[str, Any] | None:
         """The answer; None where the run or the lease is gone."""
@@ -133,7 +133,7 @@ class HttpLifecycleClient:
         try:
             return with_retries(attempt, RetryPolicy(attempts, first_delay_s=0.1, longest_delay_s=2.0), time.sleep)
         except TransientError as error:
-            raise InputError(f"the control plane did not take {what!r} of run {run_id!r}: {error}") from None
+            raise InputError(f"the control plane did not accept {what!r} of run {run_id!r}: {error}") from None
 
 
 def _answer(response: httpx2.Response, what: str) -> dict[str, Any] | None:
@@ -149,7 +149,7 @@ def _answer(response: httpx2.Response, what: str) -> dict[str, Any] | None:
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise InputError(f"the control plane answered {what!r} with something else than a JSON object")
+        raise InputError(f"the control plane answered {what!r} with something other than a JSON object")
     return answer
 
 
@@ -226,7 +226,7 @@ class LifecycleSession:
         try:
             self._answer(lambda: tell(lease), lambda: None, within_s)
         except Exception as error:  # noqa: BLE001 - as above
-            log.error("the control plane was not told how the run ended: %s", _text(error))  # noqa: TRY400
+            log.error("the control plane could not be told how the run ended: %s", _text(error))  # noqa: TRY400
 
     def _answer(self, ask: Callable[[], T], raise_if_stopped: Callable[[], None], within_s: float | None = None) -> T:
         """What the client answers in a thread of its own, which a wait that ends leaves behind."""
@@ -249,7 +249,7 @@ class LifecycleSession:
                     return
                 renewed_at = time.monotonic()
                 if self._client.request_cancel(lease=self._lease):
-                    self._stop("the orchestrator asked for it")
+                    self._stop("the orchestrator requested it")
                     return
             except Exception as error:  # noqa: BLE001 - a client of the user's own may raise anything
                 log.warning("no heartbeat to the control plane: %s", _text(error))

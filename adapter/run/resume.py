@@ -91,7 +91,9 @@ def _named(path: Path) -> CheckpointRecord:
     except FileNotFoundError as error:
         raise InputError(str(error)) from None
     except BrokenCheckpointError as error:
-        raise InputError(f"{error}; name another checkpoint, or use resume_from_latest to fall back") from error
+        raise InputError(
+            f"{error}; name another checkpoint, or use resume_from_latest to fall back to an earlier one"
+        ) from error
 
 
 def _final(config: RunConfig) -> CheckpointRecord | None:

@@ -63,11 +63,11 @@ def _tell_of_what_waits(spool_dir: Path) -> None:
     try:
         waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_journal(spool_dir))
     except (UploadError, OSError) as error:
-        log.warning("what may wait for upload cannot be told: %s", error)
+        log.warning("what is waiting for upload cannot be determined: %s", error)
         return
     if waiting:
         run_dir = shlex.quote(str(spool_dir.parent))
-        text = "uploads of earlier starts wait (%d), and nothing says where to send them: set the URLs, or see %s"
+        text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
         log.warning(text, waiting, f"`genlight uploads {run_dir}`")
 
 

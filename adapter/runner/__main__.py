@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m genlight.adapter.runner", description=__doc__, allow_abbrev=False)
     parser.add_argument("--module", required=True, help="the module that has the function")
-    parser.add_argument("--function", required=True, help="its name there, dotted where it stands in a class")
+    parser.add_argument("--function", required=True, help="its name there, dotted if it is in a class")
     parser.add_argument("--output-file", required=True, type=Path, help="where rank 0 writes the result")
     parser.add_argument("--callbacks-file", required=True, type=Path, help="base64 of the pickled callbacks")
     parser.add_argument("--args-file", type=Path, help="base64 of the pickled positional arguments")

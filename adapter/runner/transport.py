@@ -62,7 +62,7 @@ def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
         elif status.st_uid != os.geteuid():
             fault = f"it belongs to another user (uid {status.st_uid})"
         elif status.st_mode & _OTHERS_WRITE:
-            fault = "other users may write it (`chmod go-w` takes that away)"
+            fault = "other users can write to it (`chmod go-w` prevents that)"
         if fault is not None:
             raise UnsafeFileError(1, f"{fault}, so no pickle is loaded from it", os.fspath(path))
         return b"".join(file.read().split())

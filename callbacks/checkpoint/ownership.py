@@ -152,7 +152,7 @@ def require_replaceable(record: Path) -> None:
     """
     if record.is_file() and not record.is_symlink() and not is_checkpoint_file(record):
         raise CheckpointError(
-            f"{record} is not a checkpoint, and is not replaced by one; move it away, or choose another place"
+            f"{record} is not a checkpoint, and is not overwritten; move it away, or choose another place"
         )
 
 

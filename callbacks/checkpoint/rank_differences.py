@@ -211,7 +211,7 @@ class _Packer:
         if is_sharded(tensor) or isinstance(tensor, WholeTensor):
             raise CheckpointError(
                 f"{format_path(path)} is sharded, and what holds it differs between ranks: a state_dict has to put the "
-                "same sharded tensors to the same places on all ranks"
+                "same sharded tensors in the same places on all ranks"
             )
         values = unsharded(tensor).detach().cpu()
         self.tensors.append(values if values.layout != torch.strided else values.clone())

@@ -66,5 +66,5 @@ def _monitored(trainer: pl.Trainer, name: str) -> dict[str, float]:
     for source in (trainer.callback_metrics, state.eval_scores or {}, state.loss_stats or {}):
         if name in source:
             return {name: float(source[name])}
-    log.warning("The metric %r that checkpoints are kept by was not logged up to step %d", name, trainer.global_step)
+    log.warning("The metric %r by which checkpoints are kept had not been logged by step %d", name, trainer.global_step)
     return {}

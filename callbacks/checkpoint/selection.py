@@ -113,7 +113,7 @@ def _tell_of_foreign(directory: str | os.PathLike[str], records: set[str]) -> No
     if named:
         place, example = os.fspath(directory), min(named)
         log.warning(
-            "%d files in %s are not checkpoint records and were passed over, such as %s", len(named), place, example
+            "%d files in %s are not checkpoint records and were skipped, such as %s", len(named), place, example
         )
 
 
@@ -162,7 +162,7 @@ def _what_is_at(path: Path, broken: list[Listed]) -> str:
     if path.is_dir():
         return f"{path} is a folder without checkpoints"
     if path.suffix == ".safetensors" and path.exists():
-        return f"{path} holds weights alone, and nothing to go on from"
+        return f"{path} holds only weights, from which no run can resume"
     return f"{path} is no checkpoint" if path.exists() else f"there is nothing at {path}"
 
 

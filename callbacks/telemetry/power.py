@@ -52,9 +52,9 @@ class PowerMeter:
         try:
             return torch.cuda.power_draw(self._device) / 1000
         except ModuleNotFoundError:
-            log.info("the power of the GPU is not known: pip install nvidia-ml-py")
+            log.info("the power of the GPU is unknown: pip install nvidia-ml-py")
         except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
-            log.info("the power of the GPU is not known: %s", error)
+            log.info("the power of the GPU is unknown: %s", error)
         self._has_nvml = False
         return None
 
@@ -64,7 +64,7 @@ class PowerMeter:
         try:
             return time.monotonic(), [_number(package / "energy_uj") for package, _ in self._packages]
         except (OSError, ValueError) as error:
-            log.info("the power of the processor is not known: %s", error)
+            log.info("the power of the processor is unknown: %s", error)
             self._packages = []
             return None
 
@@ -78,7 +78,7 @@ def _packages(rapl: Path) -> list[tuple[Path, int]]:
                 _number(package / "energy_uj")
                 found.append((package, _number(package / "max_energy_range_uj")))
             except (OSError, ValueError) as error:  # only root may read it on most systems
-                log.info("the power of the processor is not known: %s", error)
+                log.info("the power of the processor is unknown: %s", error)
                 return []
     return found
 

@@ -256,7 +256,7 @@ def _json_object(content: bytes, where: str) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise TryAgain(f"{where} answered with something else than JSON") from error
     if not isinstance(answer, dict):
-        raise TryAgain(f"{where} answered with something else than a JSON object")
+        raise TryAgain(f"{where} answered with something other than a JSON object")
     return answer
 
 

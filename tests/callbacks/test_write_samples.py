@@ -236,7 +236,10 @@ def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(
     ("returned", "message"),
     [
         ("a path", "generate_sample returned a str; it must be a mapping or None"),
-        ({"x": object()}, "generate_sample of step-00000002-00 returned a value that is not JSON: object has no JSON"),
+        (
+            {"x": object()},
+            "generate_sample of step-00000002-00 returned a value that is not JSON: object cannot be written as JSON",
+        ),
         ({"x": {(1, 2): 3}}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
         ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
     ],

@@ -171,8 +171,8 @@ def test_a_class_that_inherits_from_the_generic_base_trains_and_resumes(project:
 @pytest.mark.parametrize(
     ("source", "path", "message"),
     [
-        (GENERIC, "{module}", r"holds several trainers; name one of"),
-        ("x = 1", "{module}", "holds no trainer"),
+        (GENERIC, "{module}", r"contains several trainers; name one of"),
+        ("x = 1", "{module}", "contains no trainer"),
         (GENERIC, "{module}:Absent", "has no 'Absent'"),
         (GENERIC, "", "names no module"),
         (GENERIC, "absent_module_of_ours", "there is no module"),

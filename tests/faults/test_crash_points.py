@@ -383,7 +383,7 @@ def test_a_file_that_reads_back_otherwise_is_never_committed(tmp_path, monkeypat
         return real(descriptor, [data])
 
     monkeypatch.setattr(os, "writev", flip)
-    with pytest.raises(BrokenCheckpointError, match="does not read back"):
+    with pytest.raises(BrokenCheckpointError, match="reads back differently"):
         save_step(tmp_path / "c", 2)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "c")) == ["step-00000001", "step-00000001.json"]

@@ -35,7 +35,7 @@ def test_files_of_others_are_passed_over_with_one_warning(folder, caplog):
     assert list_checkpoints(folder) == []
     assert newest_valid(folder) == (None, [])
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"5 files in {folder} are not checkpoint records and were passed over")
+    assert record.getMessage().startswith(f"5 files in {folder} are not checkpoint records and were skipped")
     assert sweep(folder) == []
     assert {path.name for path in folder.iterdir()} == {*FOREIGN, "theirs"}
 

@@ -88,7 +88,7 @@ def test_a_file_outside_of_the_run_is_not_copied(foreign, genlight_uploads, tmp_
     run = foreign(_body(secret), _body("../home/id_rsa"))
     code, _, err = genlight_uploads(run, "export", "--to", tmp_path / "out")
     assert code == 1
-    assert err.count("lies outside of the run's folder") == 2
+    assert err.count("is outside the run's folder") == 2
     assert _all_files(tmp_path / "out") == ["messages.jsonl"]
 
 

@@ -151,7 +151,7 @@ def test_facts_of_a_file_that_cannot_be_are_refused(publish, fetch_repository, c
 @pytest.mark.parametrize("paths", [("a", "a"), ("a", "a/b"), ("a/b/c", "a/b")])
 def test_two_files_of_one_place_are_refused(publish, fetch_repository, paths):
     publish([{"path": path, "sha256": "0" * 64, "size_bytes": 1} for path in paths])
-    with pytest.raises(InputError, match="names one place twice"):
+    with pytest.raises(InputError, match="lists the same path twice"):
         fetch_repository()
 
 

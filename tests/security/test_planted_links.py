@@ -64,7 +64,7 @@ def irregular(request, tmp_path):
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_APPEND])
 def test_a_link_is_not_followed_to_a_file_of_ours(tmp_path, victim, flags):
     (tmp_path / "link").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic link, and those are not followed here; remove it"):
+    with pytest.raises(OSError, match="symbolic link, which is not followed here; remove it"):
         open_own(tmp_path / "link", flags)
 
 
@@ -107,7 +107,7 @@ def test_a_second_name_of_a_file_is_refused_in_a_folder_of_somebody_else(tmp_pat
     (tmp_path / "theirs").mkdir()
     os.link(victim, tmp_path / "theirs" / ".lock")
     os.chown(tmp_path / "theirs", stranger, -1)
-    with pytest.raises(OSError, match="second name of a file elsewhere"):
+    with pytest.raises(OSError, match="second link to a file elsewhere"):
         open_own(tmp_path / "theirs" / ".lock", os.O_RDWR | os.O_CREAT)
 
 
@@ -136,7 +136,7 @@ def test_a_directory_of_this_user_alone_is_trusted(tmp_path):
 def test_a_directory_that_everybody_may_write_is_not(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    assert "every user of this machine may write it (`chmod o-w,g-w`" in distrust(tmp_path / "open")
+    assert "every user of this machine can write to it (`chmod o-w,g-w`" in distrust(tmp_path / "open")
     assert os.listdir(tmp_path / "open") == []  # the probe is gone
 
 
@@ -167,7 +167,7 @@ def test_a_group_may_write_where_it_is_the_users_own_or_roots(tmp_path, stranger
     assert distrust(tmp_path / "team") is None  # the group is root's
     os.chown(tmp_path / "team", -1, stranger)
     (tmp_path / "team").chmod(0o2775)
-    assert f"its group (gid {stranger}) may write it (`chmod g-w`" in distrust(tmp_path / "team")
+    assert f"its group (gid {stranger}) can write to it (`chmod g-w`" in distrust(tmp_path / "team")
 
 
 def test_on_a_file_system_that_shows_one_owner_for_all_that_owner_is_trusted(tmp_path, stranger, monkeypatch):

@@ -173,7 +173,7 @@ def _check_token(settings: Settings) -> Iterator[Finding]:
             yield Finding("token", "warn", f"none is set; {', '.join(origins)} will be asked without one")
         return
     if not origins:
-        yield Finding("token", "warn", "is set, and there is no origin that it would be sent to")
+        yield Finding("token", "warn", "is set, but there is no origin that it would be sent to")
         return
     yield Finding("token", "pass", f"is sent to {', '.join(origins)} and nowhere else")
     for origin in origins:

@@ -74,7 +74,7 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
     files: list[Path] = []
     for text in dataset.parquet_paths:
         if has_scheme(text):
-            yield Finding("dataset", "warn", f"{safe_url(text)} is not looked into: the run reads it where it lies")
+            yield Finding("dataset", "warn", f"{safe_url(text)} is not checked: the run reads it in place")
             continue
         try:
             files += parquet_files(text)

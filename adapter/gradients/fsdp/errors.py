@@ -41,7 +41,11 @@ _ADVICE = {
         "policy), or a tensor made from the parameters in `configure` meets the sharded ones (make it in `train_step`)"
     ),
     r"_local_tensor": (
-        "a gradient was written that is no sharded one: change the gradients that backward left, or use ddp"
+        "a gradient that is not sharded was assigned: change the gradients that backward left in place, or use ddp"
+    ),
+    r"out of bounds for storage of size 0": (
+        "a module of the shard policy returns no tensor that torch finds (but an object of its own, say), so that its "
+        "weights are not gathered for backward: let it return tensors, or leave its class out of the shard policy"
     ),
     r"uniform original parameter dtype": (
         "parameters of several types are sharded together: give each type a unit of its own by the shard policy"
@@ -78,8 +82,8 @@ def without_collectives(what: str, agree: Callable[[str], None]) -> Iterator[Non
             agree(f"call torch.distributed.{name} in {what}")
             raise ContractError(
                 f"{what} calls torch.distributed.{name} on rank {dist.get_rank()}, but the parameters are sharded: "
-                "each rank has another part of each. Let every rank update every parameter by operations on the whole "
-                "tensors, which talk to the other ranks themselves, or use ddp."
+                "each rank holds a different part of each. Let every rank update every parameter by operations on the "
+                "whole tensors, which talk to the other ranks themselves, or use ddp."
             )
 
         return call

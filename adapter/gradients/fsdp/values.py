@@ -246,7 +246,7 @@ def _set(func: Any, args: Any) -> Any:
     if value.shape != target.shape:
         raise ContractError(
             f"A tensor of shape {tuple(value.shape)} is written to `.{_SETTERS[func]}` of a sharded parameter of shape "
-            f"{tuple(target.shape)}. Write one of the parameter's whole shape, or use ddp."
+            f"{tuple(target.shape)}. Assign one of the parameter's full shape, or use ddp."
         )
     with torch.no_grad():
         if _SETTERS[func] == "data":  # torch would take over all but the shard

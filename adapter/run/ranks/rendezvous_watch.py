@@ -48,7 +48,7 @@ def watching_rendezvous(
                 raise_if_stopped()
             except TrainingCanceled as error:
                 if not stopped.wait(PATIENCE_S) and not have_all_joined():
-                    log.warning("other ranks have not come, so this one ends without them")
+                    log.warning("the other ranks have not joined, so this one ends without them")
                     end(error)
                 return
 

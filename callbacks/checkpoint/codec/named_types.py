@@ -77,7 +77,7 @@ def build_named_tuple(name: str, items: list[Any]) -> Any:
     if not is_named_tuple(kind):
         raise UnknownTypeError(f"{name} is not a named tuple")
     if len(kind._fields) != len(items):  # type: ignore[attr-defined]
-        raise UnknownTypeError(f"{name} has other fields in this process than in the checkpoint")
+        raise UnknownTypeError(f"{name} has different fields in this process and in the checkpoint")
     return tuple.__new__(kind, items)
 
 
@@ -92,5 +92,5 @@ def _find(name: str) -> type:
     if not isinstance(found, type):
         raise UnknownTypeError(f"{name} is not a type of this process")
     if any("__del__" in vars(base) for base in found.__mro__):
-        raise UnknownTypeError(f"{name} has a __del__ and is not filled from a file")
+        raise UnknownTypeError(f"{name} has a __del__ and is never restored from a file")
     return found

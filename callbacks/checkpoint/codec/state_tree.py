@@ -196,7 +196,7 @@ class _Encoder:
     def _known(value: Any, kind: type, path: Path) -> str:
         name = known_types.type_name(kind)
         if name is None:
-            raise _refusal(value, path, "its class must stand at the top level of a module and have no __del__")
+            raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
         return name
 
 

@@ -20,10 +20,10 @@ TORCH_MAGICS = (b"PK", b"\x80\x02")
 """What a file that ``torch.save`` wrote begins with: a ZIP archive, or a bare pickle."""
 
 WAY_OUT = (
-    "none, because this .ckpt file is a checkpoint of genlight, whose tensors lie in the folder beside it. "
+    "none, because this .ckpt file is a checkpoint of genlight, whose tensors are in the folder beside it. "
     "`from genlight.callbacks import DurableCheckpointIO` lets Lightning load it, "
     "`genlight.callbacks.checkpoint.load(path)` gives what is in it, and "
-    "`genlight checkpoint export PATH --to FILE.ckpt` makes a file of torch of it"
+    "`genlight checkpoint export PATH --to FILE.ckpt` converts it to a file of torch"
 )
 """Follows "Unknown endianness type: " in what torch raises."""
 

@@ -110,7 +110,7 @@ def _sound(entry: SliceEntry) -> SliceEntry:
     if any(not 0 <= number < 2**63 for number in numbers):
         raise ValueError(f"a slice of {entry.key!r} has a number out of range")
     if not len(entry.whole) == len(entry.offset) == len(entry.shape) > 0:
-        raise ValueError(f"a slice of {entry.key!r} does not say where it lies in the whole")
+        raise ValueError(f"a slice of {entry.key!r} does not say which part of the tensor it is")
     if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
-        raise ValueError(f"a slice of {entry.key!r} has other bytes than its shape needs")
+        raise ValueError(f"a slice of {entry.key!r} has a size that does not fit its shape")
     return entry

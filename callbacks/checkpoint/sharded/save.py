@@ -105,7 +105,7 @@ def plan_save(
                 require_space(record.parent, whole + SPACE_FOR_THE_REST)
                 plan = Plan((staging or stage(record)).path, asynchronous, bool(prepared.wholes))
         except Exception as error:  # noqa: BLE001 - it is raised below, after the others know
-            problem, plan = error, f"rank 0 could not begin {name_of(record)}: {text_of(error)}"
+            problem, plan = error, f"rank 0 could not start {name_of(record)}: {text_of(error)}"
     decided = channel.share(plan)
     if problem is not None:
         raise problem

@@ -164,7 +164,7 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
         return
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
-        raise CheckpointError(f"{record} is not a checkpoint, and is not removed as one")
+        raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
     folders, shared = data_of(record), shared_by(record)
     for folder in folders:
         _mark(folder.path)
@@ -191,7 +191,7 @@ def remove_data(folder: DataFolder) -> None:
         _remove_tree(aside)
         return
     log.warning(
-        "%s stays, because of what is not of the checkpoint: %s",
+        "%s stays, because it contains files that do not belong to the checkpoint: %s",
         folder.path,
         ", ".join(sorted(path.relative_to(folder.path).as_posix() for path in foreign)),
     )
@@ -245,7 +245,7 @@ def sweep(directory: str | os.PathLike[str]) -> list[str]:
             _try_to_unmark(path)
     swept += [path.relative_to(directory).as_posix() for path in release(directory)]
     if swept:
-        log.info("Removed what an interrupted run left in %s: %s", directory, ", ".join(swept))
+        log.info("Removed what an interrupted run had left in %s: %s", directory, ", ".join(swept))
     return swept
 
 

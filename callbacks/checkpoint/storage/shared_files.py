@@ -95,7 +95,7 @@ def put_beside(file: Path, directory: Path, digest: str) -> Path:
     target = directory / shared_name(digest, file.name)
     for folder in (directory / SHARED_FOLDER, target.parent):
         if folder.is_symlink():
-            raise CheckpointError(f"{folder} is a link, through which no checkpoint is written; remove it")
+            raise CheckpointError(f"{folder} is a link, and checkpoints are not written through links; remove it")
         folder.mkdir(exist_ok=True)
     os.replace(file, target)
     for folder in (target.parent, directory / SHARED_FOLDER, directory):

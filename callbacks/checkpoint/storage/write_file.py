@@ -64,7 +64,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
     finally:
         os.close(descriptor)
     if read_back != (size, hasher.hexdigest()):
-        raise BrokenCheckpointError(path.parent.name, f"{path.name} does not read back as it was written")
+        raise BrokenCheckpointError(path.parent.name, f"{path.name} reads back differently from what was written")
     return read_back
 
 

@@ -166,8 +166,8 @@ def _stock(name, **arguments):
         ),
         ({"callbacks": [_stock("LearningRateFinder")]}, "LearningRateFinder: the hyperparameters have no 'lr' or 'lea"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
-        ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
-        ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test it by."),
+        ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
+        ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, given, said):
@@ -339,9 +339,9 @@ def test_a_configuration_file_that_cannot_be_read_is_told_in_one_line(genlight, 
         ("a: *b", "The configuration 'a.yaml' is not YAML: found undefined alias 'b' in line 1."),
         ("a: \x07", "The configuration 'a.yaml' is not YAML: special characters are not allowed."),
         ("- a\n- b", "The configuration 'a.yaml' holds no settings. Name a YAML file with `trainer:`, "),
-        ("t: {a: 1}\nu: 1\nt: 3", "The key 't' stands twice in 'a.yaml', in lines 1 and 3."),
-        ("t:\n  - a: 1\n    a: 3", "The key 'a' stands twice in 'a.yaml', in lines 2 and 3."),
-        ("t: {a: 1, a: 2}", "The key 'a' stands twice in 'a.yaml', in line 1."),
+        ("t: {a: 1}\nu: 1\nt: 3", "The key 't' appears twice in 'a.yaml', in lines 1 and 3."),
+        ("t:\n  - a: 1\n    a: 3", "The key 'a' appears twice in 'a.yaml', in lines 2 and 3."),
+        ("t: {a: 1, a: 2}", "The key 'a' appears twice in 'a.yaml', in line 1."),
     ],
 )
 def test_a_configuration_with_a_fault_of_syntax_is_named_with_the_line(tmp_path, monkeypatch, capsys, content, said):
@@ -366,8 +366,8 @@ JOB_SPEC = '{"run_id": "r", "trainer": "m:T", "max_steps": 1}'
     [
         (["fit", "a.yaml"], "error: The configuration is an option: `genlight fit --config a.yaml`.\n"),
         (["validate", "a.yaml"], "error: The configuration is an option: `genlight validate --config a.yaml`.\n"),
-        (["fit", "job.json"], "error: 'job.json' is a job spec. Run it by `genlight run job.json`.\n"),
-        (["fit", "--config", "job.json"], "error: 'job.json' is a job spec. Run it by `genlight run job.json`.\n"),
+        (["fit", "job.json"], "error: 'job.json' is a job spec. Run it with `genlight run job.json`.\n"),
+        (["fit", "--config", "job.json"], "error: 'job.json' is a job spec. Run it with `genlight run job.json`.\n"),
     ],
 )
 def test_a_file_that_is_given_as_what_it_is_not_is_told_with_the_command_for_it(

@@ -74,7 +74,7 @@ def test_a_column_that_only_one_file_has_is_a_fault_unless_columns_leave_it_out(
 def test_a_truncated_file_is_told_from_its_footer(rows_file):
     path = rows_file(50)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"data\.parquet: not a whole Parquet file"):
+    with pytest.raises(InputError, match=r"data\.parquet: not a complete Parquet file"):
         ArrowFeed(path).check()
 
 

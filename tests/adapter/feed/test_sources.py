@@ -121,7 +121,7 @@ def test_a_truncated_ipc_file_is_an_input_error(tmp_path):
         writer.write_table(table)
     whole = (tmp_path / "data.arrow").read_bytes()
     (tmp_path / "data.arrow").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"data\.arrow: not a whole Arrow IPC file"):
+    with pytest.raises(InputError, match=r"data\.arrow: not a complete Arrow IPC file"):
         ArrowFeed(tmp_path / "data.arrow").check()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -192,6 +194,48 @@ def test_an_optimizer_of_tensors_that_belong_to_no_module_may_come_and_go():
         torch.optim.SGD([latent], lr=0.5).step()
 
     assert latent.item() == 0.0
+
+
+def kept_before_it_was_routed(run: Run) -> Callable[[], object]:
+    return functools.partial(type(run.optimizer).step, run.optimizer)
+
+
+def compiled_before_it_was_routed(run: Run) -> Callable[[], object]:
+    return torch.compile(kept_before_it_was_routed(run), backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
+@pytest.mark.parametrize("taken", [kept_before_it_was_routed, compiled_before_it_was_routed])
+def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refused_where_it_cannot_be_left_out(taken):
+    run, scaled = Run(), Run(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0)))
+    step, scaled_step = taken(run), taken(scaled)
+
+    with run.router:
+        run.loss().backward()
+        step()
+    with scaled.router:
+        scaled.loss().backward()
+        with pytest.raises(ContractError, match="16-mixed cannot leave out an update of SGD whose `step` was kept"):
+            scaled_step()
+
+    assert run.events[-1] == "before_optimizer_step"
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
+def test_a_compiled_step_trains_as_one_that_is_not():
+    run, plain = Run(), Run()
+    plain.model.load_state_dict(run.model.state_dict())
+    compiled = torch.compile(run.optimizer.step, backend="eager")
+
+    for _ in range(3):
+        for each, step in ((run, compiled), (plain, plain.optimizer.step)):
+            with each.router:
+                each.optimizer.zero_grad()
+                each.loss().backward()
+                step()
+
+    assert torch.equal(run.model.weight, plain.model.weight)
+    assert run.events == plain.events
 
 
 def test_schedulers_made_before_and_after_the_router_count_optimizer_steps():

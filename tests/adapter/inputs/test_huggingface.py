@@ -55,7 +55,7 @@ def test_the_hub_sees_its_own_token(fetch, hub):
         (401, {}, AuthError, "HF_TOKEN"),
         (403, {}, AuthError, "HF_TOKEN"),
         (403, {"X-Error-Code": "GatedRepo"}, AuthError, "is gated"),
-        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "neither such a path on this machine nor such a model"),
+        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "this machine has no such path, and the hub no such model"),
         (404, {"X-Error-Code": "RevisionNotFound"}, InputError, "no revision 'main'"),
     ],
 )

@@ -33,7 +33,7 @@ def test_every_documented_key_is_known():
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "tags", "notes"),
+        *("on_nonfinite", "tags", "notes", "checkpoint_weights"),
     }
     assert set(inner_keys("dataset")) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
@@ -204,7 +204,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b" \n", "is empty. Expected a JSON object, {...}."),
         (b'{"a": 1,}', "is not JSON"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[1]", "holds a list"),
         (b"null", "holds null"),
         (b'"x"', "holds a text"),

@@ -113,7 +113,7 @@ def test_a_trainer_finds_its_files_however_the_checkpoint_was_named(trained: Con
     ("arguments", "said"),
     [
         ({}, "needs `plugin`, the trainer class of the checkpoint"),
-        ({"plugin": Remembers(), "hparams_file": "h.yaml"}, "takes no `hparams_file`: give `job`"),
+        ({"plugin": Remembers(), "hparams_file": "h.yaml"}, "takes no `hparams_file`; pass `job`"),
     ],
 )
 def test_what_is_missing_or_cannot_be_used_is_told(

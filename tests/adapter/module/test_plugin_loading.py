@@ -151,14 +151,14 @@ def test_the_imported_protocol_is_no_candidate(module):
 def test_a_module_without_a_trainer_says_what_it_looked_for(module):
     module("x = 1")
 
-    with pytest.raises(ContractError, match="holds no trainer: no TRAINER, Trainer, trainer, and no public object"):
+    with pytest.raises(ContractError, match="contains no trainer: no TRAINER, Trainer, trainer, and no public object"):
         load_trainer_plugin("user_trainer")
 
 
 def test_a_function_is_refused(module):
     module("def make(): ...")
 
-    with pytest.raises(ContractError, match=r"'user_trainer:make' is a function; the contract wants a class"):
+    with pytest.raises(ContractError, match=r"'user_trainer:make' is a function; the contract requires a class"):
         load_trainer_plugin("user_trainer:make")
 
 
@@ -225,7 +225,7 @@ def test_an_exception_of_the_constructor_is_that_exception_never_a_wrong_signatu
 def test_a_class_that_wants_arguments_is_refused_with_its_signature(module):
     module("class Mine:\n    def __init__(self, lr, *, depth=2): ...\n{hooks}")
 
-    with pytest.raises(ContractError, match=r"class Mine\(lr, \*, depth=2\) wants arguments"):
+    with pytest.raises(ContractError, match=r"class Mine\(lr, \*, depth=2\) requires arguments"):
         load_trainer_plugin("user_trainer:Mine")
 
 

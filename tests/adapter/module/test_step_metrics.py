@@ -46,7 +46,7 @@ def test_any_other_name_stays_as_it_is(name):
 
 @pytest.mark.parametrize("name", [3, None, "", b"loss"])
 def test_a_name_that_is_no_text_or_empty_is_named(name):
-    with pytest.raises(ContractError, match=f"a metric named {name!r}; a name is a text that is not empty"):
+    with pytest.raises(ContractError, match=f"a metric named {name!r}; a name is a non-empty string"):
         named_scalars(StepResult(metrics={name: 0.5}), None, CTX)
 
 

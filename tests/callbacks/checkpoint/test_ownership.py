@@ -102,7 +102,7 @@ def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_pat
     record = tmp_path / (name if "." in name else f"{name}.json")
     record.write_text('{"learning_rate": 0.1}')
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint, and is not replaced by one; move"):
+    with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint, and is not overwritten; move"):
         save(tmp_path / name, checkpoint_of(1))
     with pytest.raises(CheckpointError, match="not removed"):
         delete_checkpoint(record)

@@ -373,7 +373,7 @@ def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
 def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
     code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
     assert code == 0
-    assert "s3://bucket/x.parquet is not looked into" in text
+    assert "s3://bucket/x.parquet is not checked" in text
     assert "canary" not in text
 
 

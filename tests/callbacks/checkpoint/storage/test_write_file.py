@@ -77,7 +77,7 @@ def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, t
 def test_a_file_that_reads_back_otherwise_is_refused(many_chunks, data, tmp_path, monkeypatch):
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [b"x" * sum(map(len, parts))]))
-    with pytest.raises(BrokenCheckpointError, match="does not read back"):
+    with pytest.raises(BrokenCheckpointError, match="reads back differently"):
         write_file(tmp_path / "file", [data])
 
 
