@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
+    from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
@@ -33,6 +34,7 @@ else:
             ".checkpoint.checkpoint": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
             ".diagnosis.diagnosis": ("Diagnosis",),
+            ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),

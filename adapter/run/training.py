@@ -144,11 +144,17 @@ class Training:
     ) -> None:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+        from ...callbacks.early_stopping import monitor_error
+
         if self.outcome is not None:
             self.stop.signals.what_next = "the run saves a checkpoint after the current step, and stops"
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-        except (ValueError, MisconfigurationException) as error:
+        except (ValueError, RuntimeError, MisconfigurationException) as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
+            if isinstance(error, RuntimeError):
+                raise
             if self.progress.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
                 raise
             text = f"The `lightning` block of the job cannot be used: {text_of(error).strip()}"
