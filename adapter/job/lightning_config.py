@@ -142,7 +142,10 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
-            "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
+            "genlight.callbacks.Checkpoint",
+            dirpath=str(config.checkpoints_dir),
+            every_n_steps=job.checkpoint_every,
+            weights=config.checkpoint_weights,
         ),
     ]
 

@@ -8,11 +8,9 @@ import random
 import shutil
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
-from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import (
     DurableCheckpointIO,
     RecordMeta,
@@ -28,43 +26,9 @@ from genlight.callbacks.checkpoint import (
 )
 from genlight.callbacks.checkpoint.format.contents import check_contents
 from genlight.callbacks.checkpoint.storage import commit, shared_files
+from support.adapted_model import FROZEN_BYTES, Adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
-
-FROZEN_BYTES = 4 * 64 * 64 * 4 + 4 * 64 * 4 + 40_000
-
-
-class Adapted(pl.LightningModule):
-    """A frozen base with a small part that is trained, as of LoRA."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
-        self.down, self.up = torch.nn.Linear(64, 4, bias=False), torch.nn.Linear(4, 64, bias=False)
-        self.register_buffer("table", torch.randn(100, 100))
-        self.seen = {}
-
-    def training_step(self, batch, batch_idx):
-        return (self.base(batch) + self.up(self.down(batch))).pow(2).mean()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen[self.trainer.global_step] = copy.deepcopy(self.state_dict())
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
-
-
-@pytest.fixture
-def train(make_trainer, tmp_path):
-    def run(module, steps, *, resume=None, **options):
-        options = {"every_n_steps": 2, "keep_last": None} | options
-        trainer = make_trainer(Checkpoint(tmp_path / "c", **options), max_steps=steps)
-        loader = torch.utils.data.DataLoader(torch.ones(20, 64), batch_size=4)
-        trainer.fit(module, loader, ckpt_path=resume)
-        return module
-
-    return run
 
 
 @pytest.fixture(params=["links", "no links"])
