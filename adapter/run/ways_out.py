@@ -14,15 +14,15 @@ _WAYS_OUT = (
     (
         re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"),
         (
-            "A data worker has died. Often the memory was full: use fewer `workers`, or smaller batches. With `workers` 0 "
-            "an error of `collate` or of a dataset shows itself in the training process."
+            "A data worker has died. Often the memory was full: use fewer `workers`, or smaller batches. With "
+            "`workers` 0 an error of `collate` or of a dataset shows itself in the training process."
         ),
     ),
     (
         re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE),
         (
-            "Another process uses the port at which the ranks meet. Set MASTER_PORT to a free one, or end what is left of "
-            "an earlier run."
+            "Another process uses the port at which the ranks meet. Set MASTER_PORT to a free one, or end what is left "
+            "of an earlier run."
         ),
     ),
 )
