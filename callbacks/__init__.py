@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
+    from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
+    from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.heartbeat import Heartbeat as Heartbeat
+    from .trainer_hooks import (
+        TrainerHook as TrainerHook,
+        TrainerHookAdapter as TrainerHookAdapter,
+        TrainerState as TrainerState,
+    )
     from .upload_artifacts import UploadArtifacts as UploadArtifacts
     from .watch_hangs import WatchHangs as WatchHangs
     from .watch_nonfinite import WatchNonfinite as WatchNonfinite
@@ -33,7 +40,9 @@ else:
             ".checkpoint.checkpoint": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
             ".diagnosis.diagnosis": ("Diagnosis",),
+            ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
+            ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
@@ -41,6 +50,7 @@ else:
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.heartbeat": ("Heartbeat",),
+            ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
             ".watch_nonfinite": ("WatchNonfinite",),

@@ -29,6 +29,7 @@ class JobProgress(Hook):
 
     Args:
         line_every_s: Seconds between lines where standard error is not a terminal.
+        description: What stands before the step.
 
     Raises:
         ValueError: `line_every_s` is not positive.
@@ -40,22 +41,24 @@ class JobProgress(Hook):
     _task: TaskID | None = None
     _ticker: Ticker | None = None
 
-    def __init__(self, *, line_every_s: float = LINE_EVERY_S) -> None:
+    def __init__(self, *, line_every_s: float = LINE_EVERY_S, description: str = "") -> None:
         if line_every_s <= 0:
             raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
         self.line_every_s = line_every_s
+        self.description = description
         self._every_s = line_every_s
         self._next = 0.0
-        self._start_step = 0
-        self._started_at = 0.0
+        self._shown_step = -1
+        self._measured_from: tuple[int, float] | None = None
+        """Step and time at the end of the first step, whose own time says nothing about the others."""
         self._loss: float | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start_step = trainer.global_step
+        self._measured_from = None
+        self._shown_step = -1
         self._loss = None
-        self._started_at = time.monotonic()
-        self._next = self._started_at
+        self._next = time.monotonic()
         is_terminal = sys.stderr.isatty()
         self._every_s = BAR_EVERY_S if is_terminal else self.line_every_s
         self._stop()
@@ -65,7 +68,7 @@ class JobProgress(Hook):
             return
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("step"),
+            TextColumn(f"{self.description} step".strip(), markup=False),
             MofNCompleteColumn(),
             # On a narrow terminal rich would cut the numbers short to have room for it.
             *([BarColumn()] if console.width >= BAR_FROM_COLUMNS else []),
@@ -75,7 +78,7 @@ class JobProgress(Hook):
             # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
             auto_refresh=False,
         )
-        self._task = self._bar.add_task("", total=_limit(trainer), completed=self._start_step, loss="", speed="")
+        self._task = self._bar.add_task("", total=_limit(trainer), completed=trainer.global_step, loss="", speed="")
         self._bar.start()
 
     @skippable
@@ -107,15 +110,20 @@ class JobProgress(Hook):
 
     def _show(self, trainer: pl.Trainer, now: float) -> None:
         step = trainer.global_step
-        speed = (step - self._start_step) / max(now - self._started_at, 1e-9)
+        first_step, began = self._measured_from = self._measured_from or (step, now)
+        speed = (step - first_step) / max(now - began, 1e-9)
+        speed_text = f"{speed:.1f} steps/s" if step > first_step else ""
         loss_text = "" if self._loss is None else f"loss {self._loss:.4g}"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, loss=loss_text, speed=f"{speed:.1f} steps/s", refresh=True)
+            self._bar.update(self._task, completed=step, loss=loss_text, speed=speed_text, refresh=True)
             return
         limit = _limit(trainer)
-        left = "" if not limit or not speed else f"  eta {timedelta(seconds=round((limit - step) / speed))}"
-        total = f"/{limit}" if limit else ""
-        sys.stderr.write(f"step {step}{total}  {loss_text}  {speed:.1f} steps/s{left}\n")
+        left = f"eta {timedelta(seconds=round((limit - step) / speed))}" if speed and limit and step < limit else ""
+        if step == self._shown_step:
+            return  # that was the line of the last step
+        self._shown_step = step
+        shown = [self.description, f"step {step}/{limit}" if limit else f"step {step}", loss_text, speed_text, left]
+        sys.stderr.write("  ".join(filter(None, shown)) + "\n")
 
     def _stop(self) -> None:
         if self._ticker is not None:

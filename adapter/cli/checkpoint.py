@@ -27,7 +27,7 @@ __all__ = ["add_arguments", "run"]
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
 _OTHER_FORMATS = (".bin", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pt", ".pth", ".tar", ".zip")
-"""Suffixes that nobody gives to a folder."""
+"""Suffixes that no folder has."""
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
 
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FILE",
+        help="export: safetensors file, or checkpoint, with the tensors that this one leaves out (weights='trained')",
     )
 
 
@@ -158,6 +163,8 @@ def _verdict(listed: Listed) -> tuple[str, str, str]:
     if listed.record.is_old:
         return name, "", "readable (an older runtime's record has no digests)"
     known = {True: ", weights finite", False: f", {_NOT_FINITE}", None: ""}[listed.record.finite_weights]
+    count = len(listed.record.left_out)
+    known += f", {count:,} tensors left out, which the class has to build" if count else ""
     return name, "", f"whole ({len(listed.record.files)} files, {size_text(listed.record.size_bytes)}{known})"
 
 
@@ -220,6 +227,7 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
             continue
         for key, stored in read_header(record, entry).items():
             found[f"{tensor_file(name)}:{key}"] = (stored.dtype, list(stored.shape))
+    found |= {f"left out:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}
     return found
 
 
@@ -251,14 +259,15 @@ def _export(args: argparse.Namespace) -> int:
             f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE
         )
     # Only an export needs torch, whose import takes longer than any other action.
-    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors
+    from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
 
+    base = read_base(args.base) if args.base else None
     if target.suffix == ".safetensors":
-        written = export_safetensors(path, target, strip_prefix=args.strip_prefix)
+        written = export_safetensors(path, target, strip_prefix=args.strip_prefix, base=base)
     elif target.suffix == ".ckpt":
-        written = export_lightning(path, target)
+        written = export_lightning(path, target, base=base)
     else:
-        written = export_huggingface(path, target, strip_prefix=args.strip_prefix)
+        written = export_huggingface(path, target, strip_prefix=args.strip_prefix, base=base)
     sys.stdout.write(f"{written}\n")
     return _SOUND
 

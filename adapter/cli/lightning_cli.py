@@ -21,6 +21,7 @@ from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
+from ...callbacks.early_stopping import monitor_error
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
@@ -36,10 +37,11 @@ from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
+from ..run.other_weights import about_other_weights
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
-from ..run.results import show_results
+from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
@@ -155,9 +157,15 @@ class GenlightCLI(LightningCLI):
             with contextlib.ExitStack() as self._held:
                 super()._run_subcommand(subcommand)
         except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
             if not is_about_what_was_given(error):
                 raise
             raise UnusableConfigurationError(text_of_error(error)) from error
+        except RuntimeError as error:
+            if about_monitor := monitor_error(error):
+                raise about_monitor from error
+            raise
         except EventLogError as error:
             if self.trainer.global_step:
                 raise
@@ -270,7 +278,7 @@ class GenlightCLI(LightningCLI):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
-                cause = stop_behind_lost_worker(error, signals.reason)
+                cause = stop_behind_lost_worker(error, signals.reason) or about_other_weights(error)
                 if cause is None:
                     raise
                 raise cause from error
@@ -294,6 +302,8 @@ class GenlightCLI(LightningCLI):
                 places["events"] = logger.path
             elif logger.log_dir is not None:
                 places[logger.name or type(logger).__name__] = Path(logger.log_dir)
+        if places["samples"] is not None:
+            places["a picture to open"] = newest_picture(places["samples"])
         steps = getattr(self.model, "completed_steps", self.trainer.global_step)
         stopped = getattr(self.model, "stopped", None)
         ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")

@@ -10,7 +10,8 @@
     │   ├── BrokenCheckpointError     its content contradicts its record
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
-    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field nobody writes
+    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes
+    ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplicaDriftError         replicas that must be equal are not
@@ -41,6 +42,7 @@ __all__ = [
     "GenlightError",
     "HookOrderError",
     "InputError",
+    "MonitorError",
     "NonfiniteError",
     "RankFailed",
     "ReplicaDriftError",
@@ -188,6 +190,10 @@ _WAYS_OUT = {
 
 class HookOrderError(GenlightError, ValueError):
     """The reads and writes of the hooks admit no order."""
+
+
+class MonitorError(GenlightError, ValueError):
+    """A metric that a callback goes by is missing, or is not finite."""
 
 
 class EventLogError(GenlightError):

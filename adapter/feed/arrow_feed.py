@@ -53,7 +53,7 @@ class ArrowFeed:
         columns: Columns to read, in this order; None means all.
         filters: `[[column, operator, value], …]` (all must hold), a list of such lists (any must), or an Arrow
             expression.
-        shuffle: Row groups in random order and rows permuted within windows, anew in each epoch.
+        shuffle: Row groups in random order and rows permuted within windows, differently in each epoch.
         seed: The order depends on this and the number of the epoch alone.
         epochs: Passes over the data; None repeats without end.
         drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.

@@ -119,7 +119,7 @@ _OF_FSDP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "FSDPState",
         (
             *("_fsdp_param_groups", "_lazy_init", "_pre_forward", "_post_forward", "_training_state", "_is_root"),
-            "_reset_iter_state",
+            *("_reset_iter_state", "_root_post_backward_final_callback"),
         ),
     ),
     (
@@ -127,7 +127,7 @@ _OF_FSDP: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "FSDPParamGroup",
         (
             *("fsdp_params", "unshard", "wait_for_unshard", "is_unsharded", "_to_sharded", "post_backward"),
-            "reduce_scatter_unused_params",
+            *("reduce_scatter_unused_params", "_training_state"),
         ),
     ),
     (

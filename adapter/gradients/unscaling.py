@@ -120,10 +120,13 @@ class Unscaling:
         """Whether `leaf` is one of the whole parameters that FSDP computes with in place of the sharded ones."""
         return bool(self._sharded) and isinstance(leaf, nn.Parameter) and id(leaf) not in self._whole
 
-    def _unscale(self, grad: Tensor) -> Tensor | None:
-        """Before accumulation; for torch.autograd.grad, whose loss is not scaled, there is nothing to undo."""
+    def _unscale(self, grad: Tensor | None) -> Tensor | None:
+        """Before accumulation; for torch.autograd.grad, whose loss is not scaled, there is nothing to undo.
+
+        A function of the trainer's own may give a parameter no gradient.
+        """
         inverse = self._hooks.inverse_scale
-        return None if inverse is None else grad * inverse.to(grad.device)
+        return None if inverse is None or grad is None else grad * inverse.to(grad.device)
 
 
 @torch.no_grad()
@@ -170,7 +173,7 @@ def _leaves(outputs: Any) -> Iterator[Tensor]:
         stack.extend(following for following, _ in node.next_functions)
 
 
-def _register_first(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> RemovableHandle:
     """Register a gradient hook that runs before those of the trainer, which expect true units."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks

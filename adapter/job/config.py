@@ -72,6 +72,7 @@ class RunConfig:
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
     on_nonfinite: Literal["warn", "stop", "skip"]
+    checkpoint_weights: Literal["all", "trained"]
     tags: tuple[str, ...]
     notes: str
     artifacts_dir: Path
@@ -180,6 +181,7 @@ def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErro
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
         on_nonfinite=reading.pick("on_nonfinite", "warn"),
+        checkpoint_weights=reading.pick("checkpoint_weights", "all"),
         tags=reading.pick("tags", ()),
         notes=reading.pick("notes", ""),
         **artifacts,

@@ -6,6 +6,7 @@ and ``genlight run --print_config`` prints it for ``genlight fit --config``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,10 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
-            "genlight.callbacks.Checkpoint", dirpath=str(config.checkpoints_dir), every_n_steps=job.checkpoint_every
+            "genlight.callbacks.Checkpoint",
+            dirpath=str(config.checkpoints_dir),
+            every_n_steps=job.checkpoint_every,
+            weights=config.checkpoint_weights,
         ),
     ]
 
@@ -201,6 +205,7 @@ def _instantiated_by_jsonargparse(arguments: Mapping[str, Any]) -> dict[str, Any
     """Trainer arguments as a job gives them, with a class path and its arguments turned into an instance."""
     if not arguments:
         return {}
+    arguments = copy.deepcopy(dict(arguments))  # jsonargparse puts objects of its own into what it parses
     parser = ArgumentParser(exit_on_error=False)
     # Reading the types of the other forty takes longer than making the trainer.
     others = set(trainer_arguments()).difference(arguments)

@@ -27,6 +27,7 @@ SCHEMA_FILE = Path(__file__).with_name("job.schema.json")
 _DEFAULTS: Mapping[str, Any] = {
     f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default not in (dataclasses.MISSING, "")
 } | {
+    "checkpoint_weights": "all",
     "on_nonfinite": "warn",
     "resume_from_latest": False,
     "orchestrated": False,
@@ -69,7 +70,7 @@ GROUPS = {
     "the run": ("run_id", "owner", "release_ref", "tags", "notes"),
     "what is trained": ("trainer", "trainer_api_version", "hyperparams", "max_steps", "on_nonfinite", "lightning"),
     "data and inputs": ("dataset", "mock_batches", "inputs"),
-    "cadences": ("metric_every", "checkpoint_every", "validate"),
+    "cadences": ("metric_every", "checkpoint_every", "checkpoint_weights", "validate"),
     "samples": ("sample_every", "sample_prompts", "sample_seed"),
     "resume and stop": ("resume_from_latest", "resume_checkpoint_path", "max_runtime_seconds", "cancel_file_path"),
     "where results go": ("uploads", "capability_token", "orchestrated"),

@@ -86,6 +86,7 @@ Url: TypeAlias = Annotated[
 ]
 Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/name or s3://bucket/folder", _is_target))]
 Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
+Weights: TypeAlias = Annotated[Literal["all", "trained"], Meta(extra=_rule('"all" or "trained"'))]
 Nonfinite: TypeAlias = Annotated[Literal["warn", "stop", "skip"], Meta(extra=_rule('"warn", "stop" or "skip"'))]
 Version: TypeAlias = Annotated[
     str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
@@ -227,6 +228,14 @@ class JobSpec:
     metric_every: Annotated[Count | None, Meta(description="Steps between metrics; 0 turns them off.")] = None
     checkpoint_every: Annotated[
         Count | None, Meta(description="Steps between checkpoints; 0 saves the final one alone.")
+    ] = None
+    checkpoint_weights: Annotated[
+        Weights | None,
+        Meta(
+            description="Which weights a checkpoint holds: `all`, of which those that training does not change are "
+            "written once and shared, or only the `trained` ones, where a resume takes the others from the class, and "
+            "proves that they are the same."
+        ),
     ] = None
     sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 draws none.")] = None
     on_nonfinite: Annotated[

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...callbacks.checkpoint.base_weights import base_of
 from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
@@ -152,9 +153,11 @@ class ContractModule(ReportingModule):
             )
         if hparams_file is not None:
             raise TypeError(f"{cls.__name__} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
-        module = cls(**arguments)
-        checkpoint = DurableCheckpointIO().load_checkpoint(checkpoint_path, map_location)
-        module._set_up_alone(map_location if isinstance(map_location, str | torch.device) else "cpu")
+        module, io = cls(**arguments), DurableCheckpointIO()
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        io.take_base_from(lambda: base_of(module._set_up_alone(device)))
+        checkpoint = io.load_checkpoint(checkpoint_path, map_location)
+        module._set_up_alone(device)
         if "state_dict" in checkpoint:
             module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module._restored_step = checkpoint.get("global_step", 0)
@@ -250,10 +253,13 @@ class ContractModule(ReportingModule):
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
 
-    def _set_up_alone(self, device: str | torch.device) -> None:
+    def _set_up_alone(self, device: str | torch.device) -> Self:
+        if self.configured:
+            return self
         dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
         self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
         self._configure(torch.device(device), world_size=1)
+        return self
 
     def _configure(self, device: torch.device, world_size: int) -> None:
         self.plugin.setup(self.ctx)

@@ -31,7 +31,7 @@ from .outcome import Completion, Outcome
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
 from .ranks.this_rank import is_rank_zero
-from .results import show_results
+from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
 from .startup_failure import report_startup_failure
 from .training import Training, stop_sources
@@ -193,6 +193,7 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "checkpoints": config.checkpoints_dir,
         "samples": config.samples_dir if has_samples else None,
         "events": config.events_path,
+        "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}", places)

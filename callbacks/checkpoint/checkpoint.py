@@ -22,6 +22,7 @@ from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
 from ..hook.run_context import RunContext
+from .base_weights import base_of
 from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, install_plugin
 from .durable_reports import DurableReports, wait_after_failure
 from .earlier_runs import find_ours
@@ -34,7 +35,7 @@ from .save_meta import meta_of_save, said_to_stay
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin, sharded_url_faults
-from .start_checks import check_directory
+from .start_checks import check_directory, require_choice
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
@@ -78,6 +79,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         save_gradients: Whether gradients are stored; None means where an unfinished accumulation window needs them.
         replace_existing: Whether training may begin at step 0 although `dirpath` holds checkpoints of another process's
             run, which are then replaced; otherwise that is refused.
+        weights: Whether a checkpoint holds ``all`` weights, of which those that training does not change are written
+            once and shared, or only the ``trained`` ones: a resume takes the others from the class, and proves that
+            they are the same.
 
     Raises:
         ValueError: An argument is out of range.
@@ -105,22 +109,21 @@ class Checkpoint(Hook, LightningCheckpoint):
         on_error: Literal["stop", "continue"] = "stop",
         save_gradients: bool | None = None,
         replace_existing: bool = False,
+        weights: Literal["all", "trained"] = "all",
     ) -> None:
         if every_n_epochs < 0:
             raise ValueError(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
-        if when_busy not in ("wait", "newest"):
-            raise ValueError(f"Invalid `when_busy`. Expected 'wait' or 'newest', but received {when_busy!r}.")
-        if on_error not in ("stop", "continue"):
-            raise ValueError(f"Invalid `on_error`. Expected 'stop' or 'continue', but received {on_error!r}.")
+        require_choice("when_busy", when_busy, "wait", "newest")
+        require_choice("on_error", on_error, "stop", "continue")
+        require_choice("weights", weights, "all", "trained")
         self.dirpath = None if dirpath is None else local_directory(dirpath)
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
         self.save_final = save_final
-        self.asynchronous = asynchronous
-        self.when_busy = when_busy
+        self.asynchronous, self.when_busy = asynchronous, when_busy
         self.critical = on_error == "stop"
-        self.save_gradients = save_gradients
+        self.save_gradients, self.weights = save_gradients, weights
         self.replace_existing = replace_existing
         self._trained_in: Path | None = None
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
@@ -132,11 +135,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._gives_plugin_back = False
         self._boundaries = Boundaries(self)
         self._run_state: RunState | None = None
-        self._is_overdue = False
-        self._is_warm = False
-        self._saves_after_module_hook = False
+        self._is_overdue = self._is_warm = self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
-        self._is_between_batches = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -150,6 +150,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._gives_plugin_back = not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
         self._io = install_plugin(trainer)
         self._io.on_background_save(self._wake)
+        self._io.take_base_from(functools.partial(base_of, pl_module), remember=self.weights == "trained")
         save_through_plugin(trainer.strategy)
         if faults := sharded_url_faults(trainer):
             raise ValueError("; ".join(faults))
@@ -170,7 +171,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._trained_in = self.directory
             if trainer.is_global_zero and self._io is not None:
                 self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
-                self._io.look(self.directory, said_to_stay(pl_module))
+                self._io.look(self.directory, said_to_stay(pl_module), leave_out=self.weights == "trained")
 
     @skippable
     @override

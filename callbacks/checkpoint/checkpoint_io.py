@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,26 +14,23 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import CheckpointError
 from . import remote
-from .format.ckpt_file import CKPT_FILE_START, is_torch_file
 from .format.layout import record_path
 from .format.record import CheckpointRecord, RecordMeta
 from .format.record_file import read_record
 from .lightning_reader import let_lightning_read
-from .loading import MapLocation, load, load_for_slices
-from .ownership import is_stock_sharded
+from .loading import Base, MapLocation, load, load_for_slices
+from .local_paths import is_file_of_torch, load_torch_file, local_path, remove_at, warn_of_nonfinite
 from .saving import Prepared, prepare, write
 from .selection import find_checkpoint
 from .sharded.rank_channel import Channel, EndOfSave, RankGroups
 from .sharded.save import only_slices, plan_save, write_together
 from .shares import Shares
 from .storage.background_writer import BackgroundWriter
-from .storage.commit import Staging, delete_checkpoint
+from .storage.commit import Staging
 from .storage.host_buffer import HostBuffer
 from .storage.write_file import naming_the_checkpoint
 
@@ -79,6 +75,8 @@ class DurableCheckpointIO(CheckpointIO):
         self.buffer = HostBuffer()
         self._requests: dict[Path, SaveRequest] = {}
         self._shares = Shares()
+        self._base: Callable[[], Base] | None = None
+        self._remembers_base = False
         self._on_background_save: list[Callable[[], None]] = []
         self._end_of_save: EndOfSave | None = None
         """Set while ranks write a checkpoint together in the background."""
@@ -102,12 +100,26 @@ class DurableCheckpointIO(CheckpointIO):
         if call not in self._on_background_save:
             self._on_background_save.append(call)
 
-    def look(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def look(self, directory: Path, tensors: Mapping[str, torch.Tensor], *, leave_out: bool = False) -> None:
         """Look at the model's `tensors` that training is not to change, so that checkpoints in `directory` share them.
 
         Called once, on the rank that writes, before the first step. Each save with a `RecordMeta.trained` looks again.
+
+        Args:
+            directory: Where the checkpoints go.
+            tensors: By name in the model's ``state_dict``.
+            leave_out: Whether checkpoints leave them out, for as long as they are as the class built them.
         """
-        self._shares.look(directory, tensors)
+        self._shares.look(directory, tensors, leave_out=leave_out)
+
+    def take_base_from(self, base: Callable[[], Base], *, remember: bool = False) -> None:
+        """Take what a checkpoint leaves out from the model's tensors, which `base` gives when it is loaded.
+
+        Args:
+            base: Called before a checkpoint is loaded that leaves tensors out.
+            remember: Whether checkpoints of this process may leave tensors out, so that each load notes what they are.
+        """
+        self._base, self._remembers_base = base, remember
 
     def expect(self, path: str | os.PathLike[str], request: SaveRequest) -> None:
         """State how the next `save_checkpoint` to `path` is to be done."""
@@ -141,7 +153,7 @@ class DurableCheckpointIO(CheckpointIO):
             self.wait()
             self._save(prepared, self.asynchronous, lambda p: remote.save(os.fspath(path), p))
             return
-        record = record_path(_local(path))
+        record = record_path(local_path(path))
         request = self._requests.pop(record, None) or SaveRequest()
         try:
             prepared = prepare(checkpoint, request.meta)
@@ -168,7 +180,7 @@ class DurableCheckpointIO(CheckpointIO):
             CheckpointError: The disk has no space for it, or another rank failed.
             UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
         """
-        record = record_path(_local(path))
+        record = record_path(local_path(path))
         request = self._requests.pop(record, None) or SaveRequest()
         self._end_of_save = None
         try:
@@ -263,11 +275,12 @@ class DurableCheckpointIO(CheckpointIO):
         problem: Exception | None = None
         try:
             self.wait()
-            record = find_checkpoint(_local(path))
+            record = find_checkpoint(local_path(path))
             if channel.rank == 0:
-                _warn_of_nonfinite(record)
-            share = slice(channel.rank, None, channel.size)
-            checkpoint = _load_torch_file(record) if _is_torch_file(record) else load_for_slices(record, share=share)
+                warn_of_nonfinite(record)
+            share, base = slice(channel.rank, None, channel.size), self._base_for(record)
+            is_of_torch = is_file_of_torch(record)
+            checkpoint = load_torch_file(record) if is_of_torch else load_for_slices(record, share=share, base=base)
         except Exception as error:  # noqa: BLE001 - `agree` raises it, once all ranks know
             problem = error
         channel.agree(problem, f"load {os.fspath(path)}")
@@ -290,9 +303,22 @@ class DurableCheckpointIO(CheckpointIO):
         if remote.is_remote(path):
             with tempfile.TemporaryDirectory(prefix="genlight-") as scratch:
                 return self.load_checkpoint(remote.fetch(os.fspath(path), Path(scratch)), map_location)
-        record = find_checkpoint(_local(path))
-        _warn_of_nonfinite(record)
-        return _load_torch_file(record, map_location) if _is_torch_file(record) else load(record, map_location)
+        record = find_checkpoint(local_path(path))
+        warn_of_nonfinite(record)
+        base = self._base_for(record)
+        if is_file_of_torch(record):
+            return load_torch_file(record, map_location)
+        return load(record, map_location, base=base)
+
+    def _base_for(self, record: Path) -> Base | None:
+        """The model's tensors, if they are needed to load `record`, or to leave them out later."""
+        if self._base is None:
+            return None
+        leaves_out = not is_file_of_torch(record) and bool(read_record(record).left_out)
+        base = self._base() if leaves_out or self._remembers_base else None
+        if base is not None and self._remembers_base:
+            self._shares.remember_base(base)
+        return base
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -303,8 +329,8 @@ class DurableCheckpointIO(CheckpointIO):
         if remote.is_remote(path):
             self.writer.afterwards(lambda: remote.remove(os.fspath(path)))
             return
-        local = _local(path)
-        self.writer.afterwards(lambda: _remove(local))
+        local = local_path(path)
+        self.writer.afterwards(lambda: remove_at(local))
 
     @override
     def teardown(self) -> None:
@@ -347,46 +373,6 @@ def give_back_plugin(trainer: pl.Trainer) -> None:
     """Undo `install_plugin` where a process hands its weights to the one that started it, which knows no other."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
-
-
-def _load_torch_file(path: Path, map_location: MapLocation = None) -> dict[str, Any]:
-    location = "cpu" if map_location is None else map_location
-    loaded: dict[str, Any] = torch.load(path, map_location=location, weights_only=True)
-    return loaded
-
-
-@rank_zero_only
-def _warn_of_nonfinite(path: Path) -> None:
-    if not _is_torch_file(path) and read_record(path).finite_weights is False:
-        log.warning(
-            "The weights in %s are not finite: training that continues from them is lost. Name an earlier checkpoint; "
-            "`genlight checkpoint verify` says which are finite",
-            path,
-        )
-
-
-def _remove(path: Path) -> None:
-    if is_stock_sharded(path) and not path.is_symlink():
-        shutil.rmtree(path)
-        return
-    try:
-        delete_checkpoint(path)
-    except CheckpointError as error:
-        log.warning("%s", error)
-
-
-def _is_torch_file(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return is_torch_file(file.read(CKPT_FILE_START))
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if remote.is_remote(path):
-        raise ValueError(
-            f"Invalid `path`. Expected a path of a local file system, because nothing else can be synced and renamed "
-            f"atomically, but received {os.fspath(path)!r}."
-        )
-    return Path(remote.local_text(path))
 
 
 let_lightning_read()

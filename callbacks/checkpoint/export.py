@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 
 from ...adapter.contract.exceptions import CheckpointError
@@ -21,69 +23,93 @@ from .format.layout import MODEL_FILE
 from .format.record import CheckpointRecord
 from .format.safetensors_header import TORCH_TYPES, build_header
 from .format.verification import verify
-from .loading import load, load_weights
+from .loading import Base, load, load_weights
 from .saving import CONTRACT_KEY
+from .selection import find_checkpoint
 from .storage.write_file import write_file
 
-__all__ = ["export_huggingface", "export_lightning", "export_safetensors"]
+__all__ = ["export_huggingface", "export_lightning", "export_safetensors", "read_base"]
 
 
-def export_safetensors(path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "") -> Path:
+def export_safetensors(
+    path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "", base: Base | None = None
+) -> Path:
     """The model's weights as one file.
 
     Args:
         path: The checkpoint.
         target: The file to make; an existing one is replaced.
         strip_prefix: Only tensors whose name starts with this, and without it: ``model.`` for what hangs there.
+        base: The model's tensors, of which those are taken that the checkpoint leaves out.
 
     Raises:
-        CheckpointError: No tensor has such a name, or one has a type that safetensors does not know.
+        CheckpointError: No tensor has such a name, one has a type that safetensors does not know, or what the
+            checkpoint leaves out is not in `base`.
         BrokenCheckpointError: The checkpoint is not whole.
     """
-    weights = _weights(path, strip_prefix)
+    weights = _weights(path, strip_prefix, base)
     return _whole(target, lambda temporary: _write_weights(temporary, weights))
 
 
-def export_lightning(path: str | os.PathLike[str], target: Path) -> Path:
+def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
     """A checkpoint file of stock Lightning, which ``load_from_checkpoint`` and ``ckpt_path`` take.
 
     What only this project restores (random states, the trainer's payload) is left out: its types would make
     ``torch.load(weights_only=True)``, Lightning's default, refuse the whole file.
 
     Raises:
+        CheckpointError: What the checkpoint leaves out is not in `base`.
         BrokenCheckpointError: The checkpoint is not whole.
     """
-    checkpoint = {name: value for name, value in load(path).items() if name != CONTRACT_KEY}
+    checkpoint = {name: value for name, value in load(path, base=base).items() if name != CONTRACT_KEY}
     return _whole(target, lambda temporary: _save_and_sync(checkpoint, temporary))
 
 
-def export_huggingface(path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "") -> Path:
+def export_huggingface(
+    path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "", base: Base | None = None
+) -> Path:
     """A folder with ``model.safetensors``, ``config.json`` and what the trainer's own hook wrote.
 
     The configuration holds the hyper-parameters that JSON can express, and where the weights come from.
 
     Raises:
-        CheckpointError: `target` exists, or no tensor has the prefix.
+        CheckpointError: `target` exists, no tensor has the prefix, or what the checkpoint leaves out is not in `base`.
         BrokenCheckpointError: The checkpoint is not whole.
     """
     if target.exists():
         raise CheckpointError(f"{target} exists already; name a folder that does not")
-    weights, record = _weights(path, strip_prefix), verify(path)
+    weights, record = _weights(path, strip_prefix, base), verify(path)
 
     def write(temporary: Path) -> None:
         temporary.mkdir(parents=True)
         if record.trainer_folder is not None and record.trainer_folder.is_dir():
             shutil.copytree(record.trainer_folder, temporary, dirs_exist_ok=True)
         _write_weights(temporary / MODEL_FILE, weights)
-        config = _configuration(load(path).get("hyper_parameters", {}), record)
+        config = _configuration(load(path, base=base).get("hyper_parameters", {}), record)
         (temporary / "config.json").unlink(missing_ok=True)
         write_file(temporary / "config.json", [json.dumps(config, indent=2).encode() + b"\n"])
 
     return _whole(target, write)
 
 
-def _weights(path: str | os.PathLike[str], prefix: str) -> dict[str, torch.Tensor]:
-    weights = load_weights(path)
+def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, or the weights of a checkpoint, that another checkpoint leaves out.
+
+    Raises:
+        CheckpointError: The file is not one of safetensors, or the checkpoint leaves tensors out itself.
+        BrokenCheckpointError: The checkpoint is not whole.
+        FileNotFoundError: There is neither.
+    """
+    if Path(path).suffix != ".safetensors":
+        return load_weights(find_checkpoint(path))
+    try:
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def _weights(path: str | os.PathLike[str], prefix: str, base: Base | None) -> dict[str, torch.Tensor]:
+    weights = load_weights(path, base=base)
     chosen = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     if chosen:
         return chosen

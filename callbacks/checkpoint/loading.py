@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -19,8 +19,10 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
+from .base_weights import left_out_tensors, require_base
 from .codec.state_tree import decode
 from .codec.tensor_bytes import as_uint8, element_type, empty_tensor
+from .codec.tensor_table import stored_as
 from .format.contents import parse_state_file
 from .format.layout import ARRAYS_FILE, MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path, tensor_file
 from .format.record import CheckpointRecord, FileEntry
@@ -38,45 +40,61 @@ __all__ = ["MapLocation", "load", "load_for_slices", "load_weights"]
 MapLocation = Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None
 """As in ``torch.load``; None puts everything on the host."""
 
+Base = Mapping[str, Any]
+"""The model's tensors by name, of which those are taken that a checkpoint leaves out."""
+
 _PIECE = 4 << 20
 
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
 
 
-def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], map_location: MapLocation = None, *, base: Base | None = None) -> dict[str, Any]:
     """The dictionary that was saved at `path`, with equal values of equal types.
 
     An older runtime's record gives ``{"genlight": {"state": …}, "global_step": step}``.
 
+    Args:
+        path: The checkpoint.
+        map_location: Where tensors go; None means the host.
+        base: The model's tensors, of which those are taken that the checkpoint leaves out.
+
     Raises:
         BrokenCheckpointError: Something differs from what was saved; nothing was loaded.
-        CheckpointError: It holds a type that this process does not know.
+        CheckpointError: It holds a type that this process does not know, or leaves out what `base` does not have.
         FileNotFoundError: There is no such checkpoint.
     """
-    return _load(_Source(read_record(record_path(path)), map_location))
+    return _load(_Source(read_record(record_path(path)), map_location, base=base))
 
 
-def load_for_slices(path: str | os.PathLike[str], *, share: slice) -> dict[str, Any]:
+def load_for_slices(path: str | os.PathLike[str], *, share: slice, base: Base | None = None) -> dict[str, Any]:
     """Like `load`, for a rank that needs its own slices of sharded tensors only: those are read when they are used.
 
     Args:
         path: The checkpoint.
         share: Which of the files with slices to prove now; every file has to be in the share of one rank, and nothing
             may be used before all ranks have proven theirs.
+        base: As of `load`.
 
     Raises:
         BrokenCheckpointError: Something differs from what was saved.
+        CheckpointError: It leaves out what `base` does not have.
         FileNotFoundError: There is no such checkpoint.
     """
-    return _load(_Source(read_record(record_path(path)), None, share))
+    return _load(_Source(read_record(record_path(path)), None, share, base=base))
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The model's tensors alone, proven; those that were sharded put together."""
+def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, torch.Tensor]:
+    """The model's tensors alone, proven; those that were sharded put together, those that are left out from `base`.
+
+    Raises:
+        BrokenCheckpointError: Something differs from what was saved.
+        CheckpointError: It leaves out what `base` does not have.
+    """
     record = read_record(record_path(path))
+    left_out = left_out_tensors(record, base)
     files = [entry for entry in record.files if record.file_name(entry).endswith(MODEL_FILE)]
     whole = [entry for entry in files if tensor_file(record.file_name(entry)) == MODEL_FILE]
-    weights: dict[str, torch.Tensor] = {}
+    weights = left_out
     for entry in whole:
         weights |= {key: tensor for key, (tensor, _) in _read_tensors(record, entry, as_arrays=False).items()}
     verify_files(record, [entry for entry in files if rank_of(record.file_name(entry)) is not None])
@@ -114,9 +132,15 @@ class _Source:
     """A `TensorSource` over the files of one checkpoint."""
 
     def __init__(
-        self, record: CheckpointRecord, map_location: MapLocation, slices_to_prove: slice | None = None
+        self,
+        record: CheckpointRecord,
+        map_location: MapLocation,
+        slices_to_prove: slice | None = None,
+        *,
+        base: Base | None = None,
     ) -> None:
-        self.record = record
+        require_base(record, base)
+        self.record, self._base_weights = record, base
         self._map_location = map_location
         self._slices_to_prove = slices_to_prove
         """None proves them all and reads them with the rest."""
@@ -142,6 +166,9 @@ class _Source:
             else:
                 others.append(entry)
         verify_files(record, others + sliced[self._slices_to_prove or slice(None)])
+        for key, tensor in left_out_tensors(record, self._base_weights).items():
+            facts = stored_as(tensor)
+            self._keep(MODEL_FILE, {key: (tensor, TypedShape(*facts, 0, tensor.nbytes))})
         self._pieces = pieces_of(record)
         if content is None:
             raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")

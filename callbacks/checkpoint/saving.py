@@ -21,7 +21,7 @@ from .codec.state_tree import encode
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_table import Entry, Slice, TensorTable
 from .format.layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, record_path
-from .format.record import CheckpointRecord, FileEntry, RecordMeta
+from .format.record import CheckpointRecord, FileEntry, LeftOut, RecordMeta
 from .format.record_file import in_file, read_record, serialise_record
 from .ownership import STATE_MARKER, choose_folder
 from .shared_tensors import NewFile, SharedFile, write_shared
@@ -68,6 +68,8 @@ class Prepared:
     """Files of earlier checkpoints that this one shares."""
     new_files: list[NewFile] = field(default_factory=list)
     """Files that later ones may share."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    nonfinite_left_out: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +162,7 @@ def finite_weights(prepared: Prepared) -> bool | None:
     slices = [entry.source for entry in prepared.slices if entry.file == MODEL_FILE]
     entries = [entry for entry in prepared.entries if entry.file == MODEL_FILE]
     shared = [file.nonfinite for file in prepared.kept] + [file.nonfinite for file in prepared.new_files]
+    shared += [prepared.nonfinite_left_out] if prepared.left_out else []
     nonfinite = frozenset().union(*shared)
     if not are_finite(slices):
         return False
@@ -199,6 +202,7 @@ def publish(
         created_at_ms=time.time_ns() // 1_000_000,
         is_sharded=bool(prepared.wholes),
         is_shared=bool(prepared.kept or prepared.new_files),
+        left_out=prepared.left_out,
         finite_weights=finite_weights,
     )
     commit(staging, folder, in_file(path, record))

@@ -19,18 +19,19 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from ..finite import are_finite
+from .base_weights import describe, is_describable
 from .codec.tensor_bytes import bytes_of
 from .codec.tensor_digest import content_digests
 from .codec.tensor_table import Entry
 from .format.contents import read_header
 from .format.layout import MODEL_FILE, SHARED_FOLDER, shared_digest, shared_name
-from .format.record import CheckpointRecord, FileEntry
+from .format.record import CheckpointRecord, FileEntry, LeftOut
 from .selection import list_checkpoints
 from .storage.commit import Staging
 from .storage.shared_files import Identity, has_links, identity_of, is_whole, link, put_beside, remove_if_empty
 from .storage.tensor_files import header_of, in_order, write_tensors
 
-__all__ = ["NewFile", "SharedFile", "SharedTensors", "keep_file", "write_shared"]
+__all__ = ["Division", "NewFile", "SharedFile", "SharedTensors", "keep_file", "write_shared"]
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,19 @@ class _Earlier:
     path: Path
 
 
+@dataclass(frozen=True)
+class Division:
+    """Where the tensors of a checkpoint go."""
+
+    own: list[Entry]
+    """For this checkpoint alone."""
+    kept: list[SharedFile]
+    """Files to take over."""
+    new_files: list[NewFile]
+    """Files to write for several checkpoints."""
+    left_out: list[LeftOut]
+
+
 class SharedTensors:
     """What is known of the tensors of one directory's checkpoints; belongs to the training thread and its writer."""
 
@@ -97,17 +111,26 @@ class SharedTensors:
         self._looks: dict[str, _Look] = {}
         self._files: list[SharedFile] = []
         self._earlier: dict[str, _Earlier] = {}
+        self._base: dict[str, tuple[_Look, LeftOut]] = {}
+        self.nonfinite_base: frozenset[str] = frozenset()
+        """Which tensors that may be left out are not finite."""
 
     def look(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Look at `tensors` for the first time, and for shared files of earlier attempts in `directory`."""
-        plain = {key: tensor.detach() for key, tensor in tensors.items() if _is_plain(tensor)}
-        self._looks = _looks_at(plain)
+        self._looks = _looks_at(_plain(tensors))
         self._earlier = _earlier_files(directory)
 
-    def divide(
-        self, entries: Sequence[Entry], trained: frozenset[str], keep: Callable[[SharedFile], bool]
-    ) -> tuple[list[SharedFile], list[NewFile], list[Entry]]:
-        """Files to take over, files to write for several checkpoints, and entries for this checkpoint alone.
+    def leave_out(self, tensors: Mapping[str, torch.Tensor], base: Mapping[str, LeftOut] | None) -> None:
+        """Leave out of checkpoints what of `tensors`, now and at the save, is as in `base`; None means as it is now."""
+        plain = _plain(tensors)
+        described = {key: describe(key, tensor) for key, tensor in plain.items()}
+        equal = {key: left for key, left in described.items() if base is None or base.get(key) == left}
+        self._base = {key: (self._looks[key], left) for key, left in equal.items()}
+        if not are_finite([plain[key] for key in equal]):
+            self.nonfinite_base = frozenset(key for key in equal if not are_finite([plain[key]]))
+
+    def divide(self, entries: Sequence[Entry], trained: frozenset[str], keep: Callable[[SharedFile], bool]) -> Division:
+        """Where `entries` go.
 
         Args:
             entries: What the checkpoint is to hold, with its values of now.
@@ -117,12 +140,13 @@ class SharedTensors:
         known = {key for file in self._files for key in file.looks}
         asked = {e.key: e for e in entries if e.file == MODEL_FILE and (e.key not in trained or e.key in known)}
         looks = _looks_at({key: entry.source for key, entry in asked.items()})
+        left_out = [left for key, (look, left) in self._base.items() if looks.get(key) == look]
         kept = [
             file
             for file in self._files
             if all(looks.get(key) == look for key, look in file.looks.items()) and keep(file)
         ]
-        taken = {key for file in kept for key in file.looks}
+        taken = {key for file in kept for key in file.looks} | {left.key for left in left_out}
         # What was not looked at before has just been frozen: the next look tells whether that is true.
         before = looks | self._looks
         unchanged = {key: e for key, e in asked.items() if key not in taken and looks[key] == before[key]}
@@ -135,7 +159,7 @@ class SharedTensors:
             for group in self._grouped(unchanged)
         ]
         own = [e for e in entries if e.file != MODEL_FILE or (e.key not in taken and e.key not in unchanged)]
-        return kept, new, own
+        return Division(own, kept, new, left_out)
 
     def learn(self, record: CheckpointRecord, kept: Iterable[SharedFile], new: Iterable[NewFile]) -> None:
         """Take note of the files of `record`, which is durable: the next checkpoint shares them."""
@@ -229,12 +253,8 @@ def _looks_at(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Look]:
     }
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_meta)
-    )
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor.detach() for key, tensor in tensors.items() if is_describable(tensor)}
 
 
 def _earlier_files(directory: Path) -> dict[str, _Earlier]:

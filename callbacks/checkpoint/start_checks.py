@@ -16,7 +16,7 @@ from .sharded.save import require_shared_directory
 from .sharded.strategy import rank_groups_of
 from .storage.commit import require_space
 
-__all__ = ["check_directory"]
+__all__ = ["check_directory", "require_choice"]
 
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
@@ -46,6 +46,16 @@ def check_directory(
         if saves_final:
             require_replaceable(directory / f"{FINAL_NAME}.json")
         require_space(directory, _size_of_first_checkpoint(pl_module))
+
+
+def require_choice(name: str, value: object, one: str, other: str) -> None:
+    """Raise where the argument `name` is neither of two values.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in (one, other):
+        raise ValueError(f"Invalid `{name}`. Expected {one!r} or {other!r}, but received {value!r}.")
 
 
 def _refuse_to_mix_runs(trainer: pl.Trainer, directory: Path, *, replaces: bool) -> None:

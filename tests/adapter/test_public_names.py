@@ -35,8 +35,8 @@ PUBLIC = {
         BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
         DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
-        ModelRuntimeLoader NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed ReplicaDriftError
-        ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
+        ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
+        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
         StartupContractError StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError
         TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
         UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
@@ -45,8 +45,9 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO Evaluate Heartbeat Hook JobProgress LogMetrics RecordEvents
-        ReplicaGuard StopRequests UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Guarded Heartbeat Hook JobProgress
+        LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter TrainerState
+        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }

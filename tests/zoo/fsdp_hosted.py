@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
+from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepResult
 from support.trainer_zoo import Base, mlp
@@ -504,6 +505,103 @@ class CentersMovedByHand(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class Answer:
+    """An object that torch does not look into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class ReturnsObject(Base):
+    """A module, in another one, whose outputs come in an object of its own."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(6, 4)
+
+        def forward(self, x):
+            return Answer(self.net(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = ReturnsObject.Inner(), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return Answer(self.last(self.inner(x).value))
+
+    def configure(self, ctx):
+        model = self.Model()
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, model):
+        return mse_loss(model(batch["x"]).value, batch["y"])
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state["model"])
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class ReturnsView(ReturnsObject):
+    """A view that the trainer changes in place, which takes torch's hook away from it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x).view(-1)
+
+    def loss(self, batch, model):
+        out = model(batch["x"])
+        out += 0.1
+        return mse_loss(out, batch["y"].view(-1))
+
+
+class FeaturesOfAHook(ReturnsObject):
+    """A loss of what a forward hook has kept; of one of two calls the output is used, too."""
+
+    def configure(self, ctx):
+        model = mlp()
+        self.kept: list[torch.Tensor] = []
+        model[1].register_forward_hook(lambda module, args, out: self.kept.append(out))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, model):
+        model(batch["x"].flip(1))
+        hidden = self.kept.pop()
+        out = model(batch["x"])
+        self.kept.clear()
+        return mse_loss(out, batch["y"]) + hidden.square().mean()
+
+
+class FeaturesOfAHookAlone(FeaturesOfAHook):
+    """The same without any output."""
+
+    def loss(self, batch, model):
+        model(batch["x"])
+        return (self.kept.pop().mean(1, keepdim=True) - batch["y"]).square().mean()
+
+
+class ReentrantParts(ReturnsObject):
+    """Parts that are called one by one, and again in a backward within the backward."""
+
+    def configure(self, ctx):
+        model = nn.Sequential(mlp(6, 6), mlp(6, 6), nn.Linear(6, 1))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, model):
+        hidden = batch["x"].clone().requires_grad_(True)
+        for block in list(model)[:-1]:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
+        return mse_loss(model[-1](hidden), batch["y"])
+
+
 CLASSES = (
     AveragesInWholeModules,
     CentersMovedByHand,
@@ -525,5 +623,10 @@ CLASSES = (
     Codebook,
     ElasticWeights,
     PrunedWeights,
+    ReturnsObject,
+    ReturnsView,
+    FeaturesOfAHook,
+    FeaturesOfAHookAlone,
+    ReentrantParts,
 )
 ZOO = {cls.__name__: cls for cls in CLASSES}

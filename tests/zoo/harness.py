@@ -24,6 +24,7 @@ THEMES = (
     "meta_learning",
     "moe",
     "optimizers",
+    "recipes",
     "rl",
     "self_supervised",
     "updates",

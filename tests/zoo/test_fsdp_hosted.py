@@ -25,6 +25,7 @@ def two_ranks(tmp_path_factory):
         {"key": f"half {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "precision": "16-mixed"}
         for name in HALF
     ]
+    jobs += [{"key": "inner unit", "name": f"{MODULE}:ReturnsObject", "strategy": "fsdp", "policy": "Inner"}]
     return runs.on_two_ranks(tmp_path_factory.mktemp("hosted"), jobs)
 
 
@@ -54,3 +55,10 @@ def test_in_fp16_they_agree_within_its_rounding(two_ranks, name):
         actual = dict(actual)
         assert actual.pop("overflow_steps") == 0
         runs.assert_close(actual, runs.plain_run(f"{MODULE}:{name}"), 0.02)
+
+
+@pytest.mark.slow
+def test_a_unit_of_the_policy_whose_output_torch_cannot_see_is_refused_with_the_way_out(two_ranks):
+    for rank in two_ranks:
+        assert "returns no tensor that torch finds" in rank["inner unit"]
+        assert "leave its class out of the shard policy" in rank["inner unit"]

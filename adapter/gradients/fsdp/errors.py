@@ -43,6 +43,10 @@ _ADVICE = {
     r"_local_tensor": (
         "a gradient that is not sharded was assigned: change the gradients that backward left in place, or use ddp"
     ),
+    r"out of bounds for storage of size 0": (
+        "a module of the shard policy returns no tensor that torch finds (but an object of its own, say), so that its "
+        "weights are not gathered for backward: let it return tensors, or leave its class out of the shard policy"
+    ),
     r"uniform original parameter dtype": (
         "parameters of several types are sharded together: give each type a unit of its own by the shard policy"
     ),

@@ -71,11 +71,20 @@ class ShardGradients:
         Raises:
             ContractError: The ranks gathered different modules, so that what they computed is worthless.
         """
-        self._reduce_unused(False)
-        self._used = self._on_any_rank(self._used)
+        flags = self._on_any_rank([*(unit.has_unreduced for unit in self._units), *self._used])
+        left, self._used = flags[: len(self._units)], flags[len(self._units) :]
+        if any(left):
+            self._reduce_left({id(u.root): u.root for u, is_left in zip(self._units, left, strict=True) if is_left})
         for parameter, is_used, had in zip(self._parameters, self._used, self._had, strict=True):
             if not is_used and not had:
                 parameter.sharded_param.grad = None
+        self._reduce_unused(False)
+
+    def _reduce_left(self, roots: dict[int, Any]) -> None:
+        """Reduce gradients that FSDP did not notice, on every rank alike."""
+        for root in roots.values():
+            root._root_post_backward_final_callback()
+        self._used = self._on_any_rank(self._used)
 
     def grad(self, differentiate: Differentiate, inputs: Sequence[Tensor], *, allow_unused: bool) -> tuple[Any, ...]:
         """What ``torch.autograd.grad`` gives for `inputs`; by sharded parameters, sharded like those and of all ranks.

@@ -1,7 +1,7 @@
 """When the weights of sharded modules are gathered, and when what was gathered is given up.
 
 FSDP 2 gathers in the call of a unit and gives up after its backward. Here a call of any part of a unit gathers it too,
-weights that changed since are gathered anew, and outside of a call the trainer sees its shards alone::
+weights that changed since are gathered again, and outside of a call the trainer sees its shards alone::
 
     a call begins     give up what is stale, gather, show the whole weights to the modules
     a call ends       show the shards again; what was gathered is kept for a backward
@@ -57,7 +57,7 @@ class ShardUnit:
         self._depth = 0
         self._gathered_at = -1
         self.gathered: list[str] = []
-        """Paths, one for each call since the last backward, to be compared with those of other ranks."""
+        """Paths, one for each gathering since the last backward, to be compared with those of other ranks."""
         self.agree: Callable[[str], None] = lambda _: None
         """Called with what all ranks are about to do."""
         self.scale: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
@@ -77,6 +77,24 @@ class ShardUnit:
         """FSDP's records of the parameters."""
         return [parameter for group in self.groups for parameter in group.fsdp_params]
 
+    @property
+    def root(self) -> Any:
+        """FSDP's state of the outermost unit around it."""
+        return self._root_state
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether a backward has left gradients that FSDP did not notice.
+
+        It looks out for the tensors that a call returns. Where it returns an object that torch does not look into, or
+        the trainer takes what a hook or an attribute has kept, there are none.
+        """
+        return any(
+            parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+            for parameter in self.parameters
+            if hasattr(parameter, "_unsharded_param")
+        )
+
     def begin(self, module: nn.Module, args: Any, kwargs: Any, *, is_part: bool) -> Any:
         """A call of `module` begins: of the unit itself, where FSDP's own hooks do the rest, or of a part of it."""
         self._depth += 1
@@ -88,15 +106,22 @@ class ShardUnit:
             for group in self.groups:
                 group.unshard()
                 group.wait_for_unshard()
+                # Its gradients may have been reduced already, of what was called after this part; more will follow.
+                group._training_state = fsdp_training_state.PRE_BACKWARD
             self._show_gathered()
             return None
-        self.agree(f"call {self.path}")
-        self.gathered.append(self.path)
         shard_writes.settle_all()
         self.give_up(only_if_stale=True)
+        if not all(group.is_unsharded for group in self.groups):
+            self.agree(f"call {self.path}")
+            self.gathered.append(self.path)
         self._gathered_at = shard_writes.changes()
         self._show_gathered()
-        return self._state._pre_forward(module, args, kwargs) if is_part else None
+        if not is_part:
+            return None
+        # Without the inputs, on which FSDP would have each part reduce the gradients of all: ranks may call some only.
+        self._state._pre_forward(module, (), {})
+        return None
 
     def written(self) -> None:
         """The call is about to end: what it wrote to the weights goes to the shards.
@@ -125,7 +150,7 @@ class ShardUnit:
         return output
 
     def give_up(self, *, only_if_stale: bool = False) -> None:
-        """Have the weights gathered anew in the next call, unless one is running."""
+        """Have the weights gathered again in the next call, unless one is running."""
         if self._depth > 1 or (only_if_stale and self._gathered_at == shard_writes.changes()):
             return
         if self._state._training_state == fsdp_training_state.IDLE:

@@ -23,7 +23,7 @@ from ..sharded.boxes import Box, held_by_this_rank, is_sharded
 from ..sharded.lazy_tensor import unsharded
 from .state_tree import Attribute, Path, format_path
 
-__all__ = ["Entry", "Slice", "TensorTable"]
+__all__ = ["Entry", "Slice", "TensorTable", "stored_as"]
 
 _LARGEST_ELEMENT = 16
 """Bytes of a ``complex128``."""
@@ -160,7 +160,7 @@ class TensorTable:
             part = Slice(held.box, held.shape, dtype)
             self.wholes[file, key] = part
             if held.is_saved_here:
-                stored, shape = _stored_as(local)
+                stored, shape = stored_as(local)
                 self.slices.append(Entry(file, key, stored, shape, local.nbytes, local, part))
             facts = {"file": file, "key": key, "sharded": {"dtype": dtype, "shape": list(held.shape)}}
             self._sharded.setdefault(memory, facts)
@@ -212,7 +212,7 @@ class TensorTable:
     def _store(self, use: _Use) -> None:
         tensor = use.tensor
         name = _name_of(tensor.dtype)
-        dtype, shape = _stored_as(tensor)
+        dtype, shape = stored_as(tensor)
         use.reference |= {"file": use.file, "key": use.key}
         if name not in TORCH_TYPES:
             use.reference |= {"dtype": name, "shape": list(tensor.shape)}
@@ -270,7 +270,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+def stored_as(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Element type and shape in the file; those that the format does not know are stored as bytes."""
     name = _name_of(tensor.dtype)
     return (TORCH_TYPES[name], tuple(tensor.shape)) if name in TORCH_TYPES else (RAW, (tensor.nbytes,))

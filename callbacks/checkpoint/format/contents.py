@@ -11,16 +11,17 @@ The module imports neither torch nor Lightning, unless the checkpoint holds slic
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Any
 
 from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from ..codec.state_tree import check
-from .layout import STATE_FILE, TRAINER_FOLDER, tensor_file
+from .layout import MODEL_FILE, STATE_FILE, TRAINER_FOLDER, tensor_file
 from .record import CheckpointRecord, FileEntry
 from .references import Stored, check_array, check_tensor
-from .safetensors_header import HEADER_LIMIT, TypedShape, parse_header
+from .safetensors_header import ELEMENT_BYTES, HEADER_LIMIT, TypedShape, parse_header
 from .shard_index import rank_of
 from .verification import find_file, read_proven
 
@@ -50,6 +51,11 @@ def check_contents(record: CheckpointRecord) -> None:
                 stored[place] = Stored(tensor.dtype, tensor.shape, tensor.end - tensor.begin)
     if content is None:
         raise BrokenCheckpointError(record.name, f"it has no {STATE_FILE}")
+    for left in record.left_out:
+        size = ELEMENT_BYTES.get(left.dtype)
+        if size is None or (MODEL_FILE, left.key) in stored:
+            raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
+        stored[MODEL_FILE, left.key] = Stored(left.dtype, left.shape, math.prod(left.shape) * size)
     source = _Checked(record, stored)
     for where, tree in (
         ("checkpoint", content["checkpoint"]),

@@ -13,7 +13,7 @@ from typing import Any
 
 from .layout import name_of
 
-__all__ = ["CheckpointRecord", "FileEntry", "RecordMeta", "is_path"]
+__all__ = ["CheckpointRecord", "FileEntry", "LeftOut", "RecordMeta", "is_path"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,18 @@ class FileEntry:
     """Hexadecimal, of the content as it was in memory."""
     sha256: str | None = None
     """Hexadecimal, where the file was uploaded."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A tensor of the model that a checkpoint leaves out, because the class that is trained builds it."""
+
+    key: str
+    dtype: str
+    """The element type in a file."""
+    shape: tuple[int, ...]
+    xxh3_128: str
+    """Hexadecimal, of its bytes in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +102,8 @@ class CheckpointRecord:
     writer: str | None = None
     """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
+    left_out: Sequence[LeftOut] = ()
+    """Tensors that the process which loads it must already have."""
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableSta
 from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from .ckpt_file import CKPT_FILE_START, in_ckpt_file, is_torch_file, record_in
 from .layout import name_of, step_of_name
-from .record import CheckpointRecord, FileEntry, RecordMeta, is_path
+from .record import CheckpointRecord, FileEntry, LeftOut, RecordMeta, is_path
 
 __all__ = [
     "FORMAT",
@@ -48,7 +49,7 @@ FORMAT_VERSION = 1
 SHARDED_FORMAT_VERSION = 2
 """Of checkpoints with parts of several ranks, which an older genlight does not know; all others stay readable to it."""
 SHARED_FORMAT_VERSION = 3
-"""Of checkpoints with files that others share, likewise."""
+"""Of checkpoints with files that others share, or that leave tensors out, likewise."""
 _KNOWN_VERSIONS = (FORMAT_VERSION, SHARDED_FORMAT_VERSION, SHARED_FORMAT_VERSION)
 RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """How every record begins."""
@@ -71,6 +72,15 @@ class _StoredFile(msgspec.Struct, frozen=True):
     size: _Count
     xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class _StoredLeftOut(msgspec.Struct, frozen=True):
+    """A tensor that is left out as a record has it."""
+
+    key: str
+    dtype: str
+    shape: tuple[_Count, ...]
+    xxh3_128: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class _StoredRecord(msgspec.Struct, frozen=True):
@@ -96,6 +106,7 @@ class _StoredRecord(msgspec.Struct, frozen=True):
     digest: str
     writer: str | None = None
     finite_weights: bool | None = None
+    left_out: list[_StoredLeftOut] = []
     metadata: dict[str, Any] = {}
 
 
@@ -114,11 +125,12 @@ def serialise_record(
     created_at_ms: int,
     is_sharded: bool = False,
     is_shared: bool = False,
+    left_out: Sequence[LeftOut] = (),
     finite_weights: bool | None = None,
 ) -> bytes:
     """The bytes of a record."""
     format_version = SHARDED_FORMAT_VERSION if is_sharded else FORMAT_VERSION
-    if is_shared:
+    if is_shared or left_out:
         format_version = SHARED_FORMAT_VERSION
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -146,6 +158,8 @@ def serialise_record(
             for f in files
         ],
     }
+    if left_out:
+        content["left_out"] = [asdict(entry) for entry in left_out]
     body = json.dumps(content, separators=(",", ":"), allow_nan=False)[:-1].encode()
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
@@ -258,6 +272,7 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
         raise BrokenCheckpointError(name, "its record names a file twice")
     members = {member: getattr(stored, member) for member in stored.__struct_fields__}
     members["files"] = tuple(FileEntry(**msgspec.structs.asdict(entry)) for entry in stored.files)
+    members["left_out"] = tuple(LeftOut(**msgspec.structs.asdict(entry)) for entry in stored.left_out)
     return CheckpointRecord(path=path, **members)
 
 

@@ -81,3 +81,13 @@ def test_what_is_wrong_with_a_class_of_the_block_is_told_by_its_cause(config, li
         instantiate(config({"accelerator": "cpu", **lightning}))
     assert "\n" not in str(caught.value)
     assert "Subclass types" not in str(caught.value)
+
+
+def test_making_a_trainer_leaves_the_job_as_it_was_given(tmp_path):
+    """What doctor shows of it afterwards, and a second start in this process makes a trainer of."""
+    timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:01:00"}}
+    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "lightning": {"accelerator": "cpu", "callbacks": [timer]}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    config = resolve_run_config(spec_path=tmp_path / "job.json", overrides=[f"artifacts_dir={tmp_path / 'out'}"])
+    instantiate(config)
+    assert json.dumps(dict(config.lightning)) == json.dumps(job["lightning"])

@@ -1,4 +1,4 @@
-"""A small LightningModule and a data loader that resumes within an epoch."""
+"""A small LightningModule, a data loader that resumes within an epoch, and training that saves every second step."""
 
 import random
 
@@ -6,6 +6,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+
+from genlight.callbacks import Checkpoint
 
 
 class Net(pl.LightningModule):
@@ -86,3 +88,15 @@ def make_net():
 @pytest.fixture
 def make_loader():
     return ResumableLoader
+
+
+@pytest.fixture
+def train(make_trainer, tmp_path):
+    def run(module, steps, *, resume=None, **options):
+        options = {"every_n_steps": 2, "keep_last": None} | options
+        trainer = make_trainer(Checkpoint(tmp_path / "c", **options), max_steps=steps)
+        loader = torch.utils.data.DataLoader(torch.ones(20, 64), batch_size=4)
+        trainer.fit(module, loader, ckpt_path=resume)
+        return module
+
+    return run

@@ -1,0 +1,193 @@
+"""Ends training once a metric or score no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ..adapter.contract.exceptions import MonitorError
+from ..adapter.plumbing.redaction import text_of
+from ..adapter.plumbing.text import nearest
+from .hook.cadence import NEVER, crossed, next_multiple
+from .hook.events import callbacks_of, is_rank_zero
+from .hook.hook import Hook
+from .hook.listeners import skippable
+
+__all__ = ["EarlyStopping", "monitor_error"]
+
+log = logging.getLogger(__name__)
+
+AGREE_EVERY = 10
+"""How many steps apart ranks agree on a stop, and a module that logs by itself is looked at."""
+_MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
+
+
+class EarlyStopping(Hook):
+    """Ends training, as completed, when the monitored value has not improved for so many steps.
+
+    A trainer class is judged by its metrics at their cadence and by the scores of its evaluation; any other module by
+    what it has logged, every 10 steps and after each validation. Rank zero decides, and all ranks stop after the same
+    step, at most 10 steps later. A resumed run goes on counting.
+
+    Args:
+        monitor: Name of a metric or score as it is reported; ``loss`` finds ``train/loss``.
+        patience: Steps without an improvement after which training ends.
+        min_delta: By how much a value must be better than the best one to be an improvement.
+        mode: Whether a smaller (``min``) or a larger (``max``) value is better.
+
+    Raises:
+        ValueError: An argument makes no sense; all that do are named.
+        MonitorError: While training: no such metric or score has come, or its value is not finite.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+    optional_reads = ("loss_stats", "eval_scores")
+
+    def __init__(
+        self,
+        monitor: str = "train/loss",
+        patience: int = 1000,
+        *,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        wrong = [] if monitor else ["`monitor` '' (expected the name of a metric)"]
+        if patience < 1:
+            wrong.append(f"`patience` {patience} (expected a number of steps >= 1)")
+        if not 0 <= min_delta < math.inf:
+            wrong.append(f"`min_delta` {min_delta} (expected a number >= 0)")
+        if mode not in ("min", "max"):
+            wrong.append(f"`mode` {mode!r} (expected 'min' or 'max')")
+        if wrong:
+            raise ValueError(f"Invalid arguments of EarlyStopping: {', '.join(wrong)}.")
+        self.monitor = monitor
+        self.patience = patience
+        self.min_delta = min_delta
+        self.mode = mode
+        self.best: float | None = None
+        """The best value so far."""
+        self.best_step = 0
+        """The step that had it; before the first value, the one that the count began at."""
+        self._wants_stop = False
+        self._names: set[str] = set()
+        self._step = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._wants_stop = False
+        self._names.clear()
+        self._step = trainer.global_step
+        if self.best is None:
+            self.best_step = trainer.global_step
+
+    @override
+    def on_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
+    ) -> None:
+        self._judge(trainer, metrics, step)
+        # Nothing but metrics will come where nothing evaluates.
+        if self.best is None and not _evaluates(trainer):
+            raise self._missing(f"the metrics of step {step} do not have it")
+
+    @override
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        self._judge(trainer, scores, step)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and not hasattr(pl_module, "step_result"):
+            self._judge(trainer, _numbers(trainer), trainer.global_step)
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        logs_by_itself = not hasattr(pl_module, "step_result")
+        if crossed(self._step, step, AGREE_EVERY):
+            if logs_by_itself:
+                self._judge(trainer, _numbers(trainer), step)
+            if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self._wants_stop, all=False):
+                trainer.should_stop = True
+        self._step = step
+        is_called_again = logs_by_itself or trainer.world_size > 1
+        self.next_due_step = next_multiple(step, AGREE_EVERY) if is_called_again else NEVER
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.best is None and is_rank_zero(trainer):
+            log.warning("%s", self._missing("training ended without it"))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+
+    def _judge(self, trainer: pl.Trainer, values: Mapping[str, float], step: int) -> None:
+        if self._wants_stop or not is_rank_zero(trainer):
+            return
+        self._names.update(values)
+        value = values.get(self.monitor, values.get(f"train/{self.monitor}"))
+        if value is None:
+            if self.best is None and step - self.best_step >= self.patience:
+                raise self._missing(f"it has not come in {self.patience} steps")
+            return
+        if not math.isfinite(value):
+            raise MonitorError(
+                f"EarlyStopping(monitor={self.monitor!r}): its value at step {step} is {value}. Resume from an earlier "
+                "checkpoint after the cause is mended; `WatchNonfinite` and `Diagnosis` help to find it"
+            )
+        is_better = self.best is None or (
+            value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+        )
+        if is_better:
+            self.best, self.best_step = value, step
+        elif step - self.best_step >= self.patience:
+            self._wants_stop = True
+            log.info(
+                "%s has not improved on %.6g of step %d for %d steps: training ends",
+                *(self.monitor, self.best, self.best_step, step - self.best_step),
+            )
+            if trainer.world_size == 1:
+                trainer.should_stop = True
+
+    def _missing(self, how: str) -> MonitorError:
+        known = f"; there are {', '.join(sorted(self._names))}" if self._names else ""
+        return MonitorError(
+            f"EarlyStopping(monitor={self.monitor!r}): {how}{known}.{nearest(self.monitor, self._names)}"
+        )
+
+
+def monitor_error(error: BaseException) -> MonitorError | None:
+    """What Lightning's own `EarlyStopping` or `ModelCheckpoint` says of its monitor; None for any other exception."""
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1] not in _MONITORS:
+        return None
+    return MonitorError(text_of(error))
+
+
+def _evaluates(trainer: pl.Trainer) -> bool:
+    """Whether a score may come that no training step has."""
+    writes = (name for callback in callbacks_of(trainer) for name in getattr(callback, "writes", ()))
+    return "eval_scores" in writes or bool(trainer.enable_validation)
+
+
+def _numbers(trainer: pl.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in _of_one_element(trainer.callback_metrics.items())}
+
+
+def _of_one_element(metrics: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    return ((name, value) for name, value in metrics if value.numel() == 1)

@@ -1,0 +1,212 @@
+"""Checkpoints that leave out what is frozen, and take it from the class on resume, where it is the same."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from genlight.adapter.cli import main
+from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.adapter.contract.types import TrainingJobSpec
+from genlight.adapter.module.module import ContractModule
+from genlight.callbacks import Checkpoint
+from genlight.callbacks.checkpoint import list_checkpoints, load, load_weights, read_record, verify
+from genlight.callbacks.checkpoint.format.contents import check_contents
+from support.adapted_model import FROZEN_BYTES, Adapted
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def left_out(path):
+    return {left.key for left in read_record(path).left_out}
+
+
+FROZEN = {key for key in Adapted().state_dict() if key.startswith("base.") or key == "table"}
+
+
+def test_what_is_frozen_is_in_no_checkpoint_and_a_resume_ends_with_the_same_bits(train, tmp_path):
+    whole = train(Adapted(), 10, weights="trained")
+    sizes = [listed.record.size_bytes for listed in list_checkpoints(tmp_path / "c")]
+    (tmp_path / "c").rename(tmp_path / "other")
+    train(Adapted(), 6, weights="trained")
+
+    resumed = train(Adapted(), 10, resume=tmp_path / "c" / "step-00000006.json", weights="trained")
+
+    assert max(sizes) < FROZEN_BYTES / 2
+    assert_equal(resumed.state_dict(), whole.state_dict())
+    for listed in list_checkpoints(tmp_path / "c"):
+        check_contents(verify(listed.path))
+        assert left_out(listed.path) == FROZEN
+        assert listed.record.finite_weights
+        assert_equal(load_weights(listed.path, base=Adapted().state_dict()), (whole.seen)[listed.record.step])
+
+
+def test_a_changed_base_is_refused_by_name_with_both_digests_and_the_way_out(train, tmp_path):
+    train(Adapted(), 2, weights="trained")
+    record = read_record(tmp_path / "c" / "step-00000002.json")
+    [saved] = [left for left in record.left_out if left.key == "base.1.weight"]
+    other = Adapted()
+    other.base[1].weight.data[3, 3] += 1
+
+    with pytest.raises(CheckpointError) as refused:
+        train(other, 4, resume=record.path, weights="trained")
+
+    told = str(refused.value)
+    assert f"base.1.weight had the digest {saved.xxh3_128}, but in the module it has " in told
+    assert "build the module with the base that it was trained with, or begin a new run" in told
+
+
+def test_a_base_of_another_shape_or_without_a_tensor_is_refused(train, tmp_path):
+    train(Adapted(), 2, weights="trained")
+    path, base = tmp_path / "c" / "step-00000002.json", Adapted().state_dict()
+
+    with pytest.raises(CheckpointError, match=r"table was F32 \[100, 100\], but the module has F32 \[5\]"):
+        load(path, base=base | {"table": torch.zeros(5)})
+    base.pop("table")
+    with pytest.raises(CheckpointError, match="table is not among the tensors of the module"):
+        load(path, base=base)
+
+
+class Thawable(Adapted):
+    """Its optimizer holds all parameters."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Edited(Thawable):
+    """A frozen layer changes by hand in the third step, and another is trained from then on."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == 2:
+            self.base[2].weight.data.mul_(2)
+            self.base[0].requires_grad_(True)
+
+
+def test_what_is_no_longer_as_the_class_built_it_is_saved(train, tmp_path):
+    module = train(Edited(), 8, weights="trained")
+    changed = {"base.2.weight", "base.0.weight", "base.0.bias"}
+
+    assert left_out(tmp_path / "c" / "step-00000002.json") == FROZEN
+    for step in (4, 6, 8):
+        path = tmp_path / "c" / f"step-{step:08d}.json"
+        assert left_out(path) == FROZEN - changed
+        assert_equal(load_weights(path, base=Adapted().state_dict()), module.seen[step])
+
+
+def test_what_a_resumed_run_finds_changed_stays_saved_although_nothing_changes_it_any_more(train, tmp_path):
+    train(Edited(), 4, weights="trained")
+
+    resumed = train(Thawable(), 8, resume=tmp_path / "c" / "step-00000004.json", weights="trained")
+
+    newest = tmp_path / "c" / "step-00000008.json"
+    assert left_out(newest) == FROZEN - {"base.2.weight", "base.0.weight", "base.0.bias"}
+    assert_equal(load_weights(newest, base=Adapted().state_dict()), resumed.seen[8])
+
+
+@pytest.mark.parametrize("first", ["all", "trained"])
+def test_a_run_may_change_what_it_saves(train, tmp_path, first):
+    other = {"all": "trained", "trained": "all"}[first]
+    train(Adapted(), 2, weights=first)
+
+    module = train(Adapted(), 4, resume=tmp_path / "c" / "step-00000002.json", weights=other)
+
+    newest = tmp_path / "c" / "step-00000004.json"
+    assert left_out(newest) == (FROZEN if other == "trained" else set())
+    base = Adapted().state_dict() if other == "trained" else None
+    assert_equal(load_weights(newest, base=base), module.seen[4])
+
+
+def test_without_a_base_it_is_said_what_is_missing_and_what_to_do(train, tmp_path, capsys):
+    module = train(Adapted(), 2, weights="trained")
+    path = tmp_path / "c" / "step-00000002.json"
+    missing = r"step-00000002 leaves out 9 tensors \(base.0.weight, .*, …\).*load\(path, base=module.state_dict\(\)\)"
+
+    for read in (load, load_weights, Adapted.load_from_checkpoint):
+        with pytest.raises(CheckpointError, match=missing):
+            read(path)
+    assert_equal(dict(load(path, base=Adapted().state_dict())["state_dict"]), module.seen[2])
+
+    target, base = tmp_path / "all.safetensors", tmp_path / "base.safetensors"
+    safetensors.torch.save_file(Adapted().state_dict(), base)
+    assert main(["checkpoint", "export", str(path), "--to", str(target)]) == 2
+    assert "--base FILE.safetensors" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), "--to", str(target), "--base", str(base)]) == 0
+    assert_equal(safetensors.torch.load_file(target), module.seen[2])
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    assert "9 tensors left out" in capsys.readouterr().out
+
+
+def test_an_invalid_choice_is_refused():
+    with pytest.raises(ValueError, match=r"Invalid `weights`\. Expected 'all' or 'trained', but received 'some'"):
+        Checkpoint(weights="some")
+
+
+ADAPTER = '''
+import torch
+from genlight.adapter import StepResult
+
+
+class Trainer:
+    """Its payload holds the frozen weights, too."""
+
+    def setup(self, ctx):
+        pass
+
+    def configure(self, ctx):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 40).requires_grad_(False), torch.nn.Linear(40, 2))
+        return {"model": model, "optimizer": torch.optim.SGD(model[1].parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw_batch, state, ctx):
+        return torch.ones(2, 40)
+
+    def train_step(self, batch, state, ctx):
+        loss = state["model"](batch).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss})
+
+    def state_dict(self, state):
+        return {"model": state["model"].state_dict()}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["model"].load_state_dict(payload["model"])
+'''
+
+
+def test_a_job_leaves_out_what_its_class_builds(tmp_path, caplog):
+    (tmp_path / "adapter_of_job.py").write_text(ADAPTER)
+    job = {
+        "run_id": "adapted",
+        "trainer": "adapter_of_job:Trainer",
+        "max_steps": 4,
+        "checkpoint_every": 2,
+        "checkpoint_weights": "trained",
+        "resume_from_latest": True,
+        "mock_batches": [{}] * 8,
+        "lightning": {"accelerator": "cpu"},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert main(["run", str(tmp_path / "job.json")]) == 0
+    assert main(["run", str(tmp_path / "job.json"), "--set", "max_steps=6"]) == 0
+    checkpoints = tmp_path / "runs" / "adapted" / "checkpoints"
+
+    record = read_record(checkpoints / "final.json")
+
+    assert (record.step, record.attempt) == (6, 2)
+    assert len(record.left_out) == 2
+    assert sum(file.size for file in record.files if file.path.endswith("model.safetensors")) < 40 * 40 * 4
+    assert main(["run", str(tmp_path / "job.json"), "--set", "checkpoint_weights=some"]) == 2
+    assert 'Invalid `checkpoint_weights`. Expected "all" or "trained"' in caplog.text
+    module = ContractModule.load_from_checkpoint(
+        checkpoints / "final.json", plugin="adapter_of_job:Trainer", job=TrainingJobSpec("adapted", 6)
+    )
+    assert module.contract_state["model"][0].weight.shape == (40, 40)

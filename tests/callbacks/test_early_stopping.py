@@ -1,0 +1,176 @@
+"""Training ends once the monitored value stays as it is; a monitor that is missing or nan is one clear error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import ContractModule, MonitorError, StepResult, TrainingJobSpec
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
+
+
+class Falls:
+    """Its loss falls by one each step, down to `floor`; its score is the loss."""
+
+    def __init__(self, floor: float = 20.0, values: dict[int, float] | None = None) -> None:
+        self.floor, self.values, self.step = floor, values or {}, 0
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def loss(self) -> float:
+        return self.values.get(self.step, max(self.floor, 100.0 - self.step))
+
+    def train_step(self, batch, state, ctx):
+        self.step += 1
+        return StepResult(metrics={"loss": self.loss()})
+
+    def evaluate(self, state, ctx):
+        return {"val/loss": self.loss()}
+
+    def state_dict(self, state):
+        return {"step": self.step}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.step = payload["step"]
+
+
+def test_it_ends_after_so_many_steps_without_an_improvement(fit) -> None:
+    trainer, module = fit(Falls(floor=90.0), [LogMetrics(5), EarlyStopping("loss", patience=20)], steps=100)
+
+    assert trainer.global_step == 30  # the last improvement came with step 10
+    assert module.stopped == "should_stop"
+
+
+def test_min_delta_and_mode(fit) -> None:
+    trainer, _ = fit(Falls(floor=0.0), [LogMetrics(5), EarlyStopping("loss", 20, min_delta=1000.0)], steps=100)
+    assert trainer.global_step == 25
+
+    trainer, _ = fit(Falls(floor=0.0), [LogMetrics(5), EarlyStopping("loss", 20, mode="max")], steps=100)
+    assert trainer.global_step == 25
+
+
+def test_scores_of_an_evaluation_are_monitored_at_the_step_at_which_they_come(fit) -> None:
+    trainer, _ = fit(Falls(floor=90.0), [Evaluate(4), EarlyStopping("val/loss", 12)], steps=100)
+
+    assert trainer.global_step == 24  # the best score came with step 12
+
+
+def test_it_works_with_a_module_that_logs_by_itself(quiet) -> None:
+    class Logs(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            self.log("quality", float(min(batch_idx, 15)))
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    stopping = EarlyStopping("quality", 20, mode="max")
+    trainer = pl.Trainer(**quiet, max_epochs=1, callbacks=[stopping])
+    trainer.fit(Logs(), torch.utils.data.DataLoader(torch.ones(200, 1)))
+
+    assert stopping.best == 15.0
+    assert trainer.global_step == stopping.best_step + 20
+
+
+def test_a_resumed_run_goes_on_counting(fit, tmp_path: Path) -> None:
+    callbacks = [LogMetrics(5), EarlyStopping("loss", 20), Checkpoint(tmp_path / "c")]
+    fit(Falls(floor=90.0), callbacks, steps=20, enable_checkpointing=True)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=100, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[LogMetrics(5), EarlyStopping("loss", 20), Checkpoint(tmp_path / "c", replace_existing=True)],
+    )  # fmt: skip
+    module = ContractModule(Falls(floor=90.0), None)
+    trainer.fit(module, BatchStream(range(200)), ckpt_path=str(tmp_path / "c" / "final.json"))
+
+    assert trainer.global_step == 30
+
+
+def test_a_monitor_that_no_one_gives_is_an_error_that_names_those_there_are(fit) -> None:
+    with pytest.raises(MonitorError, match=r"in 20 steps; there are train/loss\. Did you mean `train/loss`"):
+        fit(Falls(), [LogMetrics(5), EarlyStopping("train/los", 20)], steps=50)
+
+
+def test_a_score_that_never_comes_is_an_error_after_the_patience(fit) -> None:
+    with pytest.raises(MonitorError, match="it has not come in 20 steps; there are train/loss, val/loss"):
+        fit(Falls(), [LogMetrics(5), Evaluate(5), EarlyStopping("val/accuracy", 20)], steps=50)
+
+
+def test_a_monitor_that_is_nan_is_an_error_with_its_step(fit) -> None:
+    with pytest.raises(MonitorError, match=r"monitor='loss'.*its value at step 10 is nan"):
+        fit(Falls(values={10: float("nan")}), [LogMetrics(5), EarlyStopping("loss", 20)], steps=50)
+
+
+def test_arguments_that_make_no_sense_are_all_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"`monitor`.*`patience` -1.*`min_delta` -0.5.*`mode` 'best'"):
+        EarlyStopping("", -1, min_delta=-0.5, mode="best")
+
+
+TRAINER = """
+from genlight.adapter import StepResult
+class Runs:
+    def setup(self, ctx): ...
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw, state, ctx): return raw
+    def train_step(self, batch, state, ctx): return StepResult(metrics={"loss": 1.0})
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (
+            {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc"}},
+            "Early stopping conditioned on metric `val/acc` which is not available",
+        ),
+        (
+            {"class_path": "genlight.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc", "patience": 5}},
+            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it; there are train/loss",
+        ),
+    ],
+)
+def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, callback, said: str) -> None:
+    """Lightning's own callback raises a RuntimeError at the end of the epoch."""
+    (tmp_path / "runs_it.py").write_text(TRAINER)
+    spec = {
+        **TrainingJobSpec("r", 5, metric_every=1).__dict__,
+        "trainer": "runs_it:Runs",
+        "mock_batches": [1, 2, 3, 4, 5],
+        "lightning": {"accelerator": "cpu", "callbacks": [callback]},
+    }
+    (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in spec.items() if value not in ("", {})}))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "genlight", "run", "job.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    last = json.loads((tmp_path / "runs" / "r" / "metrics" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["category"]) == ("failed", "train-step")

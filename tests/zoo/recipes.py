@@ -1,0 +1,165 @@
+"""Whole recipes as they are published: several techniques in one class."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, linear, logsigmoid, mse_loss, normalize
+
+from genlight.adapter.contract.types import StepResult
+
+from .base import Base, labelled, mlp, tokens
+
+
+class AdaptedLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs) * 0.3), nn.Parameter(torch.zeros(outputs, 2))
+        self.enabled, self.merged = True, False
+
+    def forward(self, x):
+        out = self.base(x)
+        return out + x @ self.a.T @ self.b.T if self.enabled and not self.merged else out
+
+    @torch.no_grad()
+    def merge(self, sign: int) -> None:
+        self.base.weight.add_(self.b @ self.a, alpha=sign)
+        self.merged = sign > 0
+
+
+class PreferencesWithDisabledAdapter(Base):
+    """DPO whose reference is the policy with its adapters switched off."""
+
+    rows = staticmethod(labelled)
+
+    def model(self):
+        torch.manual_seed(1)
+        return nn.Sequential(AdaptedLinear(6, 12), nn.Tanh(), AdaptedLinear(12, 3))
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.02)
+
+    def loss(self, batch, state):
+        model = state["model"]
+        policy = model(batch["x"]).log_softmax(1)
+        for m in model:
+            m.enabled = False
+        with torch.no_grad():
+            reference = model(batch["x"]).log_softmax(1)
+        for m in model:
+            m.enabled = True
+        gain = policy - reference
+        chosen = gain.gather(1, batch["y"][:, None])
+        rejected = gain.gather(1, (batch["y"][:, None] + 1) % 3)
+        return -logsigmoid(0.5 * (chosen - rejected)).mean()
+
+
+class AdapterMergedInBetween(PreferencesWithDisabledAdapter):
+    """LoRA that is merged for an evaluation within the step, and unmerged again."""
+
+    def loss(self, batch, state):
+        return cross_entropy(state["model"](batch["x"]), batch["y"])
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        layers = [m for m in state["model"] if isinstance(m, AdaptedLinear)]
+        for layer in layers:
+            layer.merge(1)
+        with torch.no_grad():
+            merged = self.loss(batch, state)
+        for layer in layers:
+            layer.merge(-1)
+        return StepResult({**result.metrics, "merged": merged})
+
+
+class TopTwoOfManyExperts(Base):
+    """More experts than rows can use, an auxiliary loss on the router, and a z-loss."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.router = mlp(6, 6), nn.Linear(6, 9)
+        model.experts = nn.ModuleList(mlp(6, 1, 4) for _ in range(9))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, state):
+        model, x = state["model"], state["model"].body(batch["x"])
+        logits = model.router(x)
+        weights, chosen = logits.softmax(1).topk(2, dim=1)
+        out = torch.zeros(len(x), 1, dtype=weights.dtype)
+        for index, expert in enumerate(model.experts):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, (weights[row, slot, None] * expert(x[row])).to(out.dtype))
+        return mse_loss(out, batch["y"]) + 0.01 * logits.logsumexp(1).square().mean()
+
+
+class ContrastOverAllRanks(Base):
+    """Features of all ranks, gathered by hand, with a gradient through this rank's own."""
+
+    def model(self):
+        return mlp(6, 4)
+
+    def loss(self, batch, state):
+        one, other = (normalize(state["model"](x), dim=1) for x in (batch["x"], batch["x"].flip(1)))
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size > 1:
+            one, other = (self.gathered(features, size) for features in (one, other))
+        logits = one.float() @ other.float().T / 0.1
+        # Each rank has the gradient through its own rows alone, of which the mean over ranks is taken.
+        return size * cross_entropy(logits, torch.arange(len(logits)))
+
+    @staticmethod
+    def gathered(features: torch.Tensor, size: int) -> torch.Tensor:
+        everyone = [torch.zeros_like(features) for _ in range(size)]
+        dist.all_gather(everyone, features.detach().contiguous())
+        everyone[dist.get_rank()] = features
+        return torch.cat(everyone)
+
+
+class TiedByHand(Base):
+    """The embedding's weight read outside of any module's call, as the output layer."""
+
+    rows = staticmethod(tokens)
+
+    def model(self):
+        model = nn.Module()
+        model.embed, model.body = nn.Embedding(11, 6), mlp(6, 6)
+        return model
+
+    def loss(self, batch, state):
+        model = state["model"]
+        hidden = model.body(model.embed(batch["x"]).mean(1))
+        return cross_entropy(linear(hidden, model.embed.weight), batch["x"][:, 0])
+
+
+class _Recomputed(torch.autograd.Function):
+    """A block whose backward computes it again and calls backward itself, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, block, x, *weights):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            out = ctx.block(x)
+        torch.autograd.backward(out, gradient)
+        return None, x.grad, *[None for _ in ctx.block.parameters()]
+
+
+class ReversibleBlocks(Base):
+    def model(self):
+        return nn.Sequential(*(mlp(6, 6) for _ in range(2)), nn.Linear(6, 1))
+
+    def loss(self, batch, state):
+        h = batch["x"].clone().requires_grad_(True)
+        for block in list(state["model"])[:-1]:
+            h = h + _Recomputed.apply(block, h, *block.parameters())
+        return mse_loss(state["model"][-1](h), batch["y"])
