@@ -14,6 +14,7 @@
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
+    ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ReplicaDriftError         replicas that must be equal are not
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RankFailed                another rank failed or died
@@ -45,6 +46,7 @@ __all__ = [
     "MonitorError",
     "NonfiniteError",
     "RankFailed",
+    "ReplayWriterError",
     "ReplicaDriftError",
     "StartupContractError",
     "StopReason",
@@ -211,6 +213,10 @@ class UploadError(GenlightError):
     def __init__(self, message: str, *, auth: bool = False) -> None:
         super().__init__(message)
         self.auth = auth
+
+
+class ReplayWriterError(GenlightError, RuntimeError):
+    """Another thread or process than the one writer of a replay buffer wrote to it; nothing was changed."""
 
 
 class ReplicaDriftError(GenlightError):
