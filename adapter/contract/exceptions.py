@@ -15,6 +15,7 @@
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RankFailed                another rank failed or died
     ├── TrainingHung              no step was finished for far longer than steps take
@@ -46,6 +47,7 @@ __all__ = [
     "NonfiniteError",
     "RankFailed",
     "ReplicaDriftError",
+    "ShadowMismatchError",
     "StartupContractError",
     "StopReason",
     "TrainerPathError",
@@ -215,6 +217,10 @@ class UploadError(GenlightError):
 
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class ShadowMismatchError(GenlightError):
+    """A step of a run is not that of the same class in a plain loop; the message has the first difference."""
 
 
 class RankFailed(GenlightError):
