@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
+    from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.heartbeat import Heartbeat as Heartbeat
+    from .trainer_hooks import (
+        TrainerHook as TrainerHook,
+        TrainerHookAdapter as TrainerHookAdapter,
+        TrainerState as TrainerState,
+    )
     from .upload_artifacts import UploadArtifacts as UploadArtifacts
     from .watch_hangs import WatchHangs as WatchHangs
     from .watch_nonfinite import WatchNonfinite as WatchNonfinite
@@ -36,6 +42,7 @@ else:
             ".diagnosis.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
+            ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
@@ -43,6 +50,7 @@ else:
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.heartbeat": ("Heartbeat",),
+            ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
             ".watch_nonfinite": ("WatchNonfinite",),
