@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ _PRODUCTS |= {"baddbmm", "einsum", "tensordot", "inner", "outer", "embedding", "
 
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 _TOGETHER = _READS | _EXTREMES | _PRODUCTS | {"full_tensor", "svd"}
-_GET_GRAD = vars(TensorBase)["grad"].__get__
+_GET_GRAD, _GET_DATA = (vars(TensorBase)[name].__get__ for name in ("grad", "data"))
 _HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
@@ -106,6 +107,8 @@ def release(holder: object) -> None:
 
 
 _numbers: Any = WeakIdKeyDictionary()
+_given_data: Any = WeakIdKeyDictionary()
+"""By parameter, what was given out as its ``.data``, which keeps its values when that becomes another tensor."""
 
 
 def number(parameters: Iterable[Tensor]) -> None:
@@ -267,7 +270,14 @@ def _got(func: Any, tensor: Any) -> Any:
     global _last_parameter
     if func == _GET_GRAD and isinstance(tensor, DTensor):
         _last_parameter = _numbers.get(tensor, "")
-    return func(tensor)
+    found = func(tensor)
+    if func == _GET_DATA and isinstance(found, DTensor) and tensor in _numbers:
+        _given_data[tensor] = [*filter(_is_alive, _given_data.get(tensor, ())), weakref.ref(found)]
+    return found
+
+
+def _is_alive(reference: weakref.ref[Any]) -> bool:
+    return reference() is not None
 
 
 def _set(func: Any, args: Any) -> Any:
@@ -282,6 +292,9 @@ def _set(func: Any, args: Any) -> Any:
         )
     with torch.no_grad():
         if _SETTERS[func] == "data":  # torch would take over all but the shard
+            for given in _given_data.pop(target, ()):
+                if (kept := given()) is not None and kept is not value:  # two that are swapped, say
+                    kept._local_tensor = kept._local_tensor.clone()
             return target.detach().copy_(value if isinstance(value, DTensor) else sharded_like(value, target))
         if isinstance(value, DTensor):
             return func(target, value.redistribute(placements=target.placements))
