@@ -109,7 +109,7 @@ def tensors(state: Any, trainer: Any) -> dict[str, Any]:
 
     collect("state", state)
     collect("trainer", trainer)
-    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items()}
+    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
 
 
 def _whole(tensor: Any) -> Any:
