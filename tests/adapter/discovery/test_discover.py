@@ -349,7 +349,7 @@ def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ra
     model = nn.Linear(1, 1).share_memory()
 
     check_devices(discover({"model": model}), "cpu")
-    with pytest.raises(ContractError, match=r'state\["model"\].weight lives in memory'):
+    with pytest.raises(ContractError, match=r'state\["model"\].weight is in memory'):
         check_devices(discover({"model": model}), "cpu", world_size=2)
 
 
