@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .record_events import RecordEvents as RecordEvents
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
+    from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
     from .upload_artifacts import UploadArtifacts as UploadArtifacts
     from .watch_hangs import WatchHangs as WatchHangs
@@ -42,6 +43,7 @@ else:
             ".record_events": ("RecordEvents",),
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
+            ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
