@@ -37,6 +37,7 @@ from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in
 from ..run.artifact_dirs import directory_fault
 from ..run.artifacts_lock import lock_directory
+from ..run.other_weights import about_other_weights
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
@@ -277,7 +278,7 @@ class GenlightCLI(LightningCLI):
             try:
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
-                cause = stop_behind_lost_worker(error, signals.reason)
+                cause = stop_behind_lost_worker(error, signals.reason) or about_other_weights(error)
                 if cause is None:
                     raise
                 raise cause from error

@@ -21,12 +21,13 @@ from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupC
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
-from ..job.identity import sealed_fields
+from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.hook_signatures import misspelled_hooks
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
+from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
@@ -151,8 +152,8 @@ class Training:
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, RuntimeError, MisconfigurationException) as error:
-            if about_monitor := monitor_error(error):
-                raise about_monitor from error
+            if about_it := monitor_error(error) or about_other_weights(error):
+                raise about_it from error
             if isinstance(error, RuntimeError):
                 raise
             if self.progress.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
@@ -216,7 +217,7 @@ class Training:
             attempt=attempt,
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
-            spec=sealed_fields(config.spec_fields),
+            spec=sealed_fields(config.spec_fields, numbers=numbers_of(config.job.hyperparams)),
             metadata=metadata,
         )
 

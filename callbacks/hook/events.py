@@ -15,6 +15,7 @@ __all__ = [
     "HOOK_EVENTS",
     "callbacks_of",
     "fire",
+    "is_own_loop",
     "is_rank_zero",
     "note_rank",
     "publish_metrics",
@@ -68,6 +69,11 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
         method = getattr(callback, event, None)
         if method is not None:
             method(trainer, trainer.lightning_module, *args)
+
+
+def is_own_loop(trainer: pl.Trainer) -> bool:
+    """Whether the loop of `trainer` is genlight's, which fires `HOOK_EVENTS`; only once a fit has begun."""
+    return bool(getattr(trainer.fit_loop, "raises_stops", False))
 
 
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:

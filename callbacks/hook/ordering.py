@@ -67,7 +67,7 @@ def _predecessors(position: int, hooks: Sequence[ReadsAndWrites]) -> set[int]:
         writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
         if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
             raise HookOrderError(
-                f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
+                f"{_label(hook)} reads {field!r}, which no hook writes; add the callback that writes it"
             )
         for writer in writers:
             both_update = field in hook.writes and field in hooks[writer].reads
@@ -83,7 +83,7 @@ def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: 
         path.append(next(position for position in stuck if position in waits_for[path[-1]]))
     cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
     steps = [
-        f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
+        f"{_label(hook)} reads {_shared_fields(hook, writer)} of {_label(writer)}"
         for hook, writer in itertools.pairwise(cycle)
     ]
     return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
@@ -91,3 +91,8 @@ def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: 
 
 def _shared_fields(reader: ReadsAndWrites, writer: ReadsAndWrites) -> list[str]:
     return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))
+
+
+def _label(hook: ReadsAndWrites) -> str:
+    label: str = getattr(hook, "label", type(hook).__name__)
+    return label

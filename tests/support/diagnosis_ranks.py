@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult
@@ -23,21 +23,6 @@ from genlight.callbacks import Diagnosis
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 STEPS = 12
 SLEEP_S = 0.25
-
-
-class Environment(LightningEnvironment):
-    creates_processes_externally = True
-
-    def local_rank(self) -> int:
-        return RANK
-
-    def global_rank(self) -> int:
-        return RANK
-
-    def world_size(self) -> int:
-        return WORLD_SIZE
-
-    def set_world_size(self, size: int) -> None: ...
 
 
 def net() -> nn.Sequential:
@@ -106,7 +91,7 @@ def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, An
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo"),
+        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         max_steps=STEPS,
         max_epochs=1,
         logger=False,
