@@ -93,7 +93,12 @@ def _goodput(path: Path, *, as_json: bool) -> int:
         sys.stdout.write(json.dumps({**asdict(account), "goodput": account.goodput}) + "\n")
         return _SOUND
     attempts = f"{account.attempts} attempts" if account.attempts != 1 else "1 attempt"
-    sys.stdout.write(f"{account.wall_s:,.1f} s in {attempts}; {account.goodput:.1%} of it trained what was kept\n")
+    sys.stdout.write(
+        f"{account.wall_s:,.1f} s in {attempts}; {account.goodput:.1%} of it were steps whose work was kept\n"
+    )
+    if not account.is_measured:
+        sys.stdout.write("no attempt was long enough to say what it spent its time on\n")
+        return _SOUND
     for part, seconds in account.seconds.items():
         if seconds:
             share = seconds / account.wall_s if account.wall_s else 0.0

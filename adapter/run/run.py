@@ -198,5 +198,7 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
     account = account_of(config.events_path)
-    spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s trained what was kept" if account is not None else ""
+    spent = ""
+    if account is not None and account.is_measured:
+        spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)

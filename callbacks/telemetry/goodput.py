@@ -32,19 +32,25 @@ class Goodput(Hook):
     It measures where something happens and not in each step, so that a step costs nothing.
 
     Args:
-        every_s: Seconds between two reports; the first comes with the first step, the last with the last.
+        every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
+            last step reports as well. A training that is shorter says nothing.
 
     Raises:
         ValueError: `every_s` is not positive.
     """
 
-    _of_this_process = frozenset({"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since"})
+    # Reported after what they hold training up by.
+    optional_reads = ("eval_scores", "latest_sample_uris")
+    _of_this_process = frozenset(
+        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported"}
+    )
 
     def __init__(self, every_s: float = 10.0) -> None:
         if every_s <= 0:
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
         self._began_at = self._next_at = time.monotonic()
+        self._has_reported = False
         self._start_up_s = 0.0
         self._waited_s: float | None = None
         self._spent: dict[str, float] = {}
@@ -52,7 +58,9 @@ class Goodput(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._began_at = self._next_at = time.monotonic()
+        self._began_at = time.monotonic()
+        self._next_at = self._began_at + self.every_s
+        self._has_reported = False
         self._start_up_s = process_age_s()
         self._waited_s = data_wait_s(trainer)
         self._spent = {}
@@ -65,7 +73,8 @@ class Goodput(Hook):
     ) -> None:
         now, step = time.monotonic(), trainer.global_step
         is_last = trainer.should_stop or step == trainer.max_steps
-        if now >= self._next_at or is_last:
+        if now >= self._next_at or (is_last and self._has_reported):
+            self._has_reported = True
             self._next_at = now + self.every_s
             log_to_loggers(trainer, self.seconds(trainer, now))
         self.next_due_step = step + LOOK_EVERY_STEPS

@@ -39,11 +39,13 @@ class Account:
         seconds: By part, of `PARTS`; they sum to `wall_s`.
         attempts: How many attempts have started.
         wall_s: From the start of the first process to the last event.
+        is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
     """
 
     seconds: Mapping[str, float]
     attempts: int
     wall_s: float
+    is_measured: bool
 
     @property
     def goodput(self) -> float:
@@ -98,7 +100,7 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
         if following:
             seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
     wall_s = attempts[-1].last_s - attempts[0].process_began_s
-    return Account(seconds, len(attempts), wall_s)
+    return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts))
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
