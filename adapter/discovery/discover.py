@@ -34,7 +34,7 @@ __all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discove
 T = TypeVar("T")
 
 SEARCHED_ITEMS = 10_000
-"""A container with more items than this is data (a replay buffer, say) and is not searched."""
+"""A container with more items than this is data, such as a replay buffer, and is not searched."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
@@ -282,7 +282,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the module and its submodules keep beside parameters, buffers and submodules: an optimizer, say."""
+    """What the module and its submodules keep beside parameters, buffers and submodules, such as an optimizer."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         is_torchs = type(submodule).__module__.startswith("torch.")

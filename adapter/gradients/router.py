@@ -144,7 +144,7 @@ class StepRouter:
             self._averaging.before_collective(name)
 
     def open(self) -> None:
-        """Have torch's entries replaced until `close`, rather than for each step anew."""
+        """Have torch's entries replaced until `close`, rather than in each step."""
         interception.hold(self)
         if self._sharded is not None:
             group = None if self._averaging is None else self._averaging.group

@@ -130,7 +130,7 @@ class Training:
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
-        self._attach(trainer, self._metadata(project_folder(plugin)))
+        self._attach(trainer, plugin, self._metadata(project_folder(plugin)))
         record = start.record
         if record is not None and record.is_old:
             folder = trainer_directory(record.path, plugin)
@@ -192,18 +192,21 @@ class Training:
             return {}
         return run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
 
-    def _attach(self, trainer: pl.Trainer, metadata: Mapping[str, Any]) -> None:
+    def _attach(self, trainer: pl.Trainer, plugin: TrainerPlugin, metadata: Mapping[str, Any]) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.hook.events import callbacks_of, run_state_of
         from ...callbacks.hook.run_context import RunContext, join_run
         from ...callbacks.record_events import RecordEvents
         from ...callbacks.upload_artifacts import UploadArtifacts
+        from .ranks.node_check import NodeCheck
 
         event_log = None if self.outcome is None else self.outcome.event_log
         attempt = 1 if event_log is None else event_log.attempt
         state = self.stop.run_state = run_state_of(trainer)
         state.run_id, state.attempt = self.config.run_id, attempt
         join_run(trainer, RunContext(self.stop, self._record_meta(attempt, metadata), self.end_now, event_log))
+        if trainer.num_nodes > 1:
+            callbacks_of(trainer).append(NodeCheck(self.config.artifacts_dir, plugin))
         if event_log is not None:
             callbacks_of(trainer).insert(0, RecordEvents(event_log, metadata))
         if self.outcome is not None and self.outcome.uploader is not None:

@@ -173,7 +173,7 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _written_in_place(func: Any, first: DTensor, args: Any, kwargs: Mapping[str, Any]) -> DTensor:
-    """`first` after `func` changed the whole of it: with a factor for each row, say, where a rank has no row."""
+    """`first` after `func` changed the whole of it: for example with a factor for each row, where a rank has no row."""
     whole = _whole(args)
     func(*whole, **{k: _whole((v,))[0] for k, v in kwargs.items()})
     first.copy_(sharded_like(whole[0], first))
