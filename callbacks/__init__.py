@@ -16,13 +16,20 @@ if TYPE_CHECKING:
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
+    from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .record_events import RecordEvents as RecordEvents
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
+    from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
+    from .trainer_hooks import (
+        TrainerHook as TrainerHook,
+        TrainerHookAdapter as TrainerHookAdapter,
+        TrainerState as TrainerState,
+    )
     from .upload_artifacts import UploadArtifacts as UploadArtifacts
     from .watch_hangs import WatchHangs as WatchHangs
     from .watch_nonfinite import WatchNonfinite as WatchNonfinite
@@ -36,13 +43,16 @@ else:
             ".diagnosis.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
+            ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
+            ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
+            ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
             ".watch_nonfinite": ("WatchNonfinite",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -157,6 +158,23 @@ class CountingTrainer:
 def counting_trainer():
     """The class of a trainer without torch."""
     return CountingTrainer
+
+
+@pytest.fixture
+def genlight_uploads(capsys, monkeypatch):
+    """Runs ``genlight uploads``; returns its exit code, its output and its complaints."""
+    from genlight.adapter.cli import uploads as command
+
+    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
+
+    def call(*arguments):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
 
 
 @pytest.fixture

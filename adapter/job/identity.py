@@ -1,9 +1,10 @@
 """Which job a checkpoint belongs to.
 
 A job is its trainer, its hyperparameters, its data and its inputs; not how long it runs, where, or how often it
-reports. A record keeps one short digest for each field, so that a later start can name what changed without any value
-having been stored. They are salted, so that no table of likely values tells what was hashed; what stands under a secret
-name is not part of the identity.
+reports. A record keeps one short digest for each field, so that a later start can name what changed without texts
+having been stored, which may be credentials; of hyperparameters that are numbers it keeps the value as well. Digests
+are salted, so that no table of likely values tells what was hashed; what stands under a secret name is not part of the
+identity.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
 from .spec import DatasetSpec, InputsSpec
 
-__all__ = ["differing_fields", "digest_of_fields", "sealed_fields", "spec_fields", "without_credentials"]
+__all__ = [
+    "changes_between",
+    "differing_fields",
+    "digest_of_fields",
+    "numbers_of",
+    "sealed_fields",
+    "spec_fields",
+    "without_credentials",
+]
 
 FIELD_DIGEST_LENGTH = 16
 SALT = "salt"
 """Where a record keeps the salt; the names of fields begin otherwise."""
+NUMBERS = "numbers"
+"""Where a record keeps hyperparameters that are numbers, as JSON."""
 
 
 def spec_fields(
@@ -65,11 +76,50 @@ def digest_of_fields(fields: Mapping[str, str]) -> str:
     return f"sha256:{_digest(dict(fields))}"
 
 
-def sealed_fields(fields: Mapping[str, str], salt: str | None = None) -> dict[str, str]:
+def numbers_of(hyperparams: Mapping[str, Any]) -> dict[str, float | bool]:
+    """The hyperparameters that are numbers or truth values, under no secret name, by dotted name."""
+    return {
+        name: value
+        for name, value in _leaves("", {"hyperparams": _public(hyperparams)})
+        if isinstance(value, (int, float))
+    }
+
+
+def changes_between(
+    ours: Mapping[str, str], theirs: Mapping[str, str], numbers: Mapping[str, float | bool]
+) -> list[str]:
+    """What differs between this job and that of a record, in words: both values where they are known.
+
+    Args:
+        ours: What `spec_fields` returned.
+        theirs: What `sealed_fields` made of that of the other job.
+        numbers: What `numbers_of` returned for this job.
+    """
+    try:
+        before = json.loads(theirs.get(NUMBERS, "{}"))
+    except (ValueError, RecursionError):  # a record from elsewhere
+        before = {}
+    before = before if isinstance(before, dict) else {}
+    return [
+        f"{name} ({_shown(before[name])} before, {_shown(numbers[name])} now)"
+        if name in numbers and isinstance(before.get(name), (int, float))
+        else name
+        for name in differing_fields(ours, theirs)
+    ]
+
+
+def _shown(number: float | bool) -> str:
+    return json.dumps(number)
+
+
+def sealed_fields(
+    fields: Mapping[str, str], salt: str | None = None, *, numbers: Mapping[str, float | bool] | None = None
+) -> dict[str, str]:
     """`fields` as a record keeps them, with the salt of their digests; None makes a new one."""
     salt = secrets.token_hex(16) if salt is None else salt
     return {
         SALT: salt,
+        **({} if not numbers else {NUMBERS: json.dumps(numbers, sort_keys=True)}),
         **{name: _digest([salt, name, digest])[:FIELD_DIGEST_LENGTH] for name, digest in fields.items()},
     }
 
@@ -83,7 +133,8 @@ def differing_fields(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list
     """
     if SALT in theirs:
         ours = sealed_fields(ours, theirs[SALT])
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    names = (ours.keys() | theirs.keys()) - {NUMBERS}
+    return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 
 def without_credentials(reference: str) -> str:

@@ -107,7 +107,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         while not (
             # `done` has many properties behind it; it is asked where these numbers do not say that there is more to do.
             (
-                self.global_step >= self.max_steps != -1
+                (self.max_steps != -1 and self.global_step >= self.max_steps)
                 or current.ready == batches
                 or progress.is_last_batch
                 or trainer.should_stop

@@ -30,6 +30,7 @@ __all__ = [
     "EXIT_STARTUP",
     "EXIT_STOPPED",
     "Failure",
+    "causes_of",
     "describe_failure",
     "failure_category",
     "safe_text",
@@ -142,7 +143,7 @@ def stop_reason(error: BaseException) -> StopReason | None:
 
 def _is_lost_worker(error: BaseException) -> bool:
     """Whether a torch data loader lost a worker to a signal; torch says so in words alone."""
-    return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in _chain(error))
+    return any(isinstance(part, RuntimeError) and _LOST_WORKER.search(text_of(part)) for part in causes_of(error))
 
 
 def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> TrainingCanceled | None:
@@ -155,10 +156,10 @@ def stop_behind_lost_worker(error: BaseException, reason: StopReason | None) -> 
 
 def stop_before(error: BaseException) -> TrainingCanceled | None:
     """The stop during whose handling a failure arose; None where there is none."""
-    return next((part for part in _chain(error) if isinstance(part, TrainingCanceled)), None)
+    return next((part for part in causes_of(error) if isinstance(part, TrainingCanceled)), None)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """The error, and what it was raised from or in the handling of."""
     seen: list[BaseException] = []
     current: BaseException | None = error

@@ -19,7 +19,7 @@ from ...callbacks.checkpoint.ownership import checkpoint_files, folders_of_check
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
-from ..job.identity import differing_fields
+from ..job.identity import changes_between, numbers_of
 
 __all__ = ["Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
 
@@ -127,11 +127,12 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
             f"{config.run_id!r}. Choose another directory, or move its artifacts aside with `genlight run --fresh`.",
         )
     if record.spec_digest and record.spec_digest != config.spec_digest and not allow_changed:
-        changed = ", ".join(differing_fields(config.spec_fields, _texts(record.spec))) or "unknown fields"
+        numbers = numbers_of(config.job.hyperparams)
+        changed = ", ".join(changes_between(config.spec_fields, _texts(record.spec), numbers)) or "unknown fields"
         raise StartupContractError(
             IN_USE,
-            f"run {config.run_id!r} was started with another job: {changed} differ from {record.name}. Restore them, "
-            "choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
+            f"run {config.run_id!r} was started with another job: {changed} differ from {record.name}. Change them "
+            "back, choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
         )
 
 

@@ -15,6 +15,7 @@ from ..plumbing.redaction import text_of, traceback_of
 from ..plumbing.safe_open import make_directory
 from .ranks.this_rank import this_rank
 from .results import shown_path
+from .ways_out import way_out_of
 
 __all__ = ["FAILURES_DIRECTORY", "report_traceback"]
 
@@ -29,7 +30,8 @@ _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in (
 def report_traceback(error: BaseException, directory: Path, hide: Callable[[str], str]) -> str:
     """What to log of an exception: the frames of the user's code, and where the rest is.
 
-    An exception that never was in the user's code, and one whose traceback cannot be written to a file, is told whole.
+    An exception that never was in the user's code and whose way out is not known, and one whose traceback cannot be
+    written to a file, is told whole.
 
     Args:
         error: What was raised.
@@ -37,8 +39,8 @@ def report_traceback(error: BaseException, directory: Path, hide: Callable[[str]
         hide: Takes secrets out of a text.
     """
     whole = hide(traceback_of(error))
-    frames = list(_user_frames(error))
-    if not frames:
+    frames, way_out = list(_user_frames(error)), way_out_of(error)
+    if not frames and way_out is None:
         return whole
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     path = directory / f"{stamp}-rank-{this_rank()}-{os.getpid()}.txt"
@@ -51,7 +53,8 @@ def report_traceback(error: BaseException, directory: Path, hide: Callable[[str]
     shown = frames[-_MOST_FRAMES:]
     return "\n".join(
         [
-            hide(said),
+            hide(said.partition("\n")[0] if way_out else said),
+            *([] if way_out is None else [f"  {way_out}"]),
             *(hide(frame) for frame in shown),
             f"  the whole traceback is in {shown_path(path)}",
         ]

@@ -21,12 +21,13 @@ from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupC
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
-from ..job.identity import sealed_fields
+from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
 from ..module.hook_signatures import misspelled_hooks
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
+from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
@@ -143,7 +144,7 @@ class Training:
             module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
         resumes = record is not None and not record.is_old
         with beside:
-            self._attach(trainer, self._metadata(project_folder(plugin)))
+            self._attach(trainer, plugin, self._metadata(project_folder(plugin)))
             with self._watching_ranks(trainer), watching_rendezvous(trainer, self.stop.raise_if_stopped, self.end_now):
                 self._fit(trainer, module, data, ckpt_path=str(record.path) if record and resumes else None)
         return Completion(module.completed_steps, _reported_final(self.config), module.stopped)
@@ -174,8 +175,8 @@ class Training:
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, RuntimeError, MisconfigurationException) as error:
-            if about_monitor := monitor_error(error):
-                raise about_monitor from error
+            if about_it := monitor_error(error) or about_other_weights(error):
+                raise about_it from error
             if isinstance(error, RuntimeError):
                 raise
             if self.progress.stage == "train-step" or not is_about_what_was_given(error, by=("lightning.",)):
@@ -214,18 +215,21 @@ class Training:
             return {}
         return run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
 
-    def _attach(self, trainer: pl.Trainer, metadata: Mapping[str, Any]) -> None:
+    def _attach(self, trainer: pl.Trainer, plugin: TrainerPlugin, metadata: Mapping[str, Any]) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.hook.events import callbacks_of, run_state_of
         from ...callbacks.hook.run_context import RunContext, join_run
         from ...callbacks.record_events import RecordEvents
         from ...callbacks.upload_artifacts import UploadArtifacts
+        from .ranks.node_check import NodeCheck
 
         event_log = None if self.outcome is None else self.outcome.event_log
         attempt = 1 if event_log is None else event_log.attempt
         state = self.stop.run_state = run_state_of(trainer)
         state.run_id, state.attempt = self.config.run_id, attempt
         join_run(trainer, RunContext(self.stop, self._record_meta(attempt, metadata), self.end_now, event_log))
+        if trainer.num_nodes > 1:
+            callbacks_of(trainer).append(NodeCheck(self.config.artifacts_dir, plugin))
         if event_log is not None:
             callbacks_of(trainer).insert(0, RecordEvents(event_log, metadata))
         if self.outcome is not None and self.outcome.uploader is not None:
@@ -239,7 +243,7 @@ class Training:
             attempt=attempt,
             max_steps=config.job.max_steps,
             spec_digest=config.spec_digest,
-            spec=sealed_fields(config.spec_fields),
+            spec=sealed_fields(config.spec_fields, numbers=numbers_of(config.job.hyperparams)),
             metadata=metadata,
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +15,13 @@ __all__ = [
     "HOOK_EVENTS",
     "callbacks_of",
     "fire",
+    "is_own_loop",
     "is_rank_zero",
     "note_rank",
     "publish_metrics",
     "publish_scores",
     "run_state_of",
+    "timed",
 ]
 
 HOOK_EVENTS = (
@@ -35,6 +40,7 @@ HOOK_EVENTS = (
     "on_checkpoint_durable",
     "on_samples_written",
     "on_fault",
+    "on_time_spent",
 )
 """Events that Lightning's callbacks do not have."""
 
@@ -65,6 +71,11 @@ def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
             method(trainer, trainer.lightning_module, *args)
 
 
+def is_own_loop(trainer: pl.Trainer) -> bool:
+    """Whether the loop of `trainer` is genlight's, which fires `HOOK_EVENTS`; only once a fit has begun."""
+    return bool(getattr(trainer.fit_loop, "raises_stops", False))
+
+
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """Tell every callback the metrics of `step` by ``on_metrics``, and keep them as ``loss_stats`` of the run state."""
     run_state_of(trainer).loss_stats = metrics
@@ -79,6 +90,16 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
     """
     run_state_of(trainer).eval_scores = scores
     fire(trainer, "on_scores", scores, step)
+
+
+@contextlib.contextmanager
+def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
+    """Tell every callback by ``on_time_spent`` how long the block held training up, under the name `what`."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
 
 
 def note_rank(trainer: pl.Trainer) -> None:

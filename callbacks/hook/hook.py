@@ -89,6 +89,11 @@ class Hook(pl.Callback):
         return {name: value for name, value in vars(self).items() if name not in left}
 
     @property
+    def label(self) -> str:
+        """How messages name this hook."""
+        return type(self).__name__
+
+    @property
     def failures(self) -> dict[str, int]:
         """How often each event of this hook failed; empty for a critical hook, whose first failure ends the run."""
         return dict(self._failures or {})
@@ -180,6 +185,9 @@ class Hook(pl.Callback):
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
         """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
 
+    def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
+        """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``."""
+
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` under the failure and rank policy of its hook."""
@@ -232,7 +240,7 @@ def _note_failure(hook: Hook, event: str, error: Exception) -> None:
     if hook._failures[event] == 1:
         log.error(
             "%s failed in %s; training goes on, further failures of this event are only counted",
-            type(hook).__name__,
+            hook.label,
             event,
             exc_info=error,
         )
@@ -242,7 +250,7 @@ def report_failures(hook: Hook) -> None:
     """Log what was only counted while training, unless that was done already."""
     if hook._failures and hook._failures != hook._reported:
         counts = ", ".join(f"{event} {count} times" for event, count in sorted(hook._failures.items()))
-        log.warning("%s failed: %s", type(hook).__name__, counts)
+        log.warning("%s failed: %s", hook.label, counts)
         hook._reported = hook._failures.copy()
 
 

@@ -18,6 +18,8 @@ FIELDS_OF_THE_LOOP = frozenset(
         "epoch",
         "update_epoch",
         "minibatch_index",
+        "stop_rollout",
+        "stop_update_epoch",
         "rollout_stats",
         "loss_stats",
         "stop_reason",
@@ -59,7 +61,7 @@ def in_order(hooks: Sequence[_Ordered]) -> list[_Ordered]:
 def _predecessors(position: int, hooks: Sequence[ReadsAndWrites]) -> set[int]:
     """Positions of the hooks that must run before the one at `position`.
 
-    Among hooks that both read and write a field (counters, say) the order of registration decides.
+    Among hooks that both read and write a field, such as a counter, the order of registration decides.
     """
     hook = hooks[position]
     before: set[int] = set()
@@ -67,7 +69,7 @@ def _predecessors(position: int, hooks: Sequence[ReadsAndWrites]) -> set[int]:
         writers = [other for other, writer in enumerate(hooks) if field in writer.writes]
         if not writers and field in hook.reads and field not in FIELDS_OF_THE_LOOP:
             raise HookOrderError(
-                f"{type(hook).__name__} reads {field!r}, which no hook writes; add the callback that writes it"
+                f"{_label(hook)} reads {field!r}, which no hook writes; add the callback that writes it"
             )
         for writer in writers:
             both_update = field in hook.writes and field in hooks[writer].reads
@@ -83,7 +85,7 @@ def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: 
         path.append(next(position for position in stuck if position in waits_for[path[-1]]))
     cycle = [hooks[position] for position in path[path.index(path[-1]) :]]
     steps = [
-        f"{type(hook).__name__} reads {_shared_fields(hook, writer)} of {type(writer).__name__}"
+        f"{_label(hook)} reads {_shared_fields(hook, writer)} of {_label(writer)}"
         for hook, writer in itertools.pairwise(cycle)
     ]
     return "hooks wait for each other: " + ", ".join(steps) + "; drop one of these reads or writes"
@@ -91,3 +93,8 @@ def _describe_cycle(stuck: Sequence[int], waits_for: Sequence[set[int]], hooks: 
 
 def _shared_fields(reader: ReadsAndWrites, writer: ReadsAndWrites) -> list[str]:
     return sorted({*reader.reads, *reader.optional_reads}.intersection(writer.writes))
+
+
+def _label(hook: ReadsAndWrites) -> str:
+    label: str = getattr(hook, "label", type(hook).__name__)
+    return label

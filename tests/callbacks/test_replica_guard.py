@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from genlight.callbacks.replica_digest import digest, digest_of_all
 from genlight.callbacks.replica_guard import TURNS, ReplicaGuard, _next_double, taking_turns
-from support import SUPPORT
+from support.rank_processes import run_ranks
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What each rank of several short DDP trainings ended with."""
     folder = tmp_path_factory.mktemp("guard")
-    script = SUPPORT / "replica_guard_ranks.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks("replica_guard_ranks.py", folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.adapter.cli import uploads as command
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.artifact import files_outside, unpack
@@ -56,20 +54,6 @@ def foreign(tmp_path):
         return run
 
     return write
-
-
-@pytest.fixture
-def genlight_uploads(capsys, monkeypatch):
-    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
-
-    def call(*arguments):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 def _all_files(folder):

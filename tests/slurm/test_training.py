@@ -98,13 +98,24 @@ def limited(slurm, tmp_path_factory):
     return jobs, jobs.submit(path, "--time=2", "--grace=30", "--no-requeue")
 
 
-def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(jobs):
-    straight = jobs.submit(jobs.write("straight"), "--nodes=2")
-    assert jobs.slurm.wait(straight) == ("COMPLETED", 0)
-    places = [json.loads((jobs.folder / f"place-straight-{rank}").read_text()) for rank in range(2)]
-    assert places == [[0, 2, "n9", 0, straight], [1, 2, "n10", 0, straight]]
+@pytest.fixture(scope="module", autouse=True)
+def apart(slurm, tmp_path_factory):
+    """A job of which each node has a folder and a code of its own."""
+    jobs = Jobs(slurm, tmp_path_factory.mktemp("apart"))
+    jobs.write("apart")
+    for rank in range(2):
+        copy = jobs.folder / f"copy-{rank}"
+        copy.mkdir()
+        for name in ("apart.json", "trainer.py", "on_nodes.py"):
+            (copy / name).write_text((jobs.folder / name).read_text() + "\n" * rank)
+    command = f"cd copy-$SLURM_PROCID && exec {sys.executable} -m genlight.adapter.cli run apart.json"
+    options = ("--nodes=2", "--ntasks=2", "--output=apart-%j.out", f"--wrap=srun bash -c '{command}'")
+    return jobs, slurm.submit(*options, cwd=jobs.folder)
 
+
+def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(jobs):
     stopped = jobs.submit(jobs.write("stopped", hyperparams={"hold": "go"}), "--nodes=2")
+    straight = jobs.submit(jobs.write("straight"), "--nodes=2")
     jobs.until_reached()
     jobs.slurm.call("scancel", "--signal=TERM", stopped)
     jobs.slurm.until(lambda: "preempted" in str(jobs.events("stopped")), "the run has stopped")
@@ -112,16 +123,20 @@ def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(j
     failed = next(event for event in jobs.events("stopped") if event["event"] == "failed")
     assert (failed["category"], failed["resumable"]) == ("preempted", True)
     assert 4 <= failed["step"] < 60
-    assert jobs.slurm.wait(stopped) == ("COMPLETED", 0)
 
-    assert jobs.slurm.job(stopped, "Restarts") == "1"
+    assert jobs.slurm.wait(straight) == ("COMPLETED", 0)
+    places = [json.loads((jobs.folder / f"place-straight-{rank}").read_text()) for rank in range(2)]
+    assert places == [[0, 2, "n9", 0, straight], [1, 2, "n10", 0, straight]]
+    before = len(jobs.events("straight"))
+    jobs.slurm.call("scontrol", "requeue", straight)
+
+    jobs.slurm.until(lambda: jobs.slurm.job(stopped, "Restarts") == "1", "the stopped job runs again")
+    assert jobs.slurm.wait(stopped) == ("COMPLETED", 0)
     resumed = [e["value"] for e in jobs.events("stopped") if e.get("name") == "trainer/resumed_from_step"]
     assert resumed == [failed["step"]]
     assert jobs.weights("stopped") == jobs.weights("straight")
 
-    before = len(jobs.events("straight"))
-    jobs.slurm.call("scontrol", "requeue", straight)
-    jobs.slurm.until(lambda: jobs.slurm.job(straight, "Restarts") == "1", "the job runs again")
+    jobs.slurm.until(lambda: jobs.slurm.job(straight, "Restarts") == "1", "the job that has ended runs again")
     assert jobs.slurm.wait(straight) == ("COMPLETED", 0)
     assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
 
@@ -165,3 +180,15 @@ def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(li
     assert (failed["event"], failed["category"], failed["resumable"]) == ("failed", "timeout", True)
     record, warnings = newest_valid(jobs.folder / "runs/limited/checkpoints")
     assert (record.step, warnings) == (failed["step"], [])
+
+
+def test_nodes_that_do_not_share_the_folder_or_the_code_are_named_before_training(apart):
+    jobs, job = apart
+    assert jobs.slurm.wait(job) == ("FAILED", 2)
+
+    path = jobs.folder / "copy-0/runs/apart/metrics/events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["failed"]
+    assert events[0]["category"] == "startup"
+    assert "n10 and n9 do not share the run's folder" in events[0]["error"]
+    assert "on_nodes.py on n10 is not the file that n9 has" in events[0]["error"]

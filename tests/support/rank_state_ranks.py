@@ -15,8 +15,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
@@ -90,29 +90,6 @@ class OfItsOwn:
         self.pick.setstate(payload["pick"])
         state["replay"].extend(payload["replay"])
         state["hidden"], state["seen"] = payload["nested"]["hidden"], payload["nested"]["seen"]
-
-
-class Ranks(LightningEnvironment):
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
-
-    creates_processes_externally = True
-
-    def local_rank(self):
-        return self.rank
-
-    def global_rank(self):
-        return self.rank
-
-    def world_size(self):
-        return self.size
-
-    def set_global_rank(self, rank):
-        pass
-
-    def set_world_size(self, size):
-        pass
 
 
 def strategy_of(kind, rank, world_size):

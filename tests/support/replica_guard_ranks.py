@@ -12,28 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from rank_environment import Ranks
 from torch import nn
 
 from genlight.callbacks.replica_guard import ReplicaGuard
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-
-
-class Environment(LightningEnvironment):
-    creates_processes_externally = True
-
-    def local_rank(self) -> int:
-        return RANK
-
-    def global_rank(self) -> int:
-        return RANK
-
-    def world_size(self) -> int:
-        return WORLD_SIZE
-
-    def set_world_size(self, size: int) -> None: ...
 
 
 class Module(pl.LightningModule):
@@ -77,7 +62,7 @@ class SavesAtStepThree(pl.Callback):
 
 def outcome(fault: str, at_step: int, every_n_steps: int | None, others: tuple[pl.Callback, ...] = ()) -> str:
     strategy = DDPStrategy(
-        cluster_environment=Environment(), process_group_backend="gloo", broadcast_buffers=fault != "buffer"
+        cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo", broadcast_buffers=fault != "buffer"
     )
     trainer = pl.Trainer(
         max_steps=6,

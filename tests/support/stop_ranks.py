@@ -8,9 +8,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
+from rank_environment import Ranks
 
 from genlight.adapter import ContractModule, StepResult
 from genlight.adapter.contract.exceptions import TrainingCanceled
@@ -19,21 +19,6 @@ from genlight.callbacks import StopRequests
 from genlight.callbacks.stop.signals import StopSignals
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-
-
-class Environment(LightningEnvironment):
-    creates_processes_externally = True
-
-    def local_rank(self):
-        return RANK
-
-    def global_rank(self):
-        return RANK
-
-    def world_size(self):
-        return WORLD_SIZE
-
-    def set_world_size(self, size): ...
 
 
 class Told(StopRequests):
@@ -80,7 +65,7 @@ def train(module, data, stop):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Environment(), process_group_backend="gloo"),
+        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         max_steps=50,
         callbacks=[stop],
         logger=False,

@@ -12,37 +12,12 @@ import warnings
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from rank_environment import Ranks
 
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 
 STEPS = 7
-
-
-class Ranks(LightningEnvironment):
-    """Ranks that are there already and know each other by a file."""
-
-    def __init__(self, rank, world_size):
-        super().__init__()
-        self.rank, self.size = rank, world_size
-
-    creates_processes_externally = True
-
-    def local_rank(self):
-        return self.rank
-
-    def global_rank(self):
-        return self.rank
-
-    def world_size(self):
-        return self.size
-
-    def set_global_rank(self, rank):
-        pass
-
-    def set_world_size(self, size):
-        pass
 
 
 class Net(pl.LightningModule):

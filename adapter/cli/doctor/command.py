@@ -33,6 +33,7 @@ from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
 from ..config_files import is_configuration_name
+from .grace_check import check_grace
 from .local_checks import (
     asks_for_devices,
     check_artifacts,
@@ -130,6 +131,8 @@ def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: 
         )
         if config is not None and resumes and config.inputs.resume_checkpoint_ref is None:
             yield from check_checkpoints(config)
+        if config is not None:
+            yield from check_grace(config)
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)

@@ -12,6 +12,7 @@ missed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ __all__ = ["content_digests", "device_digest"]
 
 _CHUNK = 1 << 23
 """Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
+_WORTH_THREADS = 16 << 20
+"""Bytes of host memory."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 """The multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
 _LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
@@ -36,16 +39,30 @@ def content_digests(sources: Sequence[Any]) -> list[str]:
     """
     found: list[str] = [""] * len(sources)
     pending: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    on_host = [index for index, source in enumerate(sources) if isinstance(source, np.ndarray) or source.is_cpu]
     for index, source in enumerate(sources):
-        if isinstance(source, np.ndarray) or source.is_cpu:
-            found[index] = xxhash.xxh3_128_hexdigest(bytes_of(source))
-        else:
+        if not (isinstance(source, np.ndarray) or source.is_cpu):
             pending.setdefault(source.device, []).append((index, device_digest(source)))
+    for index, digest in zip(on_host, _host_digests([sources[index] for index in on_host]), strict=True):
+        found[index] = digest
     for device, numbers in pending.items():
         read = torch.stack([number for _, number in numbers]).tolist()
         for (index, _), (first, second) in zip(numbers, read, strict=True):
             found[index] = f"{device.type}:{first % 2**64:016x}{second % 2**64:016x}"
     return found
+
+
+def _host_digests(sources: Sequence[Any]) -> list[str]:
+    """In as many threads as torch may use, where that is worth their start: hashing lets others run meanwhile."""
+    threads = min(torch.get_num_threads(), len(sources))
+    if threads < 2 or sum(source.nbytes for source in sources) < _WORTH_THREADS:
+        return [_host_digest(source) for source in sources]
+    with ThreadPoolExecutor(threads, thread_name_prefix="genlight-digest") as pool:
+        return list(pool.map(_host_digest, sources))
+
+
+def _host_digest(source: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes_of(source))
 
 
 @torch.no_grad()

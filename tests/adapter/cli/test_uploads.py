@@ -1,13 +1,11 @@
 """``genlight uploads`` on the spool that a run left behind."""
 
-import argparse
 import errno
 import json
 import os
 
 import pytest
 
-from genlight.adapter.cli import uploads as command
 from genlight.reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from genlight.reporters.uploads.journal import read_journal
 from support.upload_server import TOKEN, start_server, stop_server
@@ -18,21 +16,6 @@ def chaos(tmp_path):
     process, server = start_server(tmp_path / "server")
     yield server
     stop_server(process)
-
-
-@pytest.fixture
-def genlight_uploads(capsys, monkeypatch):
-    """Run the command; returns its exit code, its output and its complaints."""
-    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
-
-    def call(*arguments):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([str(argument) for argument in arguments]))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """What ranks have for themselves comes back to each of them, and what cannot is named."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,33 +8,16 @@ import torch
 from genlight.adapter.module.rank_state import take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
 from genlight.callbacks.checkpoint.rank_differences import tensor_digest
-from support import SUPPORT
-
-PROGRAM = SUPPORT / "rank_state_ranks.py"
+from support.rank_processes import run_ranks
 
 
 def run(folder, directory, what, *, kind="ddp", world_size=2):
     """What each rank has at the end, and what the ranks said."""
     folder.mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(world_size), str(folder), str(directory), what, kind],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
+    output = run_ranks("rank_state_ranks.py", folder, directory, what, kind, world_size=world_size)
     ends = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
     picks = [(folder / f"pick{rank}.json").read_text() for rank in range(world_size)]
-    return [{**end, "pick": pick} for end, pick in zip(ends, picks, strict=True)], "".join(outputs)
+    return [{**end, "pick": pick} for end, pick in zip(ends, picks, strict=True)], output
 
 
 def same(a, b):

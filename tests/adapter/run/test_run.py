@@ -103,7 +103,7 @@ class Learns(Summing):
     def configure(self, ctx):
         import torch
 
-        model = torch.nn.Linear(1, 1)
+        model = torch.nn.Linear(1, self.p.get("width", 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         return {**super().configure(ctx), "model": model, "optimizer": optimizer}
 
@@ -418,8 +418,37 @@ def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]
         assert run(job) == 2
         failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
         assert "startup.artifacts_in_use" in failed["error"]
-    assert "hyperparams" in failed["error"]
+    assert "another job: hyperparams.sleep differ from final. Change them back" in failed["error"]
     assert run(job, allow_changed=True) == 0
+
+
+def test_a_hyperparameter_that_changed_is_told_with_both_values(write_job: Callable[..., Path]) -> None:
+    """Numbers alone: a text may be a credential, and no record keeps one."""
+    first = {"sleep": 0.0, "deep": {"on": True}, "name": "canary"}
+    assert run(write_job(hyperparams=first)) == 0
+    second = {"sleep": 0.5, "deep": {"on": False}, "name": "other"}
+    job = write_job(hyperparams=second, resume_from_latest=True)
+    assert run(job) == 2
+    error = events(job)[-1]["error"]
+    assert (
+        "hyperparams.deep.on (true before, false now), hyperparams.name, hyperparams.sleep (0.0 before, 0.5 now) differ"
+        in error
+    )
+    assert "canary" not in (job.parent / "out" / "checkpoints" / "final.json").read_text()
+
+
+def test_weights_of_another_shape_are_told_with_the_way_out(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(write_job(trainer=":Learns", max_steps=2)) == 0
+    job = write_job(trainer=":Learns", max_steps=4, hyperparams={"width": 3}, resume_from_latest=True)
+    assert run(job, allow_changed=True) == 1
+    error = events(job)[-1]["error"]
+    assert error.startswith("model-load:The weights of the checkpoint are not those of the model that was built: ")
+    assert "model.weight is [1, 1] in the checkpoint and [3, 1] here; model.bias is [1] in " in error
+    assert "`genlight run --fresh`" in error
+    assert "Traceback" not in caplog.text
+    assert run(job, fresh=True) == 0
 
 
 def test_fresh_moves_earlier_artifacts_aside(write_job: Callable[..., Path]) -> None:

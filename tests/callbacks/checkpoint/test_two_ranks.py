@@ -1,34 +1,17 @@
 """Checkpoints of several ranks: one consistent set, from which each rank gets its own part back."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from genlight.callbacks.checkpoint import load, newest_valid
-from support import SUPPORT
-
-PROGRAM = SUPPORT / "two_ranks.py"
+from support.rank_processes import run_ranks
 
 
 def run(folder, directory, what, world_size=2):
     """Weights of each rank after one run, and what the ranks wrote to their terminals."""
     folder.mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(world_size), str(folder), str(directory), what],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)], "".join(outputs)
+    output = run_ranks("two_ranks.py", folder, directory, what, world_size=world_size)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)], output
 
 
 @pytest.mark.slow

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from genlight.reporters.telemetry import read_events
-from support import SUPPORT
+from support.rank_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,22 +18,7 @@ pytestmark = pytest.mark.slow
 def outcomes(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of several short trainings, and the faults that each rank knew of."""
     folder = tmp_path_factory.mktemp("diagnosis")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "diagnosis_ranks.py"), str(rank), "2", str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    run_ranks("diagnosis_ranks.py", folder)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -62,5 +44,11 @@ def test_what_is_told_is_what_was_planted(outcomes, module: str) -> None:
 
     assert found[f"{module} shared"]["repeated_data"][0] == "all ranks train on the same batch"
 
-    for fault in ("none", "nan", "sleeps"):
+    for fault in ("none", "nan", "sleeps"):  # each rank has data of its own
         assert "repeated_data" not in found[f"{module} {fault}"]
+
+
+def test_sharded_parameters_are_told_by_name_on_all_ranks(outcomes) -> None:
+    _, (found, _) = outcomes
+    assert set(found["sharded nan"]) == {"nonfinite_loss", "nonfinite_gradients"}
+    assert found["sharded nan"]["nonfinite_gradients"][2]["count"] == 4

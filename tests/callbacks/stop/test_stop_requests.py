@@ -21,7 +21,7 @@ from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.listeners import skippable
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from genlight.callbacks.stop.sources import cancel_file_is_set, process_age_s
-from support import SUPPORT
+from support.rank_processes import run_ranks
 
 
 class Doing(Hook):
@@ -591,24 +591,8 @@ def test_a_wakeup_file_of_the_program_stays_its_own():
 
 @pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step_although_one_alone_was_told(tmp_path):
-    script = SUPPORT / "stop_ranks.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-
     # Last of all rank 1 fails, and rank 0 with it instead of waiting for ever.
-    assert [process.returncode for process in ranks] == [3, 3], "\n".join(outputs)
+    run_ranks("stop_ranks.py", tmp_path, code=3)
     assert (tmp_path / "failed1").read_text() == "rank 1 broke"
     ended = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert ended[0] == ended[1]

@@ -57,6 +57,15 @@ def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
     assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), whole)
 
 
+def test_threads_of_the_host_make_no_difference(monkeypatch):
+    tensors = [torch.randn(size) for size in (3, 5000, 0, 700, 90_000)]
+    alone = content_digests(tensors)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensor_digest._WORTH_THREADS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    assert content_digests(tensors) == alone
+
+
 def test_an_empty_tensor_has_one():
     assert device_digest(torch.empty(0)).tolist() == [0, 0]
     assert content_digests([torch.empty(0), torch.empty(0, 3)])[0] == content_digests([torch.empty(0)])[0]

@@ -1,0 +1,52 @@
+"""The time that a stop has is compared with what a save takes."""
+
+import json
+
+import pytest
+
+from genlight.adapter.cli import main
+
+TRAINER = """
+class Counts:
+    def setup(self, ctx): ...
+    def configure(self, ctx):
+        return {"seen": 0}
+    def prepare_batch(self, raw_batch, state, ctx):
+        return raw_batch
+    def train_step(self, batch, state, ctx):
+        return type("Result", (), {"metrics": {"loss": 1.0}})()
+    def state_dict(self, state):
+        return dict(state)
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A run that has saved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graceful_trainer.py").write_text(TRAINER)
+    job = {"run_id": "r", "trainer": "graceful_trainer:Counts", "max_steps": 2, "mock_batches": [1, 2]}
+    (tmp_path / "job.json").write_text(json.dumps(job | {"lightning": {"accelerator": "cpu"}}))
+    assert main(["run", "job.json"]) == 0
+
+
+def findings(capsys):
+    capsys.readouterr()
+    code = main(["doctor", "job.json", "--set", "resume_from_latest=true"])
+    return code, [line for line in capsys.readouterr().out.splitlines() if "a stop has" in line]
+
+
+def test_a_grace_period_that_is_shorter_than_a_save_is_red(trained, capsys, monkeypatch):
+    monkeypatch.setenv("TRAINER_STOP_GRACE_SECONDS", "0.0000001")
+    code, (line,) = findings(capsys)
+    assert code == 2
+    assert "a stop has 1e-07 s" in line
+
+
+def test_one_that_is_long_enough_is_not_and_without_one_nothing_is_said(trained, capsys, monkeypatch):
+    assert findings(capsys) == (0, [])
+    monkeypatch.setenv("TRAINER_STOP_GRACE_SECONDS", "1000000")
+    code, (line,) = findings(capsys)
+    assert code == 0
+    assert "writing a checkpoint of" in line

@@ -1,0 +1,219 @@
+"""Trainer hooks of the other style: all seven events, one state, order by what is read and written, and a policy."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import HookOrderError, StepResult
+from genlight.callbacks import Evaluate, TrainerHook, TrainerHookAdapter, TrainerState
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, trainer_state_of
+
+
+class Collects:
+    """A trainer with a rollout of two minibatches, a policy and an experience."""
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        policy = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        return {"policy": policy, "optimizer": optimizer, "experience": [1, 2], "other": torch.nn.Linear(1, 1)}
+
+    def rollout(self, state, ctx):
+        return [torch.ones(1, 1), torch.ones(1, 1)], {"reward": [1.0, 2.0]}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        return StepResult(metrics={"loss": 0.5})
+
+    def evaluate(self, state, ctx):
+        return {"score": 3.0}
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+class Notes(TrainerHook):
+    """Notes each event."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+
+for _event in TRAINER_HOOK_EVENTS:
+    setattr(Notes, _event, lambda self, state, event=_event: self.events.append(event))
+
+
+def run(plugin, hooks, *, steps=4, callbacks=()):
+    from genlight.adapter import ContractModule, TrainingJobSpec
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*callbacks, *map(TrainerHookAdapter, hooks)],
+    )  # fmt: skip
+    module = ContractModule(plugin, TrainingJobSpec("r", steps, metric_every=1))
+    trainer.fit(module)
+    return trainer, module
+
+
+def test_all_seven_events_come_in_the_order_of_the_training() -> None:
+    hook = Notes()
+    run(Collects(), [hook])
+
+    epoch = [
+        *("on_rollout_start", "on_rollout_end", "on_mb_end", "on_mb_end"),
+        *("on_train_phase_end", "on_epoch_end"),
+    ]
+    assert hook.events == ["on_new_training_run", *epoch, *epoch, "on_training_end"]
+
+
+def test_under_lightnings_own_loop_they_come_with_its_events(fit_plain) -> None:
+    hook = Notes()
+    fit_plain([TrainerHookAdapter(hook)], steps=3)
+
+    assert hook.events == [
+        *("on_new_training_run", "on_mb_end", "on_mb_end", "on_mb_end"),
+        *("on_train_phase_end", "on_epoch_end", "on_training_end"),
+    ]
+
+
+def test_the_state_is_a_view_of_the_run_state_and_of_what_lives() -> None:
+    seen = {}
+
+    class Looks(TrainerHook):
+        def on_mb_end(self, state):
+            seen["mb_idx"] = [*seen.get("mb_idx", []), state.mb_idx]
+            state.latest_wandb_uri = "wandb://x"
+            state.agent_step += 10
+
+        def on_epoch_end(self, state):
+            seen.update(policy=state.policy, optimizer=state.optimizer, experience=state.experience, epoch=state.epoch)
+            seen.update(rollout_stats=state.rollout_stats, loss_stats=state.loss_stats, timer=state.timer)
+
+        def on_new_training_run(self, state):
+            assert state.stop_rollout is False
+            state.timer = "a stopwatch"
+
+    trainer, module = run(Collects(), [Looks()])
+
+    assert seen["mb_idx"] == [0, 1, 0, 1]
+    assert seen["policy"] is module.contract_state["policy"]
+    assert seen["optimizer"] is module.contract_state["optimizer"]
+    assert seen["experience"] == [1, 2]
+    assert seen["rollout_stats"] == {"reward": [1.0, 2.0]}
+    assert seen["loss_stats"]["train/loss"] == 0.5
+    assert (seen["epoch"], seen["timer"]) == (2, "a stopwatch")
+    facts = run_state_of(trainer)
+    assert facts.agent_step == 40
+    assert facts.extra == {"latest_wandb_uri": "wandb://x"}
+
+
+def test_a_field_that_there_is_not_is_an_error_that_offers_the_nearest(fit_plain) -> None:
+    trainer = fit_plain()
+    state = trainer_state_of(trainer, trainer.lightning_module)
+
+    with pytest.raises(AttributeError, match=r"no field 'eval_score'. Did you mean `eval_scores`"):
+        state.eval_score = {}
+    with pytest.raises(AttributeError, match=r"no field 'rolout_stats'. Did you mean `rollout_stats`"):
+        state.rolout_stats
+    assert isinstance(state, TrainerState)
+    assert "policy" in dir(state)
+
+
+class Reports(TrainerHook):
+    reads = ("eval_scores", "policy")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, state):
+        self.seen.append(dict(state.eval_scores))
+
+
+class Evaluates(TrainerHook):
+    writes = ("eval_scores",)
+    order: list
+
+    def on_epoch_end(self, state):
+        state.eval_scores = {"score": state.epoch}
+
+
+def test_an_evaluation_runs_before_what_reports_its_scores_in_whatever_order_they_are_registered() -> None:
+    reports = Reports()
+    run(Collects(), [reports, Evaluates()])
+
+    assert reports.seen == [{"score": 1}, {"score": 2}]
+
+
+def test_it_reads_what_a_callback_of_ours_writes() -> None:
+    reports = Reports()
+    run(Collects(), [reports], callbacks=[Evaluate(1)])
+
+    assert reports.seen == [{"score": 3.0}, {"score": 3.0}]
+
+
+def test_a_field_that_nobody_writes_is_an_error_that_names_both() -> None:
+    with pytest.raises(HookOrderError, match="Reports reads 'eval_scores', which no hook writes"):
+        run(Collects(), [Reports()])
+
+
+class Fails(TrainerHook):
+    def on_mb_end(self, state):
+        raise ValueError("no such file")
+
+
+def test_a_failure_is_counted_and_that_of_a_critical_hook_ends_the_run(caplog) -> None:
+    run(Collects(), [Fails()])
+    assert "Fails failed: on_mb_end 4 times" in caplog.text
+
+    critical = Fails()
+    critical.critical = True
+    with pytest.raises(ValueError, match="no such file"):
+        run(Collects(), [critical])
+
+
+def test_only_hooks_that_ask_for_it_run_on_all_ranks() -> None:
+    everywhere = Fails()
+    everywhere.run_on_all_ranks = True
+
+    assert TrainerHookAdapter(Fails()).ranks == "zero"
+    assert TrainerHookAdapter(everywhere).ranks == "all"
+
+
+def test_a_class_of_elsewhere_needs_no_base() -> None:
+    class Elsewhere:
+        def __init__(self):
+            self.epochs = []
+
+        def on_epoch_end(self, trainer_state):
+            self.epochs.append(trainer_state.epoch)
+
+    hook = Elsewhere()
+    run(Collects(), [hook])
+
+    assert hook.epochs == [1, 2]
+
+
+@pytest.mark.parametrize(("hook", "words"), [(Notes, "received the class Notes"), (object(), "has none of the events")])
+def test_what_is_no_trainer_hook_is_refused(hook, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        TrainerHookAdapter(hook)
+
+
+def test_one_text_in_place_of_several_fields_is_refused() -> None:
+    class Wrong(TrainerHook):
+        reads = "eval_scores"
+
+        def on_mb_end(self, state): ...
+
+    with pytest.raises(TypeError, match="Expected a tuple of fields, but received 'eval_scores'"):
+        TrainerHookAdapter(Wrong())

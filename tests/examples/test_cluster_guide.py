@@ -1,0 +1,22 @@
+"""The page about clusters does what it says; ``tests/slurm`` runs what needs one."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.snippets import run_snippets
+
+PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
+
+pytestmark = pytest.mark.slow
+
+
+def test_its_commands_run_as_they_stand(tmp_path):
+    environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+    assert run_snippets(PAGE, tmp_path, environ=environ) == 6
+
+    assert (tmp_path / "demo/runs/first/checkpoints/final.json").exists()
+    assert json.loads((tmp_path / "result.json").read_text()) == {"text": "hello"}

@@ -1,0 +1,79 @@
+"""The runner as the program of a job: a function with its context, what it returns, and how it ends."""
+
+import json
+import sys
+
+import pytest
+
+from genlight.adapter.runner.transport import write_pickle
+
+pytestmark = pytest.mark.slurm
+
+TASKS = """
+import time
+from pathlib import Path
+from genlight.adapter import JobContext
+
+def place(factor, context: JobContext | None = None):
+    return [factor * context.world_size, list(context.hostnames), context.rank]
+
+def fail():
+    raise ValueError("no such thing")
+
+def wait(job):
+    Path(f"waits-{job.rank}").touch()
+    time.sleep(600)
+
+class Note:
+    requires_runner_transport = True
+
+    def on_end_run_job_ctx(self, context):
+        Path(f"end-{context.job_context.rank}").write_text(f"{context.status} {context.error_type} {context.exit_code}")
+"""
+
+
+@pytest.fixture
+def submit(slurm, tmp_path, monkeypatch):
+    """Submits a function of the module above, which two tasks call, one on each node."""
+    (tmp_path / "slurm_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    import slurm_tasks
+
+    write_pickle(tmp_path / "callbacks", [slurm_tasks.Note()])
+    sys.modules.pop("slurm_tasks")
+
+    def start(function, *options):
+        command = f"srun {sys.executable} -m genlight.adapter.runner --module slurm_tasks --function {function} "
+        command += f"--output-file result --result json --callbacks-file callbacks {' '.join(options)}"
+        return slurm.submit("--nodes=2", "--ntasks=2", "--output=out", f"--wrap={command}", cwd=tmp_path)
+
+    return start
+
+
+def ends(folder):
+    return [(folder / f"end-{rank}").read_text() for rank in range(2)]
+
+
+def test_a_function_gets_its_context_and_its_result_comes_back(slurm, submit, tmp_path):
+    write_pickle(tmp_path / "args", (10,))
+    assert slurm.wait(submit("place", "--args-file args")) == ("COMPLETED", 0)
+
+    assert json.loads((tmp_path / "result").read_text()) == [20, ["n9", "n10"], 0]
+    assert ends(tmp_path) == ["success None 0", "success None 0"]
+
+
+def test_a_function_that_fails_fails_the_job(slurm, submit, tmp_path):
+    assert slurm.wait(submit("fail")) == ("FAILED", 1)
+
+    assert not (tmp_path / "result").exists()
+    assert ends(tmp_path) == ["failure ValueError 1", "failure ValueError 1"]
+    assert "ValueError: no such thing" in (tmp_path / "out").read_text()
+
+
+def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, submit, tmp_path):
+    job = submit("wait")
+    slurm.until(lambda: len(list(tmp_path.glob("waits-*"))) == 2, "both tasks wait")
+    slurm.call("scancel", "--signal=TERM", job)
+
+    assert slurm.wait(job) == ("FAILED", 143)
+    assert ends(tmp_path) == ["failure SystemExit 143", "failure SystemExit 143"]
