@@ -29,6 +29,7 @@ class JobProgress(Hook):
 
     Args:
         line_every_s: Seconds between lines where standard error is not a terminal.
+        description: What stands before the step.
 
     Raises:
         ValueError: `line_every_s` is not positive.
@@ -40,10 +41,11 @@ class JobProgress(Hook):
     _task: TaskID | None = None
     _ticker: Ticker | None = None
 
-    def __init__(self, *, line_every_s: float = LINE_EVERY_S) -> None:
+    def __init__(self, *, line_every_s: float = LINE_EVERY_S, description: str = "") -> None:
         if line_every_s <= 0:
             raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
         self.line_every_s = line_every_s
+        self.description = description
         self._every_s = line_every_s
         self._next = 0.0
         self._shown_step = -1
@@ -66,7 +68,7 @@ class JobProgress(Hook):
             return
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("step"),
+            TextColumn(f"{self.description} step".strip(), markup=False),
             MofNCompleteColumn(),
             # On a narrow terminal rich would cut the numbers short to have room for it.
             *([BarColumn()] if console.width >= BAR_FROM_COLUMNS else []),
@@ -120,7 +122,7 @@ class JobProgress(Hook):
         if step == self._shown_step:
             return  # that was the line of the last step
         self._shown_step = step
-        shown = [f"step {step}/{limit}" if limit else f"step {step}", loss_text, speed_text, left]
+        shown = [self.description, f"step {step}/{limit}" if limit else f"step {step}", loss_text, speed_text, left]
         sys.stderr.write("  ".join(filter(None, shown)) + "\n")
 
     def _stop(self) -> None:

@@ -230,7 +230,7 @@ def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
 
 
 def training_loader(trainer: pl.Trainer) -> CombinedLoader:
-    """The batches of a training, asked for anew."""
+    """The batches of a training, asked for again."""
     forget_training_loader(trainer)
     trainer.fit_loop.setup_data()
     loader = trainer.fit_loop._combined_loader
@@ -239,7 +239,7 @@ def training_loader(trainer: pl.Trainer) -> CombinedLoader:
 
 
 def forget_training_loader(trainer: pl.Trainer) -> None:
-    """Have the loop ask for its batches anew when it begins."""
+    """Have the loop ask for its batches again when it begins."""
     trainer.fit_loop._combined_loader = None
 
 

@@ -35,7 +35,7 @@ class ReplicaGuard(Hook):
 
     Data parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. When they do not,
     training goes on, silently, with as many models as there are ranks. The usual causes: gradients that are used before
-    they are averaged, random numbers that differ in a place that must not (weight noise, say), an update that only one
+    they are averaged, random numbers that differ where they must not, such as weight noise, an update that only one
     rank made, faulty hardware.
 
     By default replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of

@@ -162,9 +162,10 @@ class TrainerHookAdapter(Hook):
         TypeError: `hook` has none of the events, or is a class.
     """
 
-    def __init__(self, hook: Any) -> None:
-        if isinstance(hook, type):
-            raise TypeError(f"Invalid `hook`. Expected an instance, but received the class {hook.__name__}.")
+    def __init__(self, hook: TrainerHook) -> None:
+        given: Any = hook
+        if isinstance(given, type):
+            raise TypeError(f"Invalid `hook`. Expected an instance, but received the class {given.__name__}.")
         self._events = [name for name in TRAINER_HOOK_EVENTS if _has_event(hook, name)]
         if not self._events:
             events = ", ".join(TRAINER_HOOK_EVENTS)

@@ -350,7 +350,7 @@ def _paths_of(trainer: pl.Trainer) -> list[str]:
 
 
 def _replaceable(trainer: pl.Trainer) -> set[str]:
-    """Those that are written anew under the same name."""
+    """Those that are rewritten under the same name."""
     return {path for c in model_checkpoints(trainer) for path in (c.best_model_path, c.last_model_path)}
 
 

@@ -37,7 +37,7 @@ class WatchHangs(Hook):
 
     Every rank watches itself, in a thread that looks at the loop's own counters, so a step costs it nothing. Each hang
     gives one file, ``rank-<rank>-<number>.txt``; a step that ends after all begins a new count. Batches of a validation
-    count as progress. What comes before the first step (compilation, say) has only `floor_s`.
+    count as progress. What comes before the first step, such as compilation, has only `floor_s`.
 
     With `end_run` the process ends too. Nothing can be raised in a thread that waits inside a collective or a driver,
     so the watching thread reports the failure itself where a run has set `on_hang`, and leaves by ``os._exit``; the

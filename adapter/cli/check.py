@@ -126,7 +126,7 @@ def _job(args: argparse.Namespace) -> Any:
 
 
 def _batches(args: argparse.Namespace, job: Any, count: int) -> list[Any]:
-    """`count` raw batches; a source that is shorter begins anew."""
+    """`count` raw batches; a shorter source starts over."""
     if not args.data and job is not None and job.mock_batches is not None:
         return _repeated(job.mock_batches, count)
     dataset = job.dataset if job is not None else None

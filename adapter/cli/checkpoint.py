@@ -27,7 +27,7 @@ __all__ = ["add_arguments", "run"]
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
 _OTHER_FORMATS = (".bin", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pt", ".pth", ".tar", ".zip")
-"""Suffixes that nobody gives to a folder."""
+"""Suffixes that no folder has."""
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a fit, saved beside what it trains: one file for each attempt, and nobody else's replaced."""
+"""The configuration of a fit, saved beside what it trains: one file for each attempt, and no other file is replaced."""
 
 from __future__ import annotations
 

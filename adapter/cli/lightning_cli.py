@@ -18,7 +18,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
-from ...callbacks.checkpoint.format.layout import FINAL_NAME
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.early_stopping import monitor_error
@@ -26,8 +25,6 @@ from ...callbacks.hook.events import callbacks_of
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
-from ...callbacks.write_samples import WriteSamples
-from ...reporters.events.event_logger import EventLogger
 from ..cluster.slurm_environment import placed_by_slurm, placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
@@ -41,10 +38,10 @@ from ..run.other_weights import about_other_weights
 from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
-from ..run.results import newest_picture, show_results
 from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
+from .fit_results import show_fit_results
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -288,28 +285,7 @@ class GenlightCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say how the training ended, and where its results are."""
-        if not self.trainer.is_global_zero or getattr(self.trainer, "fast_dev_run", False):
-            return
-        directory = checkpoints_of(self.trainer)
-        places: dict[str, Path | None] = {
-            "final checkpoint": None if directory is None else directory / f"{FINAL_NAME}.json",
-            "checkpoints": directory,
-        }
-        samples = (c.directory for c in callbacks_of(self.trainer) if isinstance(c, WriteSamples))
-        places["samples"] = next(samples, None)
-        for logger in self.trainer.loggers:
-            if isinstance(logger, EventLogger):
-                places["events"] = logger.path
-            elif logger.log_dir is not None:
-                places[logger.name or type(logger).__name__] = Path(logger.log_dir)
-        if places["samples"] is not None:
-            places["a picture to open"] = newest_picture(places["samples"])
-        steps = getattr(self.model, "completed_steps", self.trainer.global_step)
-        stopped = getattr(self.model, "stopped", None)
-        ended = f"fit completed at step {steps}" + (f" ({stopped})" if stopped else "")
-        if steps == self._resumed_step:
-            ended = f"the fit had completed at step {steps} before; there was nothing to train"
-        show_results(ended, places)
+        show_fit_results(self.trainer, self.model, self._resumed_step)
 
     def _end_now(self, stop: TrainingCanceled) -> None:
         code = self._report.tell_stop(stop)

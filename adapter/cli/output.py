@@ -49,7 +49,7 @@ def for_any_character() -> None:
 
 @contextlib.contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Standard output and error lose what nobody reads, instead of raising `BrokenPipeError`."""
+    """Standard output and error drop what no reader takes, instead of raising `BrokenPipeError`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
     try:

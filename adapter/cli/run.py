@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="",
         help="print the LightningCLI configuration of the job, for genlight fit",
     )
-    parser.add_argument("--fresh", action="store_true", help="move artifacts of earlier runs aside and start anew")
+    parser.add_argument(
+        "--fresh", action="store_true", help="move artifacts of earlier runs aside and start from scratch"
+    )
     parser.add_argument(
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
     )

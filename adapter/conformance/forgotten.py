@@ -21,7 +21,7 @@ def forgotten_values(
 
     Args:
         whole: Of an uninterrupted run.
-        again: Of a second one; what differs between the two (a clock, say) is nobody's fault.
+        again: Of a second one; what differs between the two, such as a clock, is no fault of the class.
         resumed: Of a run from the checkpoint of step `at`.
         at: The step of the interruption.
         said: What was run, in words.

@@ -43,7 +43,7 @@ def train_on_ranks(
     Args:
         subject: What to train.
         jobs: By a name, the batches of each rank.
-        folder: For the ranks' messages; nobody else's.
+        folder: For the ranks' messages alone.
         timeout_s: How long all of it may take.
 
     Returns:
@@ -67,7 +67,7 @@ def train_on_ranks(
         for process in ranks:
             process.kill()
         outputs = [process.communicate()[0] for process in ranks]
-    # A rank that fails takes the others down; whoever failed first has the reason.
+    # A rank that fails takes the others down; the rank that failed first has the reason.
     errors = sorted(folder.glob("rank*.error"), key=lambda file: file.stat().st_mtime_ns)
     if errors:
         raise RanksError(f"rank {errors[0].stem.removeprefix('rank')}: {errors[0].read_text()}")

@@ -10,7 +10,7 @@
     │   ├── BrokenCheckpointError     its content contradicts its record
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
-    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field nobody writes
+    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered

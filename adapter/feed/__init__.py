@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .collate import to_torch as to_torch
     from .data_module import ArrowDataModule as ArrowDataModule
     from .ledger import Ledger as Ledger, trained_rows as trained_rows
+    from .minibatches import Minibatches as Minibatches
     from .mock import MockBatches as MockBatches
     from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
     from .sources import Source as Source
@@ -25,6 +26,7 @@ else:
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
             ".ledger": ("Ledger", "trained_rows"),
+            ".minibatches": ("Minibatches",),
             ".mock": ("MockBatches",),
             ".parquet_feeder": ("ParquetArrowBatchFeeder",),
             ".sources": ("Source",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +13,11 @@ import pyarrow as pa
 
 from ..contract.exceptions import InputError
 from .batching import Spec, Supply, ThreadSupply
-from .epoch_order import Order
 from .files import PathLike
 from .filters import as_expression
 from .ledger import Ledger
 from .open_source import open_source
+from .opened_layout import layout_of, say_short_batches
 from .options import FeedOptions, collate_function
 from .position import Layout, Position
 from .row_plan import Shard
@@ -26,8 +25,6 @@ from .schema import checked_columns
 from .sources import Source
 
 __all__ = ["ArrowFeed"]
-
-log = logging.getLogger(__name__)
 
 _LARGE_WINDOW = 1 << 30
 
@@ -53,7 +50,7 @@ class ArrowFeed:
         columns: Columns to read, in this order; None means all.
         filters: `[[column, operator, value], …]` (all must hold), a list of such lists (any must), or an Arrow
             expression.
-        shuffle: Row groups in random order and rows permuted within windows, anew in each epoch.
+        shuffle: Row groups in random order and rows permuted within windows, differently in each epoch.
         seed: The order depends on this and the number of the epoch alone.
         epochs: Passes over the data; None repeats without end.
         drop_last: Leave out the rows of an epoch that do not fill a step of all ranks.
@@ -177,8 +174,8 @@ class ArrowFeed:
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
             source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
-            layout = _layout(source, self._options)
-            _say_short_batches(layout, self._options)
+            layout = layout_of(source, self._options)
+            say_short_batches(layout, self._options)
             self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
@@ -361,45 +358,6 @@ class ArrowFeed:
                 "ArrowDataModule, whose position Lightning restores first.",
                 stacklevel=2,
             )
-
-
-def _layout(source: Source, options: FeedOptions) -> Layout:
-    order = Order(source.group_rows, options.seed, options.shuffle, options.shuffle_window)
-    layout = Layout(order, options.batch_size, options.world_size, options.shard, options.drop_last)
-    if not layout.steps_per_epoch:
-        raise InputError(_too_few(layout))
-    return layout
-
-
-def _say_short_batches(layout: Layout, options: FeedOptions) -> None:
-    """Whoever asks for a batch size learns where it is not what is trained with."""
-    rows, step_rows = layout.order.rows, layout.share(0).step_rows
-    if options.rank or options.drop_last or rows % step_rows == 0:
-        return
-    ranks = f" of {options.world_size} ranks" if options.world_size > 1 else ""
-    if rows < step_rows:
-        log.warning(
-            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch",
-            rows,
-            step_rows,
-            ranks,
-        )
-    else:
-        log.info(
-            "the last step of each epoch has %d rows, the others %d%s; `drop_last` leaves it out",
-            rows % step_rows,
-            step_rows,
-            ranks,
-        )
-
-
-def _too_few(layout: Layout) -> str:
-    rows = layout.order.rows
-    if layout.drop_last:
-        return (
-            f"The data has {rows} rows, fewer than the {layout.share(0).step_rows} of a full step (`drop_last` is on)."
-        )
-    return f"The data has {rows} rows for {layout.world_size} ranks; every rank needs at least one."
 
 
 def _refuse_data_loader_workers() -> None:

@@ -18,7 +18,7 @@ __all__ = ["CLOSED", "Block", "Spec", "Supply", "ThreadSupply", "batches_of", "b
 
 _CHUNK_BYTES = 32 << 20
 _FIRST_CHUNK_BYTES = 1 << 18
-CLOSED = "The feed was closed or iterated anew while one of its iterators was in use."
+CLOSED = "The feed was closed or iterated again while one of its iterators was in use."
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class ArrowDataModule(LightningDataModule):
             self.val_dataloader = partial(LightningDataModule.val_dataloader, None)  # type: ignore[arg-type, method-assign]
 
     def setup(self, stage: str) -> None:
-        """Make the feeds anew and read the metadata of all files.
+        """Make the feeds again and read the metadata of all files.
 
         Raises:
             InputError: Lists every error that metadata can tell.

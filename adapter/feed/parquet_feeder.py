@@ -33,7 +33,7 @@ class ParquetArrowBatchFeeder:
         )
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """All batches, from the first row; each call starts anew."""
+        """All batches, from the first row; each call starts over."""
         return iter(self._feed)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:

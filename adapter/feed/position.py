@@ -101,7 +101,7 @@ class Position:
     def restored(cls, state: Mapping[str, Any], layout: Layout) -> Position:
         """The position that `state` describes, in terms of `layout`.
 
-        Under another number of ranks, batch size or sharding the rest of the epoch is shared anew.
+        Under another number of ranks, batch size or sharding the rest of the epoch is divided again.
 
         Raises:
             InputError: The rows, or their order, are not those of the state.

@@ -3,7 +3,7 @@
 How gradients add up does not depend on when a bucket is sent: which parameters travel together is laid down by the
 plan, and a bucket that was sent too early is sent again. What is learned here, after how many backward calls a trainer
 looks at its gradients and in which order buckets become ready, therefore changes how long a step takes and never what
-it computes; a resumed run may learn it anew.
+it computes; a resumed run may learn it again.
 
 All ranks send the same buckets in the same order, whatever their own graphs look like: each as early as it can, the
 rest when gradients are wanted. The last bucket always waits until then. It says where the rank is and whether one of

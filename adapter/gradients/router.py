@@ -144,7 +144,7 @@ class StepRouter:
             self._averaging.before_collective(name)
 
     def open(self) -> None:
-        """Have torch's entries replaced until `close`, rather than for each step anew."""
+        """Have torch's entries replaced until `close`, rather than in each step."""
         interception.hold(self)
         if self._sharded is not None:
             group = None if self._averaging is None else self._averaging.group
@@ -224,6 +224,8 @@ class StepRouter:
                 grads = self._guard.root_gradients(outputs, grads)
             if self._unscaling is not None:
                 grads = self._unscaling.begin(outputs, grads, args[2])
+            if self._sharded is not None:
+                args = (*args[:2], self._sharded.inputs_of(args[2]), *args[3:])
             with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
         except BaseException:

@@ -15,7 +15,7 @@ __all__ = ["UnknownOptimizers"]
 class UnknownOptimizers:
     """Refuses optimizers that were not found, where they train a known module or are used in more than one step.
 
-    One that lives for a single step (to invert a latent, say) is the trainer's own affair.
+    One that lives for a single step, to invert a latent for example, is the trainer's own affair.
 
     Args:
         parameters: Ids of the parameters of the known modules.

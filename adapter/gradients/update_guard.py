@@ -26,7 +26,7 @@ __all__ = ["UpdateGuard"]
 class UpdateGuard:
     """Looks at gradients before each update, and puts back the buffers of a step whose loss or update was not finite.
 
-    A look waits for the device. The copy of the buffers costs their memory once, and is made anew in every step.
+    A look waits for the device. The copy of the buffers costs their memory once, and is renewed in every step.
 
     Args:
         discovered: What the trainer built.

@@ -112,7 +112,7 @@ class CacheEntry:
             lock.release()
 
     def stored(self) -> Stored | None:
-        """What is known of the file in place, if nobody has touched it since; None only costs a transfer."""
+        """What is known of the file in place, if it has not been changed since; None only costs a transfer."""
         try:
             known = msgspec.json.decode(read_own(self._beside("meta.json"), limit=LARGEST_NOTE_BYTES), type=Stored)
             status = self.target.stat()

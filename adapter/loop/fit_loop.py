@@ -23,7 +23,8 @@ One epoch, with the hooks in Lightning's order::
         on_train_epoch_end; on_train_phase_end; on_epoch_end
     on_train_end; on_training_end
 
-What nobody overrides is not called. ``trainer.global_step`` is the number of completed steps, whatever optimizers do.
+A hook that is not overridden is not called. ``trainer.global_step`` is the number of completed steps, whatever
+optimizers do.
 
 Where this differs from Lightning's own loop:
 

@@ -5,7 +5,7 @@ They say ``from gen_worker.trainer import StepResult``. Where that package is no
 it is first asked for, or of `module.old_names`, which has what only the old package had. The old package spread its
 names over its modules differently from release to release, so each module here answers to all of them.
 
-``worldflux.telemetry.wasr`` is made importable in the same way.
+``worldflux.telemetry.wasr`` and ``worldflux.training.callbacks`` are made importable in the same way.
 """
 
 from __future__ import annotations
@@ -52,13 +52,20 @@ _ADAPTER = "genlight.adapter"
 _PACKAGE = "gen_worker"
 _TRAINER = "gen_worker.trainer"
 _WORLDFLUX = {
+    "worldflux.training.callbacks": (
+        "genlight.callbacks.compat",
+        (
+            *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
+            *("HeartbeatCallback", "LoggingCallback", "ProgressCallback"),
+        ),
+    ),
     "worldflux.telemetry.wasr": ("genlight.reporters.telemetry", ("make_run_id", "read_events", "write_event")),
 }
 """Modules of ``worldflux``: the module of ours that each stands for, and its names."""
 
 
 def install() -> None:
-    """Make ``gen_worker.trainer`` and ``worldflux.telemetry.wasr`` importable, unless the real packages are there.
+    """Make ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are there.
 
     Does nothing the second time.
     """

@@ -105,7 +105,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def searching(self) -> Iterator[None]:
-        """The time of a search, after which the trainer is configured anew with what was `found`."""
+        """The time of a search, after which the trainer is configured again with what was `found`."""
         module, trainer = self._module, self._module.trainer
         rng = capture_rng()
         generators = list(_generators(training_source(trainer)))

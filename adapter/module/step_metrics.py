@@ -125,7 +125,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
 def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
     """The first learning rate among the places where one may stand; None where there is none.
 
-    It is looked for anew at each cadence: a trainer may put one where there was none before.
+    It is looked for at each cadence: a trainer may put one where there was none before.
     """
     debug = getattr(result, "debug", None)
     for name, value in debug.items() if debug else ():

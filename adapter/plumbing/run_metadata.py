@@ -56,7 +56,7 @@ def run_metadata(
         project: The folder of the user's code, whose git state is told.
         secrets: What no text may show.
         tags: Words to find the run by.
-        notes: What somebody wrote about the run.
+        notes: What the user wrote about the run.
     """
     known = tuple(secrets)
     found: dict[str, Any] = {

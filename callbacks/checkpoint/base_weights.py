@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint leaves out, because whoever resumes from it builds them again: the base of an adapter.
+"""Tensors that a checkpoint leaves out, because the run that resumes from it builds them again: the base of an adapter.
 
 The record says of each what its bytes were. It is taken from the module that is about to be restored, and from no
 other bytes than those.

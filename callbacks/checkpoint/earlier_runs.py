@@ -40,7 +40,7 @@ def in_use_fault(directory: Path) -> str | None:
         return None
     listed = [entry for entry in list_checkpoints(directory) if not entry.path.is_symlink()]
     names = [record.path.name for record in own_records(listed)]
-    # A broken one may still be somebody's only copy.
+    # A broken one may still be the user's only copy.
     broken = [e.path for e in listed if e.record is None and is_record_of_callback(e.path)]
     names += [path.name for path in broken if is_checkpoint_file(path)]
     if not names:

@@ -120,7 +120,7 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     """Take over a captured state; that of generators where as many are given as were captured.
 
     Returns:
-        What could not be restored here, in words: a device that this process does not have, say.
+        What could not be restored here, in words, such as a device that this process does not have.
     """
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -48,7 +48,7 @@ class Listed:
     record: CheckpointRecord | None
     problem: str = ""
     error: OSError | None = None
-    """Why it cannot be told whether it is broken: this user may not read it, say."""
+    """Why it cannot be told whether it is broken: this user may not read it, for example."""
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:

@@ -88,7 +88,7 @@ def vanishing_gradients(case: Case) -> Fault | None:
         f"the largest gradient has a norm of {largest:.3g}, below {case.limits.gradient_min_norm:.3g}",
         (
             "Check that the loss depends on the parameters: no `detach()`, `no_grad()` or constant in between.",
-            "Look for saturated activations; normalise layers, or initialise them anew.",
+            "Look for saturated activations; normalise layers, or initialise them differently.",
         ),
         {"largest_norm": largest, "gradient_min_norm": case.limits.gradient_min_norm},
         case.reading.step,
@@ -279,7 +279,7 @@ def repeated_data(case: Case) -> Fault | None:
         (
             "Check that the sampler divides the data among ranks (`DistributedSampler`, `dataset.shard` of a job)."
             if to_all
-            else "Check the loader: one seed for all batches, an iterator that is made anew, a data set of one batch.",
+            else "Check the loader: one seed for all batches, an iterator that is made again, a data set of one batch.",
         ),
         {"twice_in_a_row": case.reading.repeats_batch, "on_all_ranks": to_all},
         case.reading.step,

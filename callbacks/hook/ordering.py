@@ -18,6 +18,8 @@ FIELDS_OF_THE_LOOP = frozenset(
         "epoch",
         "update_epoch",
         "minibatch_index",
+        "stop_rollout",
+        "stop_update_epoch",
         "rollout_stats",
         "loss_stats",
         "stop_reason",
@@ -59,7 +61,7 @@ def in_order(hooks: Sequence[_Ordered]) -> list[_Ordered]:
 def _predecessors(position: int, hooks: Sequence[ReadsAndWrites]) -> set[int]:
     """Positions of the hooks that must run before the one at `position`.
 
-    Among hooks that both read and write a field (counters, say) the order of registration decides.
+    Among hooks that both read and write a field, such as a counter, the order of registration decides.
     """
     hook = hooks[position]
     before: set[int] = set()

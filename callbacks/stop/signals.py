@@ -91,7 +91,7 @@ class StopSignals:
                 self.end_watch()
 
     def forget(self) -> None:
-        """Begin anew: the next signal is the first."""
+        """Start over: the next signal is the first."""
         self.reason = None
         self._unsaid = threading.Lock()
         self._handled, self._arrived = [], []
@@ -144,7 +144,7 @@ class StopSignals:
                         self._note(number, self._arrived)
 
     def end_watch(self) -> None:
-        """Give the interpreter's wakeup file back once other handlers are installed; `install` takes it anew."""
+        """Give the interpreter's wakeup file back once other handlers are installed; `install` takes it again."""
         if self._wakeup_fd is None:
             return
         current = signal.set_wakeup_fd(-1)
@@ -169,7 +169,7 @@ def _say(number: int, what_next: str) -> None:
 
 
 def _do_nothing() -> None:
-    """What nobody waits for."""
+    """What is not waited for."""
 
 
 def _leave_to_parent() -> None:

@@ -42,7 +42,7 @@ class StopRequests(Hook):
     then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
     before the next step.
 
-    A fit that follows one which was stopped starts anew; a cancel file that is still there stops it as well.
+    A fit that follows a stopped one is not stopped by the same request; a cancel file that is still there stops it too.
 
     From ``setup`` on, worker processes of torch data loaders heed no signal: those to the whole process group must not
     take the batches from a training process that finishes its step.

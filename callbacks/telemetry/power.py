@@ -20,7 +20,7 @@ class PowerMeter:
     """Reads the power of what trains.
 
     NVML gives the mean over up to its last second. RAPL counts energy, so that its power is the mean since the last
-    reading; it is that of all processor packages of the machine, whoever uses them.
+    reading; it is that of all processor packages of the machine, whichever process uses them.
 
     Args:
         device: What trains.

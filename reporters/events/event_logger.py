@@ -20,11 +20,11 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.durable import fsync_directory
 from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from .event_log import EventLog
+from .foreign_checkpoints import make_durable, saved_path
 from .lines import RESUMED_METRIC, finite_float
 
 __all__ = ["EventLogger"]
@@ -197,7 +197,7 @@ class EventLogger(Logger):
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         if not self._owns_log:
             return
-        path = _saved_path(checkpoint_callback)
+        path = saved_path(checkpoint_callback)
         if path:
             self._started_log()
             self._pending.append((path, self._completed_steps()))
@@ -277,7 +277,7 @@ class EventLogger(Logger):
         due = [entry for entry in self._pending if before is None or entry[1] < before]
         self._pending = [entry for entry in self._pending if entry not in due]
         for path, step in due:
-            if "://" in path or _make_durable(path):
+            if "://" in path or make_durable(path):
                 self.experiment.checkpoint(path=path, step=step)
                 self._last_checkpoint = path
 
@@ -377,31 +377,3 @@ def _is_number(name: Any, value: Any) -> bool:
     except TypeError:
         return not isinstance(name, str)  # a name that is not a text is refused by name
     return True
-
-
-def _saved_path(callback: ModelCheckpoint) -> str:
-    """What the callback wrote last; Lightning has no public name for it."""
-    saved = getattr(callback, "_last_checkpoint_saved", None) or callback.last_model_path or callback.best_model_path
-    return str(saved)
-
-
-def _make_durable(path: str) -> bool:
-    """Bring a checkpoint (a file, or a folder of them) to the disk, as Lightning does not; False when it is gone."""
-    if not os.path.exists(path):
-        return False
-    if os.path.isfile(path):
-        _fsync(path)
-    for folder, _, files in os.walk(path):
-        for name in files:
-            _fsync(os.path.join(folder, name))
-        fsync_directory(folder)
-    fsync_directory(os.path.dirname(os.path.abspath(path)))
-    return True
-
-
-def _fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -132,7 +132,7 @@ def remote_name(step: int, relative_name: str, *, final: bool) -> str:
 
 
 def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
-    """Address of a file in the store; a query of `base` (a signature, say) is kept."""
+    """Address of a file in the store; a query of `base`, such as a signature, is kept."""
     path, question_mark, query = base.partition("?")
     parts = (owner, "runs", run_id, _FOLDERS[kind], name)
     joined = "/".join(quote(part, safe="") for part in parts)

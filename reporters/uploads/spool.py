@@ -245,7 +245,7 @@ class Spool:
             self.rewrite()
 
     def rewrite(self) -> None:
-        """Write the journal anew with what still waits.
+        """Rewrite the journal with what still waits.
 
         The mutex is not held while the disk syncs, because a training step may be waiting to add an entry: lines that
         are added meanwhile are carried over.

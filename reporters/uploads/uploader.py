@@ -42,7 +42,7 @@ class Uploader:
     `starts` counts how often an uploader was made for the run's spool, this time included.
 
     Args:
-        config: Destinations and limits. The token stays in memory: give it anew at each start.
+        config: Destinations and limits. The token stays in memory: pass it at each start.
         keep_terminal: Whether a terminal message that an earlier attempt could not deliver is still wanted. A run that
             starts anew will end in a way of its own, and drops it.
 

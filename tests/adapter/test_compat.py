@@ -176,6 +176,19 @@ def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_
         exec("from worldflux.telemetry.wasr import absent")
 
 
+def test_callbacks_are_importable_under_the_path_that_existing_code_uses(without_worldflux):
+    compat.install()
+    namespace = {}
+
+    exec("from worldflux.training.callbacks import Callback, CallbackList, HeartbeatCallback", namespace)
+
+    from genlight.callbacks import compat as six_hooks
+
+    assert all(
+        namespace[name] is getattr(six_hooks, name) for name in ("Callback", "CallbackList", "HeartbeatCallback")
+    )
+
+
 def test_the_real_worldflux_is_left_alone(without_worldflux, tmp_path, monkeypatch):
     (tmp_path / "worldflux").mkdir()
     (tmp_path / "worldflux" / "__init__.py").write_text("real = True")

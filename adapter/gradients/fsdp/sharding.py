@@ -238,7 +238,7 @@ def _repoint(optimizers: list[Found[Optimizer]], sharded: dict[int, Tensor]) -> 
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """`value` sharded as `parameter` is, where it is a tensor of the same shape (a moment, say)."""
+    """`value` sharded as `parameter` is, where it is a tensor of the same shape, such as a moment."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:

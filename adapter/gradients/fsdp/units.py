@@ -1,7 +1,7 @@
 """When the weights of sharded modules are gathered, and when what was gathered is given up.
 
 FSDP 2 gathers in the call of a unit and gives up after its backward. Here a call of any part of a unit gathers it too,
-weights that changed since are gathered anew, and outside of a call the trainer sees its shards alone::
+weights that changed since are gathered again, and outside of a call the trainer sees its shards alone::
 
     a call begins     give up what is stale, gather, show the whole weights to the modules
     a call ends       show the shards again; what was gathered is kept for a backward
@@ -150,7 +150,7 @@ class ShardUnit:
         return output
 
     def give_up(self, *, only_if_stale: bool = False) -> None:
-        """Have the weights gathered anew in the next call, unless one is running."""
+        """Have the weights gathered again in the next call, unless one is running."""
         if self._depth > 1 or (only_if_stale and self._gathered_at == shard_writes.changes()):
             return
         if self._state._training_state == fsdp_training_state.IDLE:

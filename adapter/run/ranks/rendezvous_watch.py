@@ -31,7 +31,7 @@ def watching_rendezvous(
     A node that never comes would have this rank wait for half an hour, and heed nothing but a second signal.
 
     Args:
-        trainer: Whose ranks; a single one has nobody to wait for.
+        trainer: Whose ranks; a single one has none to wait for.
         raise_if_stopped: Raises `TrainingCanceled` once a stop is asked for.
         end: Takes what was raised, and ends the process.
     """

@@ -20,7 +20,7 @@ class UnknownTypeError(LookupError):
 
 
 def type_name(kind: type) -> str | None:
-    """``module:qualified.name`` where that leads back to `kind`, else None (a class local to a function, say)."""
+    """``module:qualified.name`` where that leads back to `kind`, else None, as for a class local to a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         return name if _find(name) is kind else None

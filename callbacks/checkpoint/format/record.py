@@ -103,7 +103,7 @@ class CheckpointRecord:
     """None where the record says nothing of it: an older runtime or genlight wrote it."""
     is_old: bool = False
     left_out: Sequence[LeftOut] = ()
-    """Tensors that whoever loads it has to have already."""
+    """Tensors that the process which loads it must already have."""
     finite_weights: bool | None = None
     """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
     metadata: Mapping[str, Any] = field(default_factory=dict)

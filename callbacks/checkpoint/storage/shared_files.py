@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Identity = tuple[int, int, int]
-"""Inode, bytes and time of change: what a file that nobody has touched still has."""
+"""Inode, bytes and time of change: what an unchanged file still has."""
 
 _in_use: Counter[Path] = Counter()
 """How many saves need each of the files beside the records of this process's directories, before a record names it."""

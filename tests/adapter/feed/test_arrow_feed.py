@@ -95,7 +95,7 @@ def test_an_iterator_that_is_overtaken_by_another_fails_instead_of_mixing_rows(r
     assert ids(first, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     second = iter(feed)
     assert ids(second, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(RuntimeError, match="iterated anew"):
+    with pytest.raises(RuntimeError, match="iterated again"):
         next(first)
     assert ids(second, 1) == [[8, 9, 10, 11]]
     feed.close()

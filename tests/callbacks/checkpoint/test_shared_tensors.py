@@ -6,11 +6,13 @@ import errno
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import (
     DurableCheckpointIO,
     RecordMeta,
@@ -25,7 +27,10 @@ from genlight.callbacks.checkpoint import (
     verify,
 )
 from genlight.callbacks.checkpoint.format.contents import check_contents
+from genlight.callbacks.checkpoint.format.record_file import serialise_record
+from genlight.callbacks.checkpoint.ownership import checkpoint_files, folders_of_checkpoints
 from genlight.callbacks.checkpoint.storage import commit, shared_files
+from genlight.reporters.uploads.artifact import pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
@@ -257,6 +262,76 @@ def test_nothing_is_removed_that_an_unreadable_record_may_name(train, tmp_path, 
     record.write_bytes(whole)
 
     verify(record)
+
+
+def test_an_upload_has_every_file_under_the_name_by_which_a_resume_asks_for_it(train, tmp_path, linking):
+    train(Adapted(), 4, save_final=False)
+    record = read_record(tmp_path / "c" / "step-00000004.json")
+
+    artifact = pack(tmp_path, record.path, [record.path.parent / file.path for file in record.files])
+
+    assert [file.name for file in artifact.files[:-1]] == [record.file_name(file) for file in record.files]
+    assert [file.layout for file in artifact.files[:-1]] == [file.path for file in record.files]
+    assert artifact.files[-1].name == record.path.name
+
+
+def test_shared_files_move_aside_with_their_records(train, tmp_path, linking):
+    train(Adapted(), 4, save_final=False)
+    records = checkpoint_files(tmp_path / "c")
+
+    folders = {path.name for path in folders_of_checkpoints(records)}
+
+    assert folders == {"step-00000002", "step-00000004"} | (set() if linking else {"shared"})
+
+
+def test_a_tensor_that_two_files_hold_is_a_broken_checkpoint(train, tmp_path):
+    train(Adapted(), 2, save_final=False)
+    record = read_record(tmp_path / "c" / "step-00000002.json")
+    [shared] = [file for file in record.files if "shared/" in file.path]
+    twice = replace(shared, path=f"step-00000002/shared/{'0' * 32}/model.safetensors")
+    (tmp_path / "c" / twice.path).parent.mkdir()
+    shutil.copy(tmp_path / "c" / shared.path, tmp_path / "c" / twice.path)
+    record.path.write_bytes(written_again(record, files=[*record.files, twice]))
+
+    for read in (lambda path: check_contents(verify(path)), load):
+        with pytest.raises(BrokenCheckpointError, match="twice"):
+            read(record.path)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "X9"])
+def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, dtype):
+    train(Adapted(), 2, save_final=False, weights="trained")
+    record = read_record(tmp_path / "c" / "step-00000002.json")
+    huge = [replace(left, dtype=dtype, shape=(2**40, 2**20)) for left in record.left_out]
+    record.path.write_bytes(written_again(record, left_out=huge))
+
+    if dtype == "X9":
+        with pytest.raises(BrokenCheckpointError, match="does not say what"):
+            check_contents(verify(record.path))
+    with pytest.raises(CheckpointError, match=r"was \w+ \[1099511627776, 1048576\], but the module has F32"):
+        load(record.path, base=Adapted().state_dict())
+
+
+def written_again(record, **changed):
+    """The bytes of `record` with something else in it, and a digest that fits."""
+    meta = RecordMeta(run_id=record.run_id, spec=record.spec)
+    facts = {"step": record.step, "state": record.state, "folder": record.folder, "created_at_ms": 1, "is_shared": True}
+    return serialise_record(meta, **facts, **({"files": record.files, "left_out": record.left_out} | changed))
+
+
+def test_no_checkpoint_is_written_through_a_link(train, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c" / "shared").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CheckpointError, match="is a link, and checkpoints are not written through links; remove it"):
+        train(Adapted(), 2)
+
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 class Run:

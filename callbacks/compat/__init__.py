@@ -1,0 +1,41 @@
+"""The six-hook style: callbacks that are handed the trainer at begin and end of training, epochs and steps.
+
+Names are resolved when they are first used (PEP 562). May import all callbacks, the reporters, the plumbing and the
+contract.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...adapter.plumbing.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from .named import (
+        CheckpointCallback as CheckpointCallback,
+        DiagnosisCallback as DiagnosisCallback,
+        EarlyStoppingCallback as EarlyStoppingCallback,
+        HeartbeatCallback as HeartbeatCallback,
+        LoggingCallback as LoggingCallback,
+        ProgressCallback as ProgressCallback,
+    )
+    from .six_hooks import Callback as Callback, CallbackList as CallbackList
+    from .torch_checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
+    from .trainer_view import TrainerView as TrainerView
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            ".named": (
+                "CheckpointCallback",
+                "DiagnosisCallback",
+                "EarlyStoppingCallback",
+                "HeartbeatCallback",
+                "LoggingCallback",
+                "ProgressCallback",
+            ),
+            ".six_hooks": ("Callback", "CallbackList"),
+            ".torch_checkpoint": ("load_checkpoint", "save_checkpoint"),
+            ".trainer_view": ("TrainerView",),
+        },
+    )

@@ -1,0 +1,284 @@
+"""The base class of the six-hook style, and the list that runs its callbacks under Lightning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ..hook.cadence import NEVER, crossed, next_multiple
+from ..hook.events import callbacks_of, is_rank_zero
+from ..hook.hook import Hook, judge, order_callbacks
+from ..hook.listeners import skippable
+from .trainer_view import TrainerView, view_of
+
+__all__ = ["HOOKS", "Callback", "CallbackList"]
+
+HOOKS: Final = {
+    "on_train_begin": "on_train_start",
+    "on_train_end": "on_train_end",
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_step_begin": "on_train_batch_start",
+    "on_step_end": "on_train_batch_end",
+}
+"""The six hooks, and Lightning's hooks in which they are called."""
+AGREE_EVERY = 10
+"""How many steps apart ranks agree on a stop that one of them wants."""
+
+
+class Callback:
+    """Base of callbacks that are handed the trainer, a `TrainerView`; a subclass overrides the hooks it wants.
+
+    Put them into a `CallbackList`, which is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
+    """
+
+    critical: bool = False
+    """Whether an exception of this callback ends the run; else it is logged once for each hook and counted."""
+    ranks: Literal["zero", "all"] = "zero"
+    """Which ranks run it."""
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Training begins, of a new run or of a resumed one."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Training has ended as planned."""
+
+    def on_epoch_begin(self, trainer: Any) -> None:
+        """An epoch begins."""
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        """An epoch has ended."""
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """A step begins."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        """A step has ended; ``trainer.metrics`` are its own."""
+
+    def lightning_callbacks(self, trainer: TrainerView) -> list[pl.Callback]:
+        """Lightning callbacks that this one stands for; they join the trainer when a fit is set up."""
+        return []
+
+    @property
+    def setup(self) -> Any:
+        """What Lightning would call: this is not a callback of its.
+
+        Raises:
+            TypeError: Always.
+        """
+        name = type(self).__name__
+        raise TypeError(f"{name} is a callback of the six-hook style; give the trainer CallbackList([{name}(…)])")
+
+    state_key = on_exception = setup
+
+
+class CallbackList(Hook):
+    """Calls all six hooks of its callbacks, in order; a Lightning callback that brings them into any ``Trainer``.
+
+    It can also be called by a loop of one's own: each of the six takes that loop's trainer and hands it on.
+
+    Args:
+        callbacks: Callbacks of the six-hook style.
+        defaults: Whether a `LoggingCallback`, and a `CheckpointCallback` where the trainer has no other checkpoint
+            callback, join those that are given, when a fit is set up.
+
+    Raises:
+        TypeError: Something in `callbacks` has none of the six hooks, or is a Lightning callback.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+
+    def __init__(self, callbacks: Sequence[Callback] = (), *, defaults: bool = True) -> None:
+        self.defaults = defaults
+        self.callbacks: list[Any] = []
+        self._adapters: list[pl.Callback] = []
+        self._step = 0
+        for callback in callbacks:
+            self.append(callback)
+
+    def append(self, callback: Callback) -> None:
+        """Add a callback, behind the others; within a fit it counts from the next fit on.
+
+        Raises:
+            TypeError: It has none of the six hooks, or is a Lightning callback.
+        """
+        given: Any = callback
+        name = type(callback).__name__
+        if isinstance(given, pl.Callback):
+            raise TypeError(f"{name} is a Lightning callback; give it to the trainer beside this list")
+        if isinstance(given, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+            raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
+        self.callbacks.append(callback)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        present = [callback for callback in callbacks_of(trainer) if callback not in self._adapters]
+        view = view_of(trainer, pl_module)
+        hosted = [*self.callbacks, *self._missing(trainer)]
+        self._adapters = [
+            adapter
+            for place, callback in enumerate(hosted)
+            for adapter in (*_brought_by(callback, view), _Adapter(callback, _kind(callback, hosted[:place])))
+        ]
+        place = present.index(self)
+        checkpoints = [adapter for adapter in self._adapters if isinstance(adapter, pl.callbacks.Checkpoint)]
+        others = [adapter for adapter in self._adapters if adapter not in checkpoints]
+        # This list comes after its callbacks: it looks at what they want. Checkpoints come last, as in Lightning.
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            *present[:place],
+            *others,
+            *present[place:],
+            *checkpoints,
+        ]
+        order_callbacks(trainer)
+        for adapter in self._adapters:
+            adapter.setup(trainer, pl_module, stage)
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.world_size == 1:
+            self.next_due_step = NEVER
+            return
+        step = trainer.global_step
+        if crossed(self._step, step, AGREE_EVERY):
+            wants_stop = view_of(trainer, pl_module).wants_stop
+            if trainer.strategy.reduce_boolean_decision(wants_stop, all=False):
+                trainer.should_stop = True
+        self._step = step
+        self.next_due_step = next_multiple(step, AGREE_EVERY)
+
+    # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Call it of every callback."""
+        self._dispatch("on_train_begin", trainer)
+
+    @override
+    def on_train_end(self, trainer: Any, pl_module: Any = None) -> None:
+        if pl_module is None:
+            self._dispatch("on_train_end", trainer)
+
+    def on_epoch_begin(self, trainer: Any) -> None:
+        """Call it of every callback."""
+        self._dispatch("on_epoch_begin", trainer)
+
+    @override
+    def on_epoch_end(self, trainer: Any, pl_module: Any = None) -> None:
+        if pl_module is None:
+            self._dispatch("on_epoch_end", trainer)
+
+    def on_step_begin(self, trainer: Any) -> None:
+        """Call it of every callback."""
+        self._dispatch("on_step_begin", trainer)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Call it of every callback."""
+        self._dispatch("on_step_end", trainer)
+
+    def _dispatch(self, hook: str, trainer: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, hook, None)
+            if method is not None:
+                method(trainer)
+
+    def _missing(self, trainer: pl.Trainer) -> list[Any]:
+        from .named import CheckpointCallback, LoggingCallback
+
+        if not self.defaults:
+            return []
+        missing: list[Any] = []
+        if not any(isinstance(callback, LoggingCallback) for callback in self.callbacks):
+            missing.append(LoggingCallback())
+        saves = any(isinstance(callback, CheckpointCallback) for callback in self.callbacks)
+        if not saves and not trainer.checkpoint_callbacks:
+            missing.append(CheckpointCallback())
+        return missing
+
+
+def _brought_by(callback: Any, view: TrainerView) -> list[pl.Callback]:
+    """The Lightning callbacks that a callback stands for."""
+    brought: list[pl.Callback] = callback.lightning_callbacks(view) if isinstance(callback, Callback) else []
+    return brought
+
+
+def _kind(callback: Any, before: list[Any]) -> str:
+    """What tells the state of a callback from those of others: its class, and how many of it stand before."""
+    same = sum(type(other) is type(callback) for other in before)
+    return f"{type(callback).__module__}.{type(callback).__qualname__}" + (f"#{same}" if same else "")
+
+
+class _Adapter(Hook):
+    """Calls the hooks that one callback has, and no others, under its policy."""
+
+    def __init__(self, callback: Any, kind: str) -> None:
+        self.callback = callback
+        self._kind = kind
+        self.critical = bool(getattr(callback, "critical", False))
+        self.ranks: Literal["zero", "all"] = getattr(callback, "ranks", "zero")
+        self._take_over_hooks()
+
+    @property
+    @override
+    def label(self) -> str:
+        return type(self.callback).__name__
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._kind
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = getattr(self.callback, "state_dict", dict)()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if hasattr(self.callback, "load_state_dict"):
+            self.callback.load_state_dict(state_dict)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if not isinstance(value, _Call)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._take_over_hooks()
+
+    def _take_over_hooks(self) -> None:
+        for six, lightnings in HOOKS.items():
+            method = getattr(type(self.callback), six, None)
+            if method is not None and method is not getattr(Callback, six):
+                vars(self)[lightnings] = _Call(_deliver, self, six)
+
+
+class _Call(functools.partial[None]):
+    """One of the six hooks, in the place of Lightning's."""
+
+
+def _deliver(adapter: _Adapter, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    if adapter.ranks == "zero" and not is_rank_zero(trainer):
+        return
+    view = view_of(trainer, pl_module)
+    if hook == "on_step_end":
+        view.step_ended(args[0])
+    try:
+        getattr(adapter.callback, hook)(view)
+    except Exception as error:  # noqa: BLE001  # raised again where the policy says so
+        judge(adapter, hook, error)

@@ -1,0 +1,241 @@
+"""What callbacks of the six-hook style are handed as their trainer: a view of the Lightning trainer and the module."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+from ...adapter.contract.exceptions import CheckpointError
+from ...adapter.plumbing.text import nearest
+from ..hook.events import run_state_of
+from .torch_checkpoint import load_checkpoint, save_checkpoint
+
+__all__ = ["TrainerView", "view_of"]
+
+_ATTRIBUTE = "_genlight_trainer_view"
+
+
+class TrainerView:
+    """The trainer of the six-hook style.
+
+    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``.
+
+    Attributes:
+        lightning: The Lightning trainer.
+        module: The LightningModule.
+        best_loss: The smallest loss that any callback has seen; ``inf`` before. A loss that no one reads is not read.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.lightning = trainer
+        self.module = module
+        self.best_loss = math.inf
+        self.wants_stop = False
+        self._outputs: Any = None
+        self._metrics: dict[str, float] | None = None
+
+    @property
+    def state(self) -> TrainerView:
+        """This object."""
+        return self
+
+    @property
+    def global_step(self) -> int:
+        """Completed steps."""
+        return self.lightning.global_step
+
+    @property
+    def epoch(self) -> int:
+        """Completed epochs."""
+        return self.lightning.current_epoch
+
+    current_epoch = epoch
+
+    @property
+    def max_steps(self) -> int:
+        """The step limit; -1 where there is none."""
+        return self.lightning.max_steps
+
+    total_steps = max_steps
+
+    @property
+    def device(self) -> torch.device:
+        """What trains."""
+        return self.lightning.strategy.root_device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank zero."""
+        return self.lightning.is_global_zero
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return run_state_of(self.lightning).run_id
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run puts its files."""
+        return Path(self.lightning.default_root_dir)
+
+    @property
+    def logger(self) -> Any:
+        """The first logger of the Lightning trainer, or None."""
+        return self.lightning.logger
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The trainer's ``model``, else its only module, else the LightningModule."""
+        state = getattr(self.module, "contract_state", None)
+        model = state.get("model") if isinstance(state, Mapping) else getattr(state, "model", None)
+        if isinstance(model, torch.nn.Module):
+            return model
+        modules = list(getattr(getattr(self.module, "discovered", None), "modules", ()))
+        only: torch.nn.Module = modules[0].value if len(modules) == 1 else self.module
+        return only
+
+    @property
+    def optimizer(self) -> Any:
+        """The first optimizer, or None."""
+        return next(iter(self.lightning.optimizers), None)
+
+    @property
+    def scheduler(self) -> Any:
+        """The first learning rate scheduler, or None."""
+        return next((config.scheduler for config in self.lightning.lr_scheduler_configs), None)
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of the precision plugin, or None."""
+        return getattr(self.lightning.precision_plugin, "scaler", None)
+
+    @property
+    def config(self) -> SimpleNamespace:
+        """Hyperparameters, and ``total_steps, run_id, output_dir``."""
+        own = {"total_steps": self.max_steps, "run_id": self.run_id, "output_dir": str(self.output_dir)}
+        return SimpleNamespace(**{**own, **{str(name): value for name, value in self.module.hparams_initial.items()}})
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last step, as the step named them and as they are reported; read from the device once."""
+        if self._metrics is None:
+            self._metrics = self._read_metrics()
+            loss = self._metrics.get("loss", math.nan)
+            self.best_loss = loss if loss < self.best_loss else self.best_loss
+        return self._metrics
+
+    @property
+    def loss(self) -> float | None:
+        """The loss among `metrics`."""
+        return self.metrics.get("loss")
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training ends; all ranks do, at most 10 steps after one of them has set it."""
+        return self.lightning.should_stop or self.wants_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.wants_stop = bool(value)
+        if self.lightning.world_size == 1:
+            self.lightning.should_stop = self.wants_stop
+
+    def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write a ``.pt`` checkpoint of this style, on rank zero; see `torch_checkpoint.save_checkpoint`.
+
+        A run resumes from the checkpoints of `Checkpoint`, not from this one, which holds no position in the data and
+        no random state.
+
+        Args:
+            path: The file; None is ``checkpoint_<step>.pt`` in `output_dir`.
+
+        Raises:
+            CheckpointError: It could not be written, or modules are sharded.
+        """
+        if isinstance(self.lightning.strategy, FSDPStrategy | ModelParallelStrategy):
+            raise CheckpointError("a .pt checkpoint holds whole weights, and these are sharded; use `Checkpoint`")
+        target = Path(path) if path is not None else self.output_dir / f"checkpoint_{self.global_step}.pt"
+        return save_checkpoint(target, self._checkpoint()) if self.is_main_process else target
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Take over weights, and the states of optimizer, scheduler and scaler, from a ``.pt`` checkpoint.
+
+        The step of the run stays; `torch_checkpoint.load_checkpoint` says what is raised.
+
+        Returns:
+            What the file holds.
+        """
+        checkpoint = load_checkpoint(path, map_location=self.device)
+        self.model.load_state_dict(checkpoint["model_state_dict"])
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        for name, part in parts.items():
+            if part is not None and checkpoint.get(f"{name}_state_dict"):
+                part.load_state_dict(checkpoint[f"{name}_state_dict"])
+        self.best_loss = checkpoint.get("best_loss", self.best_loss)
+        return checkpoint
+
+    def step_ended(self, outputs: Any) -> None:
+        """A step has ended with `outputs`; metrics that were read before are of an earlier one."""
+        self._outputs, self._metrics = outputs, None
+
+    def __getattr__(self, name: str) -> Any:
+        known = [known for known in dir(type(self)) if not known.startswith("_")]
+        raise AttributeError(f"the trainer of this style has no {name!r}.{nearest(name, known)}")
+
+    def _checkpoint(self) -> dict[str, Any]:
+        optimizer, scheduler, scaler, model = self.optimizer, self.scheduler, self.scaler, self.model
+        checkpoint = {
+            "model_state_dict": model.state_dict(),
+            "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),
+            "global_step": self.global_step,
+            "best_loss": self.best_loss,
+            "config": vars(self.config),
+        }
+        if scheduler is not None:
+            checkpoint["scheduler_state_dict"] = scheduler.state_dict()
+        if scaler is not None:
+            checkpoint["scaler_state_dict"] = scaler.state_dict()
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_dict"):
+            checkpoint["model_config"] = config.to_dict()
+        elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+            checkpoint["model_config"] = dataclasses.asdict(config)
+        return checkpoint
+
+    def _read_metrics(self) -> dict[str, float]:
+        reported: dict[str, float] = {}
+        if hasattr(self.module, "step_result"):
+            if self.module.step_result is not None:
+                reported = dict(self.module.metrics())  # type: ignore[operator]
+        else:
+            reported = {name: float(value) for name, value in self.lightning.callback_metrics.items()}
+        named = {"loss": self._outputs} if isinstance(self._outputs, torch.Tensor) else self._outputs
+        own = {name: _number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
+        metrics = {**reported, **{str(name): value for name, value in own.items() if value is not None}}
+        if "train/loss" in metrics:
+            metrics.setdefault("loss", metrics["train/loss"])
+        return metrics
+
+
+def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
+    """The view that all callbacks of this style share; made at the first call."""
+    view: TrainerView | None = getattr(trainer, _ATTRIBUTE, None)
+    if view is None or view.module is not module:
+        view = TrainerView(trainer, module)
+        setattr(trainer, _ATTRIBUTE, view)
+    return view
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None

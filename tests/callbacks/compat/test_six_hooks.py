@@ -1,0 +1,369 @@
+"""Callbacks of the six-hook style: all six called, with a trainer that has what they use, under a policy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import Checkpoint, JobProgress
+from genlight.callbacks.checkpoint import list_checkpoints
+from genlight.callbacks.compat import (
+    Callback,
+    CallbackList,
+    CheckpointCallback,
+    DiagnosisCallback,
+    EarlyStoppingCallback,
+    HeartbeatCallback,
+    LoggingCallback,
+    ProgressCallback,
+    load_checkpoint,
+)
+from genlight.reporters.telemetry import read_events
+
+EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"]
+
+
+class Trains:
+    """A layer; its loss falls with each step down to `floor`."""
+
+    def __init__(self, floor: float = 0.0) -> None:
+        self.floor = floor
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        return {"model": model, "optimizer": optimizer, "step": 0, "lr_sched": scheduler}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["step"] += 1
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(1)).square().sum().backward()
+        state["optimizer"].step()
+        state["lr_sched"].step()
+        return StepResult(metrics={"loss": max(self.floor, 10.0 - state["step"])})
+
+    def state_dict(self, state):
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["step"] = payload["step"]
+
+
+class Notes(Callback):
+    """Notes each of the six hooks, and what the trainer was in it."""
+
+    def __init__(self):
+        self.calls, self.steps = [], []
+
+    def on_train_begin(self, trainer):
+        self.calls.append("on_train_begin")
+
+    def on_train_end(self, trainer):
+        self.calls.append("on_train_end")
+
+    def on_epoch_begin(self, trainer):
+        self.calls.append("on_epoch_begin")
+
+    def on_epoch_end(self, trainer):
+        self.calls.append("on_epoch_end")
+
+    def on_step_begin(self, trainer):
+        self.calls.append("on_step_begin")
+
+    def on_step_end(self, trainer):
+        self.calls.append("on_step_end")
+        self.steps.append((trainer.global_step, trainer.metrics["loss"]))
+
+
+@pytest.fixture
+def run(tmp_path: Path, quiet):
+    """Train a class for some steps with callbacks of the six-hook style."""
+
+    def train(callbacks, *, plugin=None, steps=3, epochs=1, defaults=False, beside=(), **options):
+        adapter = callbacks if isinstance(callbacks, CallbackList) else CallbackList(callbacks, defaults=defaults)
+        settings = {**quiet, "max_steps": steps, "max_epochs": epochs, "default_root_dir": tmp_path, **options}
+        trainer = pl.Trainer(**settings, callbacks=[*beside, adapter])
+        module = ContractModule(plugin or Trains(), TrainingJobSpec("r", steps, hyperparams={"width": 7}))
+        trainer.fit(module, BatchStream(range(steps)))
+        return trainer, module
+
+    return train
+
+
+def test_all_six_hooks_are_called_in_order_with_the_metrics_of_the_step(run) -> None:
+    notes = Notes()
+    run([notes])
+
+    assert notes.calls == ["on_train_begin", *EPOCH, "on_train_end"]
+    assert notes.steps == [(1, 9.0), (2, 8.0), (3, 7.0)]
+
+
+def test_they_are_called_under_lightnings_own_loop_as_well(fit_plain) -> None:
+    notes = Notes()
+    fit_plain([CallbackList([notes], defaults=False)], steps=3)
+
+    assert notes.calls == ["on_train_begin", *EPOCH, "on_train_end"]
+    assert [step for step, _ in notes.steps] == [1, 2, 3]
+    assert all(loss >= 0 for _, loss in notes.steps)
+
+
+def test_the_trainer_has_what_such_callbacks_use(run) -> None:
+    seen = {}
+
+    class Looks(Callback):
+        def on_step_end(self, trainer):
+            names = ("epoch", "model", "optimizer", "scheduler", "config", "loss", "best_loss", "device", "max_steps")
+            seen.update({name: getattr(trainer, name) for name in names})
+            seen["state"] = trainer.state.global_step
+
+    _, module = run([Looks()])
+
+    state = module.contract_state
+    assert (seen["model"], seen["optimizer"]) == (state["model"], state["optimizer"])
+    assert seen["scheduler"] is state["lr_sched"]
+    assert (seen["config"].width, seen["config"].total_steps) == (7, 3)
+    assert (seen["loss"], seen["best_loss"], seen["state"], seen["max_steps"]) == (7.0, 7.0, 3, 3)
+    assert seen["device"] == torch.device("cpu")
+
+
+def test_an_attribute_that_there_is_not_offers_the_nearest(run, caplog) -> None:
+    class Asks(Callback):
+        critical = True
+
+        def on_step_end(self, trainer):
+            trainer.global_stp
+
+    with pytest.raises(AttributeError, match=r"no 'global_stp'. Did you mean `global_step`"):
+        run([Asks()])
+
+
+def test_should_stop_ends_the_run(run) -> None:
+    class Stops(Callback):
+        def on_step_end(self, trainer):
+            trainer.should_stop = trainer.global_step == 2
+
+    trainer, module = run([Stops()], steps=9)
+
+    assert trainer.global_step == 2
+    assert module.stopped == "should_stop"
+
+
+def test_a_failure_is_counted_and_the_others_go_on_and_that_of_a_critical_one_ends_the_run(run, caplog) -> None:
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            raise OSError("no such disk")
+
+    notes = Notes()
+    run([Fails(), notes])
+    assert len(notes.steps) == 3
+    assert "Fails failed: on_step_end 3 times" in caplog.text
+
+    critical = Fails()
+    critical.critical = True
+    with pytest.raises(OSError, match="no such disk"):
+        run([critical])
+
+
+def test_a_class_of_elsewhere_needs_no_base(run) -> None:
+    class Elsewhere:
+        def __init__(self):
+            self.ended = 0
+
+        def on_epoch_end(self, trainer):
+            self.ended += 1
+
+    elsewhere = Elsewhere()
+    run([elsewhere])
+
+    assert elsewhere.ended == 1
+
+
+def test_the_list_can_be_called_by_a_loop_of_ones_own() -> None:
+    class Own:
+        global_step, metrics = 4, {"loss": 0.5}
+
+    notes = Notes()
+    callbacks = CallbackList([notes], defaults=False)
+    for hook in ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_train_end"):
+        getattr(callbacks, hook)(Own())
+
+    assert len(notes.calls) == 6
+    assert notes.steps == [(4, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [(JobProgress(), "is a Lightning callback"), (Notes, "Expected an object"), (3, "Expected an object")],
+)
+def test_what_is_no_such_callback_is_refused(callback, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        CallbackList([callback])
+
+
+def test_one_that_is_given_to_the_trainer_directly_is_told_where_it_belongs(quiet) -> None:
+    def train():
+        pl.Trainer(**quiet, max_steps=1, callbacks=[Notes()]).fit(ContractModule(Trains(), None), BatchStream([1]))
+
+    with pytest.raises(TypeError, match=r"give the trainer CallbackList\(\[Notes"):
+        train()
+
+
+def test_a_second_fit_calls_each_hook_once(run, quiet) -> None:
+    notes = Notes()
+    callbacks = CallbackList([notes], defaults=False)
+    trainer, _ = run(callbacks)
+    notes.calls.clear()
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, BatchStream(range(3)))
+
+    assert notes.calls.count("on_train_begin") == 1
+    assert notes.calls.count("on_step_end") <= 3
+
+
+def test_a_copy_has_callbacks_of_its_own(run) -> None:
+    notes = Notes()
+    run(copy.deepcopy(CallbackList([notes], defaults=False)))
+
+    assert notes.calls == []
+
+
+def test_logging_and_checkpoints_are_there_by_default(run, tmp_path: Path, capfd) -> None:
+    trainer, _ = run([Notes()], defaults=True, steps=100)
+
+    assert "step 100  " in capfd.readouterr().err
+    assert any(isinstance(callback, Checkpoint) for callback in trainer.callbacks)
+    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")] == [100]
+
+
+def test_logging_writes_lines_at_its_cadence(run, capfd) -> None:
+    run([LoggingCallback(2)], steps=5)
+
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4"]
+    assert "loss 8" in lines[0]
+
+
+def test_checkpoints_are_those_of_ours_and_the_newest_and_the_best_are_kept(run, tmp_path: Path) -> None:
+    run([CheckpointCallback(2, save_best=False, max_checkpoints=2)], steps=8)
+
+    steps = [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")]
+    assert sorted(set(steps)) == [6, 8]
+
+
+def test_pt_files_are_written_where_they_are_asked_for(run, tmp_path: Path) -> None:
+    _, module = run([CheckpointCallback(2, max_checkpoints=2, output_dir=tmp_path / "pt", format="pt")], steps=8)
+
+    assert sorted(path.name for path in (tmp_path / "pt").iterdir()) == [
+        *("checkpoint_6.pt", "checkpoint_8.pt", "checkpoint_best.pt")
+    ]
+    checkpoint = load_checkpoint(tmp_path / "pt" / "checkpoint_8.pt")
+    assert (checkpoint["global_step"], checkpoint["best_loss"], checkpoint["config"]["width"]) == (8, 2.0, 7)
+    assert torch.equal(checkpoint["model_state_dict"]["weight"], module.contract_state["model"].weight)
+    assert checkpoint["optimizer_state_dict"]["state"][0]["step"] == 8
+    assert checkpoint["scheduler_state_dict"]["last_epoch"] == 8
+
+
+def test_a_pt_file_is_taken_over_by_another_run(run, tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_train_end(self, trainer):
+            trainer.save_checkpoint(tmp_path / "x.pt")
+
+    class Loads(Callback):
+        critical = True
+
+        def on_train_begin(self, trainer):
+            trainer.load_checkpoint(tmp_path / "x.pt")
+            self.weight = trainer.model.weight.clone()
+            self.step = int(trainer.optimizer.state_dict()["state"][0]["step"])
+
+    _, module = run([Saves()])
+    loads = Loads()
+    run([loads])
+
+    assert torch.equal(loads.weight, module.contract_state["model"].weight)
+    assert loads.step == 3
+
+
+def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("WORLDFLUX_METRICS_PATH", str(tmp_path / "metrics.jsonl"))
+    callbacks = [
+        EarlyStoppingCallback(patience=20, monitor="loss"),
+        HeartbeatCallback(10, "digits"),
+        DiagnosisCallback(10, gradient_min_norm=1e9),
+        ProgressCallback("Digits"),
+    ]
+    trainer, _ = run(callbacks, plugin=Trains(floor=5.0), steps=200)
+
+    assert trainer.global_step == 30  # metrics come every 10 steps, and none is better than that of step 10
+    events = read_events(tmp_path / "metrics.jsonl")
+    assert [event["step"] for event in events if event["event"] == "heartbeat"] == [10, 20, 30]
+    assert "vanishing_gradients" in [event["artifacts"].get("fault") for event in events]
+    assert len({event["run_id"] for event in events}) == 1
+    assert "Digits  step 30/200" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LoggingCallback(-1), "`log_interval`"),
+        (lambda: CheckpointCallback(-1), "`save_interval`"),
+        (lambda: CheckpointCallback(max_checkpoints=0), "`max_checkpoints`"),
+        (lambda: CheckpointCallback(format="onnx"), "`format`"),
+        (lambda: EarlyStoppingCallback(patience=-1), "`patience`"),
+        (lambda: HeartbeatCallback(-1), "`interval_steps`"),
+        (lambda: DiagnosisCallback(-1), "`check_interval`"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(make, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_state_of_a_callback_is_resumed(run, tmp_path: Path, quiet) -> None:
+    class Counts(Callback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_step_end(self, trainer):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    run([Counts(), Counts()], beside=[Checkpoint(tmp_path / "c")], enable_checkpointing=True)
+    first, second = Counts(), Counts()
+    trainer = pl.Trainer(
+        **{**quiet, "enable_checkpointing": True}, max_steps=5, default_root_dir=tmp_path,
+        callbacks=[Checkpoint(tmp_path / "c", replace_existing=True), CallbackList([first, second], defaults=False)],
+    )  # fmt: skip
+    trainer.fit(ContractModule(Trains(), None), BatchStream(range(9)), ckpt_path=str(tmp_path / "c" / "final.json"))
+
+    assert (first.steps, second.steps) == (5, 5)
+
+
+def test_best_loss_is_infinite_before_any_loss_was_read(run) -> None:
+    seen = []
+
+    class Looks(Callback):
+        def on_train_begin(self, trainer):
+            seen.append(trainer.best_loss)
+
+    run([Looks()])
+    assert seen == [math.inf]
