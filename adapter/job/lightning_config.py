@@ -139,6 +139,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
             seed=config.sample_seed,
         ),
         _class("genlight.callbacks.JobProgress"),
+        _class("genlight.callbacks.Goodput"),
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(

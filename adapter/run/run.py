@@ -16,6 +16,7 @@ from pathlib import Path
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...reporters.events.event_log import EventLog
+from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
@@ -196,4 +197,8 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
-    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}", places)
+    account = account_of(config.events_path)
+    spent = ""
+    if account is not None and account.is_measured:
+        spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"
+    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)

@@ -7,6 +7,7 @@ an empty shard fails, and a plain tensor of the same shape is refused. While thi
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
     p.grad.abs().max() with an empty shard     of the whole tensor
     p.grad += noise, p.copy_(kept)             the plain tensor counts as whole: each rank takes its slice
+    hidden @ p.T, linear(hidden, p)            with the whole weights; gradients are the mean of those of the ranks
     kept.copy_(p), kept.lerp_(p, 0.1)          of the whole value
     loss + penalty                             of a scalar that is sharded, the whole value
 
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....callbacks.checkpoint.sharded.boxes import sharded_like
@@ -60,11 +62,15 @@ _ELEMENTWISE |= {"dot", "dist"}
 _NOT_IN_PLACE = "in-place operations that require placement changes"
 """torch's words, on every rank alike and before anything is changed."""
 
-_SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
-_TOGETHER = (
-    _READS | _EXTREMES | {"mm", "matmul", "__matmul__", "bmm", "addmm", "einsum", "linear", "full_tensor", "svd"}
+_PRODUCTS = frozenset(
+    {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv"}
 )
-_GET_GRAD = vars(TensorBase)["grad"].__get__
+_PRODUCTS |= {"baddbmm", "einsum", "tensordot", "inner", "outer", "embedding", "conv1d", "conv2d", "conv3d", "cdist"}
+"""What makes new memory of plain and sharded tensors, in which nobody could want to write to a shard."""
+
+_SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
+_TOGETHER = _READS | _EXTREMES | _PRODUCTS | {"full_tensor", "svd"}
+_GET_GRAD, _GET_DATA = (vars(TensorBase)[name].__get__ for name in ("grad", "data"))
 _HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
@@ -101,6 +107,8 @@ def release(holder: object) -> None:
 
 
 _numbers: Any = WeakIdKeyDictionary()
+_given_data: Any = WeakIdKeyDictionary()
+"""By parameter, what was given out as its ``.data``, which keeps its values when that becomes another tensor."""
 
 
 def number(parameters: Iterable[Tensor]) -> None:
@@ -184,6 +192,8 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
     if _is_written_whole(name, args, kwargs):
         announce(name, sharded[0])
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
+    if name in _PRODUCTS:
+        return func(*(_gathered(a) for a in args), **{k: _gathered(v) for k, v in kwargs.items()})
     if all(t.dim() == 0 for t in sharded):
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
     base = name.removeprefix("_foreach_").strip("_")
@@ -205,6 +215,31 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
             (a for a in args if isinstance(a, list | tuple) and any(isinstance(t, DTensor) for t in a)), sharded[0]
         )
     return func(*(place(a, like) for a in args), **{k: place(v, like) for k, v in kwargs.items()})
+
+
+class _MeanOfRanks(torch.autograd.Function):
+    """Nothing, but that the sum over the ranks which follows in backward is their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.ranks, None
+
+
+def _gathered(value: Any) -> Any:
+    """The whole of what is sharded in `value`, also in a graph: the gradients of all ranks go to its parts."""
+    if isinstance(value, list | tuple):
+        return type(value)(_gathered(v) for v in value)
+    if not isinstance(value, DTensor):
+        return value
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value.full_tensor()
+    whole = value.full_tensor(grad_placements=[Partial()] * value.device_mesh.ndim)
+    return _MeanOfRanks.apply(whole, value.device_mesh.size())  # type: ignore[no-untyped-call]
 
 
 def _is_written_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -235,7 +270,14 @@ def _got(func: Any, tensor: Any) -> Any:
     global _last_parameter
     if func == _GET_GRAD and isinstance(tensor, DTensor):
         _last_parameter = _numbers.get(tensor, "")
-    return func(tensor)
+    found = func(tensor)
+    if func == _GET_DATA and isinstance(found, DTensor) and tensor in _numbers:
+        _given_data[tensor] = [*filter(_is_alive, _given_data.get(tensor, ())), weakref.ref(found)]
+    return found
+
+
+def _is_alive(reference: weakref.ref[Any]) -> bool:
+    return reference() is not None
 
 
 def _set(func: Any, args: Any) -> Any:
@@ -250,6 +292,9 @@ def _set(func: Any, args: Any) -> Any:
         )
     with torch.no_grad():
         if _SETTERS[func] == "data":  # torch would take over all but the shard
+            for given in _given_data.pop(target, ()):
+                if (kept := given()) is not None and kept is not value:  # two that are swapped, say
+                    kept._local_tensor = kept._local_tensor.clone()
             return target.detach().copy_(value if isinstance(value, DTensor) else sharded_like(value, target))
         if isinstance(value, DTensor):
             return func(target, value.redistribute(placements=target.placements))
