@@ -56,13 +56,14 @@ def recorded_updates(
         groups = list(enumerate(optimizer.param_groups))
         prefix = f"optimizer {_index(order, optimizer)}"
         found["weight before"] = _copies(places)
-        found["gradient"] = _copies((place, p.grad) for place, p in places if p.grad is not None)
         found["setting"] = {
             name: value for g, group in groups for name, value in numbers(group, f"{prefix} group {g}").items()
         }
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         places = list(_places(order, optimizer))
+        # Not before it: a closure, which is how Lightning steps, makes them within.
+        found["gradient"] = _copies((place, p.grad) for place, p in places if p.grad is not None)
         found["optimizer state"] = {
             name: value
             for place, parameter in places

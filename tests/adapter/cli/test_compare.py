@@ -139,8 +139,9 @@ def test_a_class_or_function_that_raises_is_named_without_a_traceback(compare):
     assert (code, err) == (1, "genlight compare: training failed: LookupError: no such file of mine\n")
 
 
-def test_an_old_function_is_compared_at_each_update(compare):
-    code, out, _ = compare("Plain", "--against", "support.compared:old_loop", "--rtol", "0")
+@pytest.mark.parametrize("function", ["old_loop", "with_a_closure"])
+def test_an_old_function_is_compared_at_each_update(function, compare):
+    code, out, _ = compare("Plain", "--against", f"support.compared:{function}", "--rtol", "0")
 
     assert code == 0, out
     assert "weight before" in out
