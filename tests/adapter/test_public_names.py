@@ -45,9 +45,9 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Guarded Heartbeat Hook JobProgress
-        LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter TrainerState
-        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Goodput Guarded Heartbeat Hook
+        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter
+        TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }
