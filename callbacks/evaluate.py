@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
 from .hook.cadence import Boundaries, StepCadence
-from .hook.events import publish_scores
+from .hook.events import publish_scores, timed
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
@@ -59,7 +59,9 @@ class Evaluate(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._boundaries.crosses(trainer.global_step):
-            publish_scores(trainer, scores_of(pl_module), trainer.global_step)
+            with timed(trainer, "evaluation"):
+                scores = scores_of(pl_module)
+            publish_scores(trainer, scores, trainer.global_step)
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:

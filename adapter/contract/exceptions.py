@@ -16,6 +16,7 @@
     ├── UploadError               a required artifact could not be delivered
     ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RankFailed                another rank failed or died
     ├── TrainingHung              no step was finished for far longer than steps take
@@ -48,6 +49,7 @@ __all__ = [
     "RankFailed",
     "ReplayWriterError",
     "ReplicaDriftError",
+    "ShadowMismatchError",
     "StartupContractError",
     "StopReason",
     "TrainerPathError",
@@ -221,6 +223,10 @@ class ReplayWriterError(GenlightError, RuntimeError):
 
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class ShadowMismatchError(GenlightError):
+    """A step of a run is not that of the same class in a plain loop; the message has the first difference."""
 
 
 class RankFailed(GenlightError):
