@@ -61,10 +61,10 @@ class Sums(Plain):
         return error.square().sum()
 
 
-class ScalesItsRate(Plain):
+class SumsWithoutDropout(Sums):
     def configure(self, ctx):
         state = super().configure(ctx)
-        state["optimizer"].param_groups[0]["weight_decay"] = 0.1 * ctx.world_size
+        state["model"][2].p = 0.0
         return state
 
 

@@ -177,7 +177,7 @@ def test_a_function_that_ends_early_is_compared_as_far_as_it_went(compare):
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one_plain_loop_of_all_rows_and_a_sum_over_rows_is_found(tmp_path):
-    """Processes of their own: the first one starts the second."""
+    """Sharded by FSDP 2, then under DDP; processes of their own: the first one starts the second."""
     job = {
         "run_id": "ranks",
         "trainer": "support.compared:Sums",
@@ -196,7 +196,13 @@ def test_two_ranks_train_like_one_plain_loop_of_all_rows_and_a_sum_over_rows_is_
         )
         return done.returncode, json.loads(done.stdout), done.stderr
 
-    code, told, err = run("--set", "trainer=support.compared:Plain")
+    sharded = {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
+    code, told, err = run(
+        "--set", "trainer=support.compared:Plain", "--set", f"lightning.strategy={json.dumps(sharded)}"
+    )
     assert (code, told["equal"]) == (0, True), err
     assert "dropout layers are off in both" in told["notes"][1]
 
