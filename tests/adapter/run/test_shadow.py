@@ -80,15 +80,19 @@ def test_a_difference_ends_the_run_before_that_step_is_saved(run):
     assert shadow_metrics(events) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("Collects", "collects its own batches"), ("LOCKED", "cannot be copied for a second loop")]
-)
-def test_a_class_that_cannot_be_compared_is_refused_at_start(name, said, run):
-    code, events, _ = run(name, "--shadow", "2", **({"mock_batches": None} if name == "Collects" else {}))
+def test_a_class_that_cannot_be_copied_is_refused_at_start(run):
+    code, events, _ = run("LOCKED", "--shadow", "2")
 
     assert code == 2
     assert [event["event"] for event in events] == ["failed"]
-    assert said in events[-1]["error"]
+    assert "cannot be copied for a second loop" in events[-1]["error"]
+
+
+def test_a_class_that_collects_its_own_batches_is_checked_too(run):
+    code, events, _ = run("Collects", "--shadow", "4", mock_batches=None)
+
+    assert code == 0
+    assert shadow_metrics(events) == [(4, 0.0)]
 
 
 def test_a_resumed_run_is_not_checked_again_and_not_from_within_the_steps_to_check(run, caplog):
