@@ -33,7 +33,7 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
         BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
-        DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
+        DownloadedInputs EvaluationError EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
         ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
         ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
@@ -45,8 +45,8 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Guarded Heartbeat Hook JobProgress
-        LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter TrainerState
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand Guarded Heartbeat Hook
+        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter TrainerState
         UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
