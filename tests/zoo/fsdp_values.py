@@ -146,6 +146,27 @@ class ProductsByHand(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class PenaltyByItsOwnLoss(Base):
+    """Penalties on weights with factors of a rank's own rows, and weights that scale and shift activations."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.scale, model.shift = mlp(6, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        out = model.body(batch["x"]) * model.scale + model.shift
+        each = (out.mean(1, keepdim=True) - batch["y"]).square()
+        loss = each.mean()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        loss = loss + loss.item() * penalty + 0.1 * loss.detach() * penalty
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class ScalesRowsOfGradients(Base):
     """Each row of a gradient by a factor of its own, also where a rank has no row."""
 
@@ -504,6 +525,7 @@ CLASSES = (
     UpdatesByAskedGradients,
     ScalesRowsOfGradients,
     ProductsByHand,
+    PenaltyByItsOwnLoss,
     WithOwnListInOptimizer,
     HeadsByRank,
     Experts,

@@ -7,9 +7,9 @@ an empty shard fails, and a plain tensor of the same shape is refused. While thi
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
     p.grad.abs().max() with an empty shard     of the whole tensor
     p.grad += noise, p.copy_(kept)             the plain tensor counts as whole: each rank takes its slice
-    hidden @ p.T, linear(hidden, p)            with the whole weights; gradients are the mean of those of the ranks
+    hidden @ p.T, linear(hidden, p)            with the whole weights, likewise
     kept.copy_(p), kept.lerp_(p, 0.1)          of the whole value
-    loss + penalty                             of a scalar that is sharded, the whole value
+    loss + penalty, hidden * p + q             of the whole value; gradients are the mean of those of the ranks
 
 All ranks have to do it, as they do all that talks to the others.
 """
@@ -58,6 +58,12 @@ _ELEMENTWISE |= {
 _ELEMENTWISE |= {"eq", "ne", "lt", "gt", "le", "ge", "multiply", "subtract", "divide", "fmax", "fmin", "mse_loss"}
 _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "floor_divide", "copysign", "hypot"}
 _ELEMENTWISE |= {"dot", "dist"}
+
+_OF_GRAPHS = frozenset({"grad", "backward"})
+_SCALES = frozenset(
+    {"mul", "__mul__", "__rmul__", "multiply", "div", "divide", "true_divide", "truediv", "__truediv__"}
+)
+"""What takes a factor, which may be a number of this rank's rows alone."""
 
 _NOT_IN_PLACE = "in-place operations that require placement changes"
 """torch's words, on every rank alike and before anything is changed."""
@@ -168,9 +174,11 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return sharded_like(func(like, *args[1:], **kwargs), first)
     sharded, plain = _tensors(args, kwargs)
     if name in _EXTREMES and any(_leaves_a_rank_empty(t) for t in sharded):
-        return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
+        return func(*(_gathered(a) for a in args), **{k: _gathered(v) for k, v in kwargs.items()})
     if name.endswith("_") and len(sharded) > 1 and isinstance(first, DTensor):
         args = [first, *(_placed(a, first) for a in args[1:])]
+    if name in _SCALES and torch.is_grad_enabled() and any(t.requires_grad for t in sharded):
+        return func(*map(_gathered, args), **kwargs)
     try:
         return _mixed(func, name, args, kwargs, sharded) if plain else func(*args, **kwargs)
     except RuntimeError as error:
@@ -192,7 +200,10 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
     if _is_written_whole(name, args, kwargs):
         announce(name, sharded[0])
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
-    if name in _PRODUCTS:
+    needs_the_shards = _is_in_place(name) or "out" in kwargs or name in _OF_GRAPHS
+    # A plain tensor may be of this rank's rows alone, so what is differentiated takes the mean over the ranks.
+    is_recorded = not needs_the_shards and torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
+    if is_recorded or name in _PRODUCTS:
         return func(*(_gathered(a) for a in args), **{k: _gathered(v) for k, v in kwargs.items()})
     if all(t.dim() == 0 for t in sharded):
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
@@ -242,10 +253,13 @@ def _gathered(value: Any) -> Any:
     return _MeanOfRanks.apply(whole, value.device_mesh.size())  # type: ignore[no-untyped-call]
 
 
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+
 def _is_written_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the result goes into a plain tensor, where a slice of it would be lost."""
-    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
-    target = kwargs.get("out", args[0] if in_place and args else None)
+    target = kwargs.get("out", args[0] if _is_in_place(name) and args else None)
     targets = target if isinstance(target, list | tuple) else [target]
     return all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in targets)
 
