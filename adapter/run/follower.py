@@ -50,7 +50,7 @@ class Follower:
         self._stop = stop_sources(config, signals)
         self._progress = Progress()
 
-    def run(self, *, allow_changed: bool) -> tuple[int, BaseException | None]:
+    def run(self, *, allow_changed: bool, shadow: int = 0) -> tuple[int, BaseException | None]:
         """Train along; returns the exit code and what ended the rank, None where it completed or was stopped."""
         training = Training(self._config, self._stop, self._progress, None, self._end_now)
         stop_watch = watch_rank_zero(self._config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
@@ -59,7 +59,7 @@ class Follower:
                 self._shown_to_rank_zero(),
                 watching_paused_ranks(rank_zero_process, self._stop.is_stopping, _leave),
             ):
-                training.run(allow_changed=allow_changed)
+                training.run(allow_changed=allow_changed, shadow=shadow)
         except TrainingCanceled as error:
             if not self._stop.is_agreed:
                 self._tell_rank_zero(error)

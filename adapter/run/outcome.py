@@ -22,6 +22,7 @@ from ..contract.exceptions import (
     InputError,
     MonitorError,
     RankFailed,
+    ShadowMismatchError,
     StartupContractError,
     TrainingCanceled,
     TrainingHung,
@@ -64,6 +65,7 @@ _SAY_ALL = (
     MonitorError,
     UploadError,
     RankFailed,
+    ShadowMismatchError,
     TrainingHung,
     TrainingCanceled,
 )

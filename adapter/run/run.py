@@ -56,6 +56,8 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
+    shadow: int = 0
+    """How many of the first steps are compared with a plain loop; 0 compares none."""
     verbose: bool = False
     """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
     lifecycle: JobLifecycleClient | None = None
@@ -109,7 +111,7 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         log.warning(warning)
     if not is_rank_zero():
         follower = Follower(config, signals, options.environ, verbose=options.verbose)
-        return Attempt(*follower.run(allow_changed=options.allow_changed))
+        return Attempt(*follower.run(allow_changed=options.allow_changed, shadow=options.shadow))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
         if options.fresh:
@@ -171,7 +173,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)
-            completion = training.run(allow_changed=options.allow_changed)
+            completion = training.run(allow_changed=options.allow_changed, shadow=options.shadow)
             signals.what_next = "the run ends without waiting for the rest of its uploads" if outcome.uploader else ""
             code = outcome.complete(completion)
         except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event

@@ -36,7 +36,8 @@ PUBLIC = {
         DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
         ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
-        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
+        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState
+        ShadowMismatchError SlurmEnvironment
         StartupContractError StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError
         TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
         UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
