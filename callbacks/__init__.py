@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .record_events import RecordEvents as RecordEvents
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
+    from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
     from .trainer_hooks import (
         TrainerHook as TrainerHook,
@@ -51,6 +52,7 @@ else:
             ".record_events": ("RecordEvents",),
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
+            ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
             ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),

@@ -14,7 +14,7 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import ContractError
 from .evaluation_failures import FailuresInARow, scores_of_all_ranks
 from .hook.cadence import Boundaries, StepCadence
-from .hook.events import publish_scores
+from .hook.events import publish_scores, timed
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
@@ -74,7 +74,8 @@ class Evaluate(Hook):
         if not self._boundaries.crosses(trainer.global_step) or self._failures_in_a_row.is_off:
             return
         try:
-            scores = scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
+            with timed(trainer, "evaluation"):
+                scores = scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
         except Exception as error:
             self._failures_in_a_row.note(error)
             raise

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from ..adapter.contract.run_state import RunState
+from .data_wait import data_wait_s
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
 from .hook.events import run_state_of
 from .hook.hook import Hook
@@ -67,7 +68,7 @@ class LogMetrics(Hook):
         self._run_state = run_state_of(trainer)
         self._unsent_scores = None
         self._listeners = listeners(trainer, "on_metrics")
-        waited_s = _waited_s(trainer)
+        waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
 
     @skippable
@@ -117,7 +118,7 @@ class LogMetrics(Hook):
         """The share of the time since the last cadence in which the step waited for data."""
         assert self._waited is not None
         before_s, since = self._waited
-        self._waited = waited_s, now = _waited_s(trainer) or 0.0, time.monotonic()
+        self._waited = waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
@@ -137,9 +138,3 @@ def _send(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[s
             logger.log_metrics(metrics=metrics, step=step)  # type: ignore[arg-type]
             if type(logger).save is not Logger.save:  # that one does nothing
                 logger.save()
-
-
-def _waited_s(trainer: pl.Trainer) -> float | None:
-    """How long training has waited for data so far; None where the loader does not tell."""
-    waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
-    return waited_s

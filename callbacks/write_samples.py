@@ -18,7 +18,7 @@ from ..adapter.contract.exceptions import ContractError
 from ..adapter.plumbing.durable import TEMPORARY_PREFIX, fsync_directory, temporary_name, write_bytes_durably
 from ..adapter.plumbing.text import is_utf8
 from .hook.cadence import Boundaries, StepCadence, suppressed
-from .hook.events import fire, run_state_of
+from .hook.events import fire, run_state_of, timed
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
@@ -136,7 +136,8 @@ class WriteSamples(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._boundaries.crosses(trainer.global_step) and not suppressed(pl_module):
-            self.write(trainer, pl_module, trainer.global_step)
+            with timed(trainer, "samples"):
+                self.write(trainer, pl_module, trainer.global_step)
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> list[Path]:
         """Make and write the samples of `step`; returns the files, the record of each sample before its own files."""

@@ -41,6 +41,7 @@ COMMANDS = {
     "run": "run a job from its spec, or from the environment",
     "doctor": "check spec, environment, trainer class and inputs of a job without training",
     "check": "check a trainer class for conformance",
+    "compare": "compare a job's training with a plain Python loop of its class, step by step",
     "events": "show, follow or verify an event log, by another order of words",
     "checkpoint": "list, verify, show or export checkpoints, likewise",
     "uploads": "list, retry or export what is still to be uploaded, likewise",

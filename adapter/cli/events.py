@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ...reporters.events.goodput import PARTS, account_of
 from ...reporters.events.reader import follow, read_events
 from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import EventLogError
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="event log, or the artifacts directory of a run")
     parser.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
     parser.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
+    parser.add_argument("--goodput", action="store_true", help="where the time of the run went, over all attempts")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
 
 
@@ -49,10 +51,13 @@ def run(args: argparse.Namespace) -> int:
     """
     path = _log_of(Path(args.file))
     try:
-        if args.check and args.follow:
-            return _complain("--check reads a log to its end: leave out --follow", _USAGE)
+        if (args.check or args.goodput) and args.follow:
+            option = "--check" if args.check else "--goodput"
+            return _complain(f"{option} reads a log to its end: leave out --follow", _USAGE)
         if not args.follow and not path.is_file():
             return _complain(f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE)
+        if args.goodput:
+            return _goodput(path, as_json=args.json)
         return _check(path, as_json=args.json) if args.check else _show(path, args)
     except EventLogError as error:
         return _complain(str(error), _BROKEN)
@@ -78,6 +83,27 @@ def _check(path: Path, *, as_json: bool) -> int:
         counted = f"{count} violations" if count != 1 else "1 violation"
         sys.stdout.write(f"{path}: {counted}\n" if count else f"sound: {_extent(path)}\n")
     return _BROKEN if count else _SOUND
+
+
+def _goodput(path: Path, *, as_json: bool) -> int:
+    account = account_of(path)
+    if account is None:
+        return _complain(f"{path} has no attempt that started, so no time to account for", _USAGE)
+    if as_json:
+        sys.stdout.write(json.dumps({**asdict(account), "goodput": account.goodput}) + "\n")
+        return _SOUND
+    attempts = f"{account.attempts} attempts" if account.attempts != 1 else "1 attempt"
+    sys.stdout.write(
+        f"{account.wall_s:,.1f} s in {attempts}; {account.goodput:.1%} of it were steps whose work was kept\n"
+    )
+    if not account.is_measured:
+        sys.stdout.write("no attempt was long enough to say what it spent its time on\n")
+        return _SOUND
+    for part, seconds in account.seconds.items():
+        if seconds:
+            share = seconds / account.wall_s if account.wall_s else 0.0
+            sys.stdout.write(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}\n".rstrip() + "\n")
+    return _SOUND
 
 
 def _extent(path: Path) -> str:

@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
     )
     parser.add_argument(
+        "--shadow",
+        type=int,
+        default=None,
+        metavar="N",
+        help="compare the first N steps with a copy of the class in a plain loop; a difference ends the run with 1",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="show the whole traceback of an error in the trainer class"
     )
 
@@ -53,13 +60,19 @@ def _keys_of_a_job() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
+    from ..plumbing.failures import EXIT_STARTUP
     from ..run.run import RunOptions, run_job
+
+    if args.shadow is not None and args.shadow < 1:
+        sys.stderr.write(f"Invalid `--shadow`. Expected a number >= 1, but received {args.shadow}.\n")
+        return EXIT_STARTUP
 
     options = RunOptions(
         spec_path=args.job,
         overrides=args.set,
         fresh=args.fresh,
         allow_changed=args.allow_changed,
+        shadow=args.shadow or 0,
         verbose=args.verbose,
     )
     return run_job(options) if args.print_config is None else _print_config(options.spec_path, args.set)

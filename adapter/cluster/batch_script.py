@@ -157,7 +157,7 @@ class BatchScript:
             f'[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq {pattern} && again=yes  # stopped, and can go on',
             '[ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say',
             "if [ $again = yes ]; then",
-            '  scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script meanwhile',
+            '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
             "exit $code  # 75: with RequeueExit=75 in slurm.conf the job is requeued without scontrol, too",
         ]

@@ -90,7 +90,7 @@ def _of_state_dict(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensor(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if is_lazy(tensor):  # of a lazy module before its first batch
+    if is_lazy(tensor) or tensor.is_meta:  # of a lazy module before its first batch, or of a skeleton
         return
     tensor = tensor.detach()
     if tensor.is_sparse:  # which `torch.equal` does not take

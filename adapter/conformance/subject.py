@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import random
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parallel import DistributedDataParallel
 
 from ...callbacks.checkpoint import Checkpoint
+from ..comparison.facts import live_weights
+from ..comparison.isolation import WithoutDropout, quiet, seeded
 from ..contract.types import TrainerPlugin, TrainingJobSpec
 from ..feed.mock import MockDataModule
 from ..module.module import ContractModule
@@ -78,10 +72,10 @@ class Subject:
         module = ContractModule(self.make(), self.job())
         callbacks: list[pl.Callback] = [_Watch(at_step, stop_after)]
         if not dropout:
-            callbacks.append(_WithoutDropout())
+            callbacks.append(WithoutDropout())
         if save_to is not None:
             callbacks.append(Checkpoint(save_to, every_n_steps=self.steps, save_final=False, keep_last=None))
-        with _quiet(), _seeded(self.seed):
+        with quiet(), seeded(self.seed):
             trainer = pl.Trainer(
                 **{"accelerator": "cpu", "devices": 1, **trainer_arguments},
                 plugins=[MixedPrecision("bf16-mixed", "cpu") if bf16 else Precision()],
@@ -111,20 +105,7 @@ class Trained:
         """Parameters and buffers of all modules that were found, and bare parameters, by path."""
         discovered = self.module.discovered
         assert discovered is not None
-        tensors = {
-            f"{found.path}.{name}": tensor.detach().clone()
-            for found in discovered.modules
-            for module in [_unwrapped(found.value)]
-            for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        }
-        trained = {id(tensor) for tensor in discovered.updated()}
-        bare = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
-        return tensors | {found.path: found.value.detach().clone() for found in bare}
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module in a DistributedDataParallel of the trainer's own, which has it on several ranks alone."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+        return {path: tensor.detach().clone() for path, tensor in live_weights(discovered).items()}
 
 
 class _Watch(pl.Callback):
@@ -143,45 +124,3 @@ class _Watch(pl.Callback):
             self._at_step(trainer.global_step, pl_module)
         if self._stop_after is not None and trainer.global_step >= self._stop_after:
             trainer.should_stop = True
-
-
-class _WithoutDropout(pl.Callback):
-    """Which numbers a rank draws is its own affair, and hides whether all else agrees."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for module in pl_module.modules():
-            if isinstance(module, _DropoutNd):
-                module.p = 0.0
-            elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-                module.dropout = 0.0
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what Lightning says about every training; a check says what matters."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "genlight")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Begin with the same random numbers, and leave those of the caller as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -15,7 +15,9 @@
     ├── EvaluationError           an evaluation gave no scores
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
+    ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RankFailed                another rank failed or died
     ├── TrainingHung              no step was finished for far longer than steps take
@@ -47,7 +49,9 @@ __all__ = [
     "MonitorError",
     "NonfiniteError",
     "RankFailed",
+    "ReplayWriterError",
     "ReplicaDriftError",
+    "ShadowMismatchError",
     "StartupContractError",
     "StopReason",
     "TrainerPathError",
@@ -219,8 +223,16 @@ class UploadError(GenlightError):
         self.auth = auth
 
 
+class ReplayWriterError(GenlightError, RuntimeError):
+    """Another thread or process than the one writer of a replay buffer wrote to it; nothing was changed."""
+
+
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class ShadowMismatchError(GenlightError):
+    """A step of a run is not that of the same class in a plain loop; the message has the first difference."""
 
 
 class RankFailed(GenlightError):

@@ -23,13 +23,18 @@ class RunState:
     run_id: str = ""
     attempt: int = 1
     agent_step: int = 0
-    """Environment steps seen, over all ranks; a trainer with a ``rollout`` counts it."""
+    """Environment steps seen, over all ranks: the sum of ``agent_steps`` in the statistics of rollouts, or else of what
+    the ``rollout`` of each rank adds here."""
     epoch: int = 0
     """Completed passes over the data, or completed rollout and training phases."""
     update_epoch: int = 0
-    """Pass over the current rollout."""
+    """Pass over the current rollout, from 0."""
     minibatch_index: int = 0
-    """Minibatch within the current epoch."""
+    """Minibatch within the current update epoch, from 0; without a ``rollout``, batch within the epoch."""
+    stop_rollout: bool = False
+    """Set by a trainer or a hook to have no further batches taken from the current rollout."""
+    stop_update_epoch: bool = False
+    """Set by a trainer or a hook, on any rank, to have no further minibatch of the current rollout trained."""
     rollout_stats: dict[str, Any] | None = None
     loss_stats: dict[str, float] | None = None
     """The last metrics that a cadence read from the device."""

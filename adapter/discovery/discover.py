@@ -15,7 +15,7 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -112,7 +112,8 @@ def discover(
 
     Dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that functions close over
     are searched, cycles and all; classes of the standard library, Lightning's trainers and callbacks, and containers of
-    more than `SEARCHED_ITEMS` items are not.
+    more than `SEARCHED_ITEMS` items are not. A module that has no values, all of it on the meta device, is left out: it
+    is a skeleton for ``torch.func.functional_call``, and Lightning would give it, and all others, new weights.
 
     Args:
         state: What ``configure`` returned.
@@ -128,6 +129,8 @@ def discover(
     found = [*walk(state, "state", seen=seen, without=trainer), *walk(trainer, "trainer", seen=seen)]
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
     optimizers = _of(found, Optimizer)
+    optimized = {id(p) for _, optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    modules = [(path, module) for path, module in modules if not _is_skeleton(module, optimized)]
     tensors = _of(found, Tensor)
     known = {id(p) for _, module in modules for p in module.parameters()}
     paths = {id(tensor): path for path, tensor in tensors}
@@ -156,7 +159,7 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
 
     Raises:
         ContractError: A module or tensor is on another kind of device than the run, or on another rank's device, or
-            its memory is shared with another process.
+            has no values, on the meta device, or its memory is shared with another process.
     """
     device = torch.device(device)
     moved: list[Found[Any]] = [*discovered.modules, *discovered.parameters]
@@ -359,11 +362,18 @@ def _tensors_of(found: Found[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: int) -> str:
     for path, tensor in _tensors_of(found):
+        if tensor.is_meta and moved:
+            return f"{path} has no values, being on the meta device: give it some (to_empty and its weights)"
         if not _usable(tensor, device, moved=moved):
             return f"{path} is on {tensor.device}, but this rank runs on {device}"
         if world_size > 1 and tensor.requires_grad and _in_shared_memory(tensor):
             return f"{path} is in memory that is shared with another process"
     return ""
+
+
+def _is_skeleton(module: nn.Module, optimized: Collection[int]) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and all(t.is_meta and id(t) not in optimized for t in tensors)
 
 
 def _in_shared_memory(tensor: Tensor) -> bool:

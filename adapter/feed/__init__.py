@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from .collate import to_torch as to_torch
     from .data_module import ArrowDataModule as ArrowDataModule
     from .ledger import Ledger as Ledger, trained_rows as trained_rows
+    from .minibatches import Minibatches as Minibatches
     from .mock import MockBatches as MockBatches
     from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
+    from .replay_buffer import NStep as NStep, ReplayBuffer as ReplayBuffer
+    from .replay_feed import ReplayFeed as ReplayFeed
     from .sources import Source as Source
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -25,8 +28,11 @@ else:
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
             ".ledger": ("Ledger", "trained_rows"),
+            ".minibatches": ("Minibatches",),
             ".mock": ("MockBatches",),
             ".parquet_feeder": ("ParquetArrowBatchFeeder",),
+            ".replay_buffer": ("NStep", "ReplayBuffer"),
+            ".replay_feed": ("ReplayFeed",),
             ".sources": ("Source",),
         },
     )

@@ -224,6 +224,8 @@ class StepRouter:
                 grads = self._guard.root_gradients(outputs, grads)
             if self._unscaling is not None:
                 grads = self._unscaling.begin(outputs, grads, args[2])
+            if self._sharded is not None:
+                args = (*args[:2], self._sharded.inputs_of(args[2]), *args[3:])
             with self._outside_autocast:
                 interception.run_backward(outputs, grads, *args, **kwargs)
         except BaseException:

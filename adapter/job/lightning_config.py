@@ -6,10 +6,11 @@ and ``genlight run --print_config`` prints it for ``genlight fit --config``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,12 +23,14 @@ from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .trainer_arguments import trainer_arguments
 
-__all__ = ["instantiate", "lightning_config"]
+__all__ = ["epochs_of", "instantiate", "instantiate_alone", "lightning_config", "make_data"]
 
 _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments of which a job's own entries come after ours."""
 _VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
 """Trainer arguments by which a job asks Lightning to validate; without them only its `validate` evaluates."""
+_LEAVES_SOMETHING = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
+"""Trainer arguments that a training without callbacks and results does not take over."""
 
 
 def lightning_config(
@@ -82,7 +85,7 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
     """Arguments of the Lightning trainer that follow from the job; its ``lightning`` block may say otherwise."""
     return {
         "max_steps": config.job.max_steps,
-        "max_epochs": _epochs(config),
+        "max_epochs": epochs_of(config),
         "default_root_dir": str(config.artifacts_dir),
         "log_every_n_steps": config.job.metric_every or 50,
         "enable_progress_bar": False,
@@ -107,7 +110,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _epochs(config: RunConfig) -> int:
+def epochs_of(config: RunConfig) -> int:
     """Passes over the data; -1 is Lightning's word for no limit."""
     if config.mock_batches is not None:
         return 1
@@ -139,6 +142,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
             seed=config.sample_seed,
         ),
         _class("genlight.callbacks.JobProgress"),
+        _class("genlight.callbacks.Goodput"),
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
@@ -148,6 +152,18 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
             weights=config.checkpoint_weights,
         ),
     ]
+
+
+def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.LightningDataModule | None:
+    """The data module of a job, made anew; None where it names no data.
+
+    Args:
+        config: The job.
+        parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+    """
+    described = _data(config, parquet_paths)
+    made: pl.LightningDataModule | None = None if described is None else _make(described)
+    return made
 
 
 def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any] | None:
@@ -187,14 +203,37 @@ def instantiate(
         StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
             used.
     """
-    described = _data(config, parquet_paths)
-    data = None if described is None else _make(described)
-    try:
+    data = make_data(config, parquet_paths)
+    with _lightning_errors():
         theirs = _instantiated_by_jsonargparse(_their_arguments(config))
         ours = _our_arguments(config)
         theirs = {**theirs, **placed_by_slurm(theirs)}
         lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
+
+
+def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl.Trainer:
+    """The Lightning trainer of a job for a training that leaves nothing behind, with `callbacks` and no others.
+
+    Devices, strategy, precision and plugins are the job's; its callbacks, loggers and validation are left out.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
+            used.
+    """
+    ours = {name: value for name, value in _our_arguments(config).items() if name not in ("callbacks", "logger")}
+    given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
+    with _lightning_errors():
+        theirs = _instantiated_by_jsonargparse(given)
+        theirs = {**theirs, **placed_by_slurm(theirs)}
+        alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
+        return pl.Trainer(**{**ours, **theirs, **alone})
+
+
+@contextlib.contextmanager
+def _lightning_errors() -> Iterator[None]:
+    try:
+        yield
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
         raise StartupContractError(
             "startup.invalid_job_spec", f"The `lightning` block of the job cannot be used: {root_cause(error)}"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from torch import Tensor
 
+from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ..contract.types import StepContext, TrainerPlugin
 
 __all__ = ["HostedModule"]
@@ -29,6 +30,9 @@ class HostedModule(Protocol):
     """What the last ``train_step`` returned; None before the first."""
     published: dict[str, float]
     """What was last sent to loggers, by name."""
+
+    rank_channel: Channel | None
+    """How the ranks of this training speak with each other; None on a single one."""
 
     @property
     def trainer(self) -> pl.Trainer:

@@ -62,6 +62,7 @@ class Step:
             if waits is not None:
                 waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
+        self.counts_minibatches = getattr(module.plugin, "rollout", None) is None  # which counts its own
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
@@ -88,6 +89,8 @@ class Step:
             loop.step_in_progress = None
             return False
         index = current.ready
+        if self.counts_minibatches:
+            self.run_state.minibatch_index = index
         current.ready = index + 1
         total.ready += 1
         self.progress.is_last_batch = index + 1 >= self.batches

@@ -108,10 +108,11 @@ class ContractModule(ReportingModule):
         self._to_restore: ToRestore | None = None
         self.rehearsal: Rehearsal | None = None
         """What finders of this fit search with."""
-        self._rank_channel: Channel | None = None
+        self.rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
-        if optional_hook(self.plugin, "rollout") is not None:
+        self._rollouts = RolloutBatches(self) if optional_hook(self.plugin, "rollout") is not None else None
+        if self._rollouts is not None:
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
         if optional_hook(self.plugin, "save_checkpoint") is not None:
             self.save_trainer_files = self._save_trainer_files
@@ -218,7 +219,7 @@ class ContractModule(ReportingModule):
         metrics = named_scalars(self.step_result, self.contract_state, self.ctx, self._found_optimizers)
         if self._router is not None and self._router.scales:
             metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
-        return metrics
+        return metrics if self._rollouts is None else metrics | self._rollouts.metrics
 
     # Lightning's hooks
 
@@ -312,10 +313,10 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.is_over = True
         self.open_router()
-        self._rank_channel = None
+        self.rank_channel = None
         if self.trainer.world_size > 1:
             groups = rank_groups_of(self.trainer.strategy)
-            self._rank_channel = Channel() if groups is None else groups.training
+            self.rank_channel = Channel() if groups is None else groups.training
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -353,10 +354,12 @@ class ContractModule(ReportingModule):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
         put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, self.metrics_on_device())
+        if self._rollouts is not None:
+            self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rehearsal is not None:
             checkpoint[CONTRACT_KEY]["found"] = self.rehearsal.found
-        if self._rank_channel is not None:
-            collect_from_ranks(checkpoint, self.trainer, self._rank_channel)
+        if self.rank_channel is not None:
+            collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -391,9 +394,11 @@ class ContractModule(ReportingModule):
             assert self.discovered is not None
             plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
             restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
+            if self._rollouts is not None:
+                self._rollouts.restore(waiting.phase)
 
-    def _rollout_batches(self) -> RolloutBatches:
-        return RolloutBatches(self)
+    def _rollout_batches(self) -> RolloutBatches | None:
+        return self._rollouts
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         """Let the trainer's ``save_checkpoint`` write its own files, as the function of that name says."""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _OF_RANKS = "of_ranks"
 """The member of the contract's part that holds, for each rank, what it has otherwise than rank zero."""
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
-_OF_THE_CONTRACT = ("state", "unmanaged")
+_OF_THE_CONTRACT = ("state", "unmanaged", "phase")
 _NAMED_AT_MOST = 8
 
 
@@ -34,7 +34,8 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     """
     if channel.size == 1:
         return
-    compared = {name: checkpoint[CONTRACT_KEY][name] for name in _OF_THE_CONTRACT}
+    own = checkpoint[CONTRACT_KEY]
+    compared = {name: own[name] for name in _OF_THE_CONTRACT if name in own}
     if not isinstance(trainer.strategy, ModelParallelStrategy) or rank_groups_of(trainer.strategy) is not None:
         # Else torch gathers the weights on rank zero, and the other ranks have nothing to compare.
         compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}

@@ -24,6 +24,7 @@ from .deferred_optimizers import restore_set_aside, set_aside
 from .late_setup import without_masks
 from .plugin_loading import optional_hook
 from .rank_state import take_own_part
+from .rollout import PHASE
 from .trainer_files import trainer_directory
 
 __all__ = [
@@ -54,6 +55,8 @@ class ToRestore:
     """By index, the states that did not fit their optimizers yet; None where none was looked at."""
     optimizer_states: list[dict[str, Any]] = field(default_factory=list)
     """The states that Lightning restores."""
+    phase: Mapping[str, Any] = field(default_factory=dict)
+    """The rollout that is being trained, and the state of environments."""
 
     def without_unfitting(self, states: list[dict[str, Any]], discovered: Discovered) -> ToRestore:
         """The same, with those of the optimizers' `states` that do not fit, which are replaced there."""
@@ -114,6 +117,7 @@ def take_from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, plugin
         trainer_directory=trainer_directory(trainer.ckpt_path, plugin),
         unmanaged=parts.get("unmanaged", {}),
         own_weights=own_weights,
+        phase=parts.get(PHASE, {}),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from .outcome import log_failure
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
 from .ranks.paused_ranks import watching_paused_ranks
+from .ranks.presence import present
 from .ranks.rank_zero_watch import rank_zero_is_gone, rank_zero_process, watch_rank_zero
 from .ranks.this_rank import this_rank
 from .traceback_report import FAILURES_DIRECTORY
@@ -48,13 +50,16 @@ class Follower:
         self._stop = stop_sources(config, signals)
         self._progress = Progress()
 
-    def run(self, *, allow_changed: bool) -> tuple[int, BaseException | None]:
+    def run(self, *, allow_changed: bool, shadow: int = 0) -> tuple[int, BaseException | None]:
         """Train along; returns the exit code and what ended the rank, None where it completed or was stopped."""
         training = Training(self._config, self._stop, self._progress, None, self._end_now)
         stop_watch = watch_rank_zero(self._config.artifacts_dir, lambda: os._exit(EXIT_FAILED))
         try:
-            with watching_paused_ranks(rank_zero_process, self._stop.is_stopping, _leave):
-                training.run(allow_changed=allow_changed)
+            with (
+                self._shown_to_rank_zero(),
+                watching_paused_ranks(rank_zero_process, self._stop.is_stopping, _leave),
+            ):
+                training.run(allow_changed=allow_changed, shadow=shadow)
         except TrainingCanceled as error:
             if not self._stop.is_agreed:
                 self._tell_rank_zero(error)
@@ -65,6 +70,10 @@ class Follower:
         finally:
             stop_watch()
         return EXIT_COMPLETED, None
+
+    def _shown_to_rank_zero(self) -> contextlib.AbstractContextManager[None]:
+        # It sees the processes that it has started itself.
+        return contextlib.nullcontext() if rank_zero_process() else present(self._config.artifacts_dir, this_rank())
 
     def _end_now(self, error: Exception) -> None:
         code = self._tell_rank_zero(error)

@@ -23,6 +23,7 @@ from ..contract.exceptions import (
     InputError,
     MonitorError,
     RankFailed,
+    ShadowMismatchError,
     StartupContractError,
     TrainingCanceled,
     TrainingHung,
@@ -66,6 +67,7 @@ _SAY_ALL = (
     MonitorError,
     UploadError,
     RankFailed,
+    ShadowMismatchError,
     TrainingHung,
     TrainingCanceled,
 )

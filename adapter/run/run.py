@@ -16,6 +16,7 @@ from pathlib import Path
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...reporters.events.event_log import EventLog
+from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
@@ -55,6 +56,8 @@ class RunOptions:
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
     """Resume although the job is not that of the checkpoint."""
+    shadow: int = 0
+    """How many of the first steps are compared with a plain loop; 0 compares none."""
     verbose: bool = False
     """Log the whole traceback of an error of the user's code, instead of writing it to a file."""
     lifecycle: JobLifecycleClient | None = None
@@ -108,7 +111,7 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         log.warning(warning)
     if not is_rank_zero():
         follower = Follower(config, signals, options.environ, verbose=options.verbose)
-        return Attempt(*follower.run(allow_changed=options.allow_changed))
+        return Attempt(*follower.run(allow_changed=options.allow_changed, shadow=options.shadow))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
         if options.fresh:
@@ -170,7 +173,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)
-            completion = training.run(allow_changed=options.allow_changed)
+            completion = training.run(allow_changed=options.allow_changed, shadow=options.shadow)
             signals.what_next = "the run ends without waiting for the rest of its uploads" if outcome.uploader else ""
             code = outcome.complete(completion)
         except BaseException as error:  # noqa: BLE001 - whatever ends the run, its log ends with a terminal event
@@ -196,4 +199,8 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
-    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}", places)
+    account = account_of(config.events_path)
+    spent = ""
+    if account is not None and account.is_measured:
+        spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"
+    show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)

@@ -38,6 +38,7 @@ from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
 from .results import shown_path
 from .resume import Start, decide_start
+from .shadow import check_shadow_start, shadowed
 from .uploads import queue_record
 
 if TYPE_CHECKING:
@@ -83,8 +84,12 @@ class Training:
         self.outcome = outcome
         self.end_now = end_now
 
-    def run(self, *, allow_changed: bool) -> Completion:
+    def run(self, *, allow_changed: bool, shadow: int = 0) -> Completion:
         """Train from what the run's folder holds to the end of the job.
+
+        Args:
+            allow_changed: Resume although the job is not that of the checkpoint.
+            shadow: How many of the first steps are compared with a plain loop.
 
         Raises:
             TrainingCanceled: The run was stopped.
@@ -108,7 +113,7 @@ class Training:
             log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
         self.progress.preparing = "model-load"
         with on_sys_path([config.spec_dir, Path.cwd()]):
-            return self._train(_load_trainer(config), inputs, start)
+            return self._train(_load_trainer(config), inputs, start, shadow)
 
     def _already_finished(self, start: Start) -> Completion:
         assert start.record is not None
@@ -120,7 +125,7 @@ class Training:
         log.info("run %s has completed before; nothing to train", self.config.run_id)
         return Completion(start.finished_step, _reported_final(self.config))
 
-    def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start) -> Completion:
+    def _train(self, plugin: TrainerPlugin, inputs: MaterializedInputs, start: Start, shadow: int) -> Completion:
         from ..module.module import ContractModule
         from ..module.trainer_files import trainer_directory
 
@@ -130,15 +135,33 @@ class Training:
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
-        self._attach(trainer, plugin, self._metadata(project_folder(plugin)))
         record = start.record
+        beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if shadow and check_shadow_start(shadow, 0 if record is None else record.step):
+            beside = self._shadowed(trainer, inputs, shadow)
         if record is not None and record.is_old:
             folder = trainer_directory(record.path, plugin)
             module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
         resumes = record is not None and not record.is_old
-        with self._watching_ranks(trainer), watching_rendezvous(trainer, self.stop.raise_if_stopped, self.end_now):
-            self._fit(trainer, module, data, ckpt_path=str(record.path) if record and resumes else None)
+        with beside:
+            self._attach(trainer, plugin, self._metadata(project_folder(plugin)))
+            with self._watching_ranks(trainer), watching_rendezvous(trainer, self.stop.raise_if_stopped, self.end_now):
+                self._fit(trainer, module, data, ckpt_path=str(record.path) if record and resumes else None)
         return Completion(module.completed_steps, _reported_final(self.config), module.stopped)
+
+    def _shadowed(
+        self, trainer: pl.Trainer, inputs: MaterializedInputs, steps: int
+    ) -> contextlib.AbstractContextManager[None]:
+        return shadowed(
+            self.config,
+            trainer,
+            steps,
+            parquet_paths=[str(path) for path in inputs.parquet_paths],
+            model_handles=inputs.model_handles(),
+            compares=self.outcome is not None,
+            event_log=None if self.outcome is None else self.outcome.event_log,
+            look=self.stop.raise_if_stopped,
+        )
 
     def _fit(
         self, trainer: pl.Trainer, module: ContractModule, data: pl.LightningDataModule | None, *, ckpt_path: str | None

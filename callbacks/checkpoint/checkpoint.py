@@ -17,7 +17,7 @@ from typing_extensions import override
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, StepCadence, crossed, suppressed
-from ..hook.events import run_state_of
+from ..hook.events import fire, run_state_of
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..hook.module_hook import awaits_module_hook
@@ -333,6 +333,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise
         if wait:
             self.wait(trainer)
+        fire(trainer, "on_time_spent", "checkpoint", time.monotonic() - began_s)
         self.poll(trainer)
         return path
 

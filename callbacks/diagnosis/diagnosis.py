@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -82,7 +83,9 @@ class Diagnosis(Hook):
 
     ranks: Literal["zero", "all"] = "all"
     check_interval = StepCadence()
-    _of_this_process = frozenset({"_check", "_watch", "_clock", "_trace", "_losses", "_origins", "_fingerprints"})
+    _of_this_process = frozenset(
+        {"_check", "_watch", "_clock", "_trace", "_losses", "_origins", "_fingerprints", "_failures"}
+    )
     _check: Check | None = None
 
     def __init__(
@@ -134,21 +137,23 @@ class Diagnosis(Hook):
         self._train_began_at = time.monotonic()
         self._last_check = self._step = trainer.global_step
         self._stride = 1
-        self._losses: list[tuple[int, Any]] = []
+        most_losses = min(self.check_interval, LOSSES_KEPT)
+        self._losses: deque[tuple[int, Any]] = deque(maxlen=most_losses)
+        self._step_failures: list[Exception] = []
         self._origins: list[tuple[int, torch.Tensor]] = []
         self._fingerprints: list[torch.Tensor | None] = []
         device = trainer.strategy.root_device
         parameters = dict(pl_module.named_parameters())
-        self._watch = UpdateWatch(trainer.optimizers, parameters.items())
+        self._watch = UpdateWatch(trainer.optimizers, parameters.items(), self._step_failures)
         first = next((parameters[name] for name in self._watch.names), None)
-        self._clock = StepClock(self._watch.optimizers, first, device)
-        self._trace = ModuleTrace(pl_module)
+        self._clock = StepClock(self._watch.optimizers, first, device, self._step_failures)
+        self._trace = ModuleTrace(pl_module, self._step_failures)
         self._check = Check(
             self._watch,
             self._clock,
             self._trace,
             has_names=_is_equal_on_all_ranks(trainer, len(self._watch.names), len(self._trace.names)),
-            most_losses=min(self.check_interval, LOSSES_KEPT),
+            most_losses=most_losses,
             rank=trainer.global_rank,
             hosts=_hosts(trainer),
             device=device,
@@ -231,8 +236,10 @@ class Diagnosis(Hook):
     def _look(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, step: int) -> None:
         assert self._check is not None
         failure: Exception | None = None
-        view = RankView(self._last_check, step, self._losses, self._origins, self._fingerprints, None)
+        view = RankView(self._last_check, step, list(self._losses), self._origins, self._fingerprints, None)
         try:
+            if self._step_failures:
+                raise self._step_failures[0]
             view.latent = _latent(trainer, outputs)
             if not self.trace_modules:
                 view.origins = [(step, self._trace.origins(trainer.strategy.root_device))]
@@ -240,7 +247,9 @@ class Diagnosis(Hook):
         except Exception as error:  # noqa: BLE001  # raised below: the other ranks wait in the reduction
             failure, vector = error, self._check.unknown()
         reduced = trainer.strategy.reduce(vector, reduce_op="max") if trainer.world_size > 1 else vector
-        self._losses, self._origins, self._last_check = [], [], step
+        self._losses.clear()
+        self._step_failures.clear()
+        self._origins, self._last_check = [], step
         self._start_over()
         if failure is not None:
             raise failure

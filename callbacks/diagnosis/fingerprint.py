@@ -22,8 +22,11 @@ def fingerprint(batch: Any, device: torch.device) -> torch.Tensor | None:
     last row do.
 
     Returns:
-        None for a batch that does not tell what is in it.
+        None for a batch that does not tell what is in it, or is a plain value or empty: a trainer that makes its own
+        data may get the same in each step.
     """
+    if isinstance(batch, _PLAIN) or (isinstance(batch, Mapping | list | tuple) and not batch):
+        return None
     parts = [_of_part(part) for part in _parts(batch)]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .contained import contained
+
 __all__ = ["ModuleTrace"]
 
 
@@ -19,9 +21,11 @@ class ModuleTrace:
 
     Args:
         module: Whose modules are watched, by their names in it.
+        failures: Takes what goes wrong within a step.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, failures: list[Exception]) -> None:
+        self.failures = failures
         self.names = [name for name, part in module.named_modules() if name and not any(part.children())]
         self._modules = dict(module.named_modules())
         self._handles: list[RemovableHandle] = []
@@ -32,7 +36,7 @@ class ModuleTrace:
         """Watch from now on."""
         if not self._handles:
             for index, name in enumerate(self.names):
-                hook = _ForwardHook(index, self._forward, self._backward)
+                hook = _ForwardHook(index, self._forward, self._backward, self.failures)
                 self._handles.append(self._modules[name].register_forward_hook(hook))
 
     def detach(self) -> None:
@@ -59,10 +63,15 @@ class ModuleTrace:
 
 class _ForwardHook:
     def __init__(
-        self, index: int, forward: list[tuple[int, torch.Tensor]], backward: list[tuple[int, torch.Tensor]]
+        self,
+        index: int,
+        forward: list[tuple[int, torch.Tensor]],
+        backward: list[tuple[int, torch.Tensor]],
+        failures: list[Exception],
     ) -> None:
-        self._index, self._forward, self._backward = index, forward, backward
+        self._index, self._forward, self._backward, self.failures = index, forward, backward, failures
 
+    @contained
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
             return
@@ -71,6 +80,7 @@ class _ForwardHook:
             if tensor.requires_grad:
                 tensor.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
 
+    @contained
     def _note_gradient(self, gradient: torch.Tensor) -> None:
         self._backward.append((self._index, _largest(gradient)))
 

@@ -90,6 +90,7 @@ class History:
         self.rate: float | None = None
         self.rate_has_fallen = False
         self.checks_rising = 0
+        self.step_seconds: list[float | None] = []
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes."""
@@ -111,6 +112,7 @@ class History:
             self.largest_norms.append(max(norms))
         for name, norm in reading.gradient_norms.items():
             self.checks_without_gradient[name] = 0 if norm else self.checks_without_gradient.get(name, 0) + 1
+        self.step_seconds = list(reading.step_seconds)
         if reading.highest_rate is not None:
             before, self.rate = self.rate, reading.highest_rate
             if before is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .readings import Fault, History, Limits, Reading
@@ -15,6 +15,8 @@ MOST_NAMES = 5
 NORMS_FOR_MEDIAN = 5
 EXPLODES_BY = 100.0
 """How many times the usual largest norm is one that explodes."""
+SMALLEST_EXPLOSION = 1.0
+"""Below this norm a gradient does not explode, however small it was before: a run that has converged, say."""
 SMALLEST_SPREAD = 0.01
 """Share of the median loss that counts as its spread at least, where losses hardly vary."""
 STRAGGLES_BY_S = 0.002
@@ -103,7 +105,9 @@ def exploding_gradients(case: Case) -> Fault | None:
     usual = (
         statistics.median(case.history.largest_norms) if len(case.history.largest_norms) >= NORMS_FOR_MEDIAN else None
     )
-    limit = min(case.limits.gradient_max_norm, math.inf if not usual else usual * EXPLODES_BY)
+    limit = case.limits.gradient_max_norm
+    if usual:
+        limit = min(limit, max(usual * EXPLODES_BY, SMALLEST_EXPLOSION))
     if largest <= limit:
         return None
     name = max(case.reading.gradient_norms, key=lambda name: _or_zero(case.reading.gradient_norms[name]))
@@ -247,14 +251,12 @@ def latent_collapse(case: Case) -> Fault | None:
 
 
 def straggler(case: Case) -> Fault | None:
-    """One rank takes longer than the others, which wait for it."""
-    told = [(seconds, rank) for rank, seconds in enumerate(case.reading.step_seconds) if seconds is not None]
-    if len(told) < 2:
+    """One rank takes longer than the others, which wait for it, at two checks in a row."""
+    slow = _slow_rank(case.reading.step_seconds, case.limits)
+    before = _slow_rank(case.history.step_seconds, case.limits)
+    if slow is None or before is None or slow[0] != before[0]:
         return None
-    slowest, rank = max(told)
-    others = statistics.median(seconds for seconds, other in told if other != rank)
-    if slowest < case.limits.straggler_factor * others or slowest - others < STRAGGLES_BY_S:
-        return None
+    rank, slowest, others = slow
     host = case.reading.hosts[rank] if rank < len(case.reading.hosts) else "unknown"
     return Fault(
         "straggler",
@@ -300,6 +302,17 @@ RULES: tuple[Rule, ...] = (
     straggler,
     repeated_data,
 )
+
+
+def _slow_rank(step_seconds: Sequence[float | None], limits: Limits) -> tuple[int, float, float] | None:
+    """The slowest rank, its seconds and the median of the others, where it is far slower than they are."""
+    told = [(seconds, rank) for rank, seconds in enumerate(step_seconds) if seconds is not None]
+    if len(told) < 2:
+        return None
+    slowest, rank = max(told)
+    others = statistics.median(seconds for seconds, other in told if other != rank)
+    is_slow = slowest >= limits.straggler_factor * others and slowest - others >= STRAGGLES_BY_S
+    return (rank, slowest, others) if is_slow else None
 
 
 def _largest_norm(reading: Reading) -> float | None:

@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .contained import contained
+
 __all__ = ["StepClock"]
 
 _Mark = float | torch.cuda.Event
@@ -26,9 +28,17 @@ class StepClock:
         optimizers: Torch's optimizers of the run.
         first: The parameter whose gradient comes last: the first that a forward uses.
         device: What trains; on a GPU its own time is measured.
+        failures: Takes what goes wrong within a step.
     """
 
-    def __init__(self, optimizers: list[Optimizer], first: torch.nn.Parameter | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizers: list[Optimizer],
+        first: torch.nn.Parameter | None,
+        device: torch.device,
+        failures: list[Exception],
+    ) -> None:
+        self.failures = failures
         self._optimizers = optimizers
         self._first = first
         self._device = device
@@ -55,9 +65,11 @@ class StepClock:
         spans = [_between(*span) for span in self._spans]
         return statistics.median(spans) if spans else None
 
+    @contained
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._began = self._mark()
 
+    @contained
     def _end(self, parameter: torch.Tensor) -> None:
         if self._began is not None:
             self._spans.append((self._began, self._mark()))

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .contained import contained
+
 __all__ = ["UpdateWatch"]
 
 MOST_COMPARED = 64
@@ -30,9 +32,16 @@ class UpdateWatch:
     Args:
         optimizers: Those of the run; others than torch's are left out.
         named_parameters: The parameters that may be in them.
+        failures: Takes what goes wrong within a step.
     """
 
-    def __init__(self, optimizers: Iterable[Any], named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[Any],
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        failures: list[Exception],
+    ) -> None:
+        self.failures = failures
         self.optimizers = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
         held = {id(p) for optimizer in self.optimizers for p in _parameters(optimizer)}
         named = {id(p): name for name, p in named_parameters if p.requires_grad and id(p) in held}
@@ -88,6 +97,7 @@ class UpdateWatch:
             rest[2] = self.highest_rate
         return torch.cat([norms, rest])
 
+    @contained
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._is_seen = True
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -104,6 +114,7 @@ class UpdateWatch:
         copies = [sample.clone() for sample in samples]
         self._before[id(optimizer)] = (samples, copies)
 
+    @contained
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         samples, copies = self._before.pop(id(optimizer), ([], []))
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +21,7 @@ __all__ = [
     "publish_metrics",
     "publish_scores",
     "run_state_of",
+    "timed",
 ]
 
 HOOK_EVENTS = (
@@ -36,6 +40,7 @@ HOOK_EVENTS = (
     "on_checkpoint_durable",
     "on_samples_written",
     "on_fault",
+    "on_time_spent",
 )
 """Events that Lightning's callbacks do not have."""
 
@@ -85,6 +90,16 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
     """
     run_state_of(trainer).eval_scores = scores
     fire(trainer, "on_scores", scores, step)
+
+
+@contextlib.contextmanager
+def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
+    """Tell every callback by ``on_time_spent`` how long the block held training up, under the name `what`."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        fire(trainer, "on_time_spent", what, time.monotonic() - began_s)
 
 
 def note_rank(trainer: pl.Trainer) -> None:

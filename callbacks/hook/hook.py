@@ -185,6 +185,9 @@ class Hook(pl.Callback):
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
         """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
 
+    def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
+        """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``."""
+
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` under the failure and rank policy of its hook."""

@@ -18,6 +18,8 @@ FIELDS_OF_THE_LOOP = frozenset(
         "epoch",
         "update_epoch",
         "minibatch_index",
+        "stop_rollout",
+        "stop_update_epoch",
         "rollout_stats",
         "loss_stats",
         "stop_reason",

@@ -36,7 +36,8 @@ PUBLIC = {
         DownloadedInputs EvaluationError EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
         ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
-        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState SlurmEnvironment
+        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState
+        ShadowMismatchError SlurmEnvironment
         StartupContractError StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError
         TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
         UnwrittenCheckpointError UploadError bind_job_context build_default_adamw_bundle build_job_context
@@ -45,9 +46,9 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand Guarded Heartbeat Hook
-        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter TrainerState
-        UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand Goodput Guarded Heartbeat Hook
+        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter
+        TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }

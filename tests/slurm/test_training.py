@@ -153,7 +153,8 @@ def test_a_node_that_dies_ends_the_others_and_the_job_comes_back(jobs):
     assert slurm.wait(job) == ("COMPLETED", 0)
     ends = [event["event"] for event in jobs.events("dying") if event["event"] in ("started", "failed", "completed")]
     assert ends == ["started", "failed", "started", "completed"]
-    assert "n10: task 1: Killed" in jobs.output("dying")
+    failed = next(event for event in jobs.events("dying") if event["event"] == "failed")
+    assert "RankFailed: rank 1 on n10 ended without a word" in failed["error"]
 
 
 def test_each_task_of_an_array_trains_with_its_values_in_a_folder_of_its_own(jobs):

@@ -333,6 +333,26 @@ class RankDependent(ByGradient):
         return super().configure(ctx)
 
 
+class ReplacedByOwnRows(WithoutDropout):
+    """Points that are added where a rank's own rows are, in the second step."""
+
+    def configure(self, ctx):
+        points = nn.ParameterDict({"mean": nn.Parameter(torch.linspace(-1, 1, 8).view(4, 2))})
+        return SimpleNamespace(points=points, opt=torch.optim.Adam(points.parameters(), lr=0.05), count=0)
+
+    def train_step(self, batch, state, ctx):
+        loss = torch.cdist(batch[0], state.points["mean"]).min(1).values.mean()
+        state.opt.zero_grad()
+        loss.backward()
+        state.opt.step()
+        state.count += 1
+        if state.count == 2:
+            old, new = state.points["mean"], torch.cat([state.points["mean"].detach(), batch[0][:1]])
+            state.opt.state.pop(old)
+            state.opt.param_groups[0]["params"][0] = state.points["mean"] = nn.Parameter(new)
+        return StepResult({"loss": loss.detach()})
+
+
 class Drifting(WithoutDropout):
     def configure(self, ctx):
         self.rank = ctx.rank

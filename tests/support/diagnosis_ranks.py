@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from rank_environment import Ranks
 from torch import nn
 
@@ -81,6 +81,16 @@ class Contract:
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
+def replicated() -> DDPStrategy:
+    return DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo")
+
+
+def sharded() -> ModelParallelStrategy:
+    strategy = ModelParallelStrategy(WORLD_SIZE, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
+    strategy.cluster_environment = Ranks(RANK, WORLD_SIZE)
+    return strategy
+
+
 def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, Any]:
     """The faults that this rank knows of after a training."""
     generator = torch.Generator().manual_seed(0 if fault == "shared" else RANK)
@@ -91,7 +101,7 @@ def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, An
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD_SIZE,
-        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
+        strategy=sharded() if name == "sharded" else replicated(),
         max_steps=STEPS,
         max_epochs=1,
         logger=False,
@@ -113,6 +123,7 @@ def main() -> None:
     for fault in ("none", "sleeps", "nan", "shared"):
         found[f"contract {fault}"] = faults_of(ContractModule(Contract(fault)), fault, "contract")
         found[f"plain {fault}"] = faults_of(Plain(fault), fault, "plain")
+    found["sharded nan"] = faults_of(ContractModule(Contract("nan")), "nan", "sharded")
     (FOLDER / f"rank{RANK}.json").write_text(json.dumps(found))
 
 

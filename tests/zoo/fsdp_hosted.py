@@ -602,6 +602,50 @@ class ReentrantParts(ReturnsObject):
         return mse_loss(model[-1](hidden), batch["y"])
 
 
+class NamesInputsOfBackward(ReturnsObject):
+    """Two losses, each of which is differentiated by one module's parameters alone."""
+
+    def configure(self, ctx):
+        body, head = mlp(6, 4), nn.Linear(4, 1)
+        optimizers = [torch.optim.Adam(module.parameters(), lr=0.01) for module in (body, head)]
+        return {"body": body, "head": head, "optimizers": optimizers}
+
+    def train_step(self, batch, state, ctx):
+        out = state["head"](state["body"](batch["x"]))
+        loss = mse_loss(out, batch["y"])
+        for optimizer in state["optimizers"]:
+            optimizer.zero_grad()
+        loss.backward(inputs=list(state["head"].parameters()), retain_graph=True)
+        out.abs().mean().backward(inputs=list(state["body"].parameters()))
+        for optimizer in state["optimizers"]:
+            optimizer.step()
+        return StepResult({"loss": loss.detach()})
+
+
+class SwapsWithItsAverage(ReturnsObject):
+    """Weights and their average change places by ``.data``, for an evaluation."""
+
+    def configure(self, ctx):
+        model = mlp()
+        ema = copy.deepcopy(model).requires_grad_(False)
+        return {"model": model, "ema": ema, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, model):
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        pairs = list(zip(state["model"].parameters(), state["ema"].parameters(), strict=True))
+        for p, average in pairs:
+            average.data.mul_(0.9).add_(p.data, alpha=0.1)
+        for _ in range(2):
+            for p, average in pairs:
+                p.data, average.data = average.data, p.data
+            with torch.no_grad():
+                score = self.loss(batch, state["model"])
+        return StepResult({**result.metrics, "score": score})
+
+
 CLASSES = (
     AveragesInWholeModules,
     CentersMovedByHand,
@@ -628,5 +672,7 @@ CLASSES = (
     FeaturesOfAHook,
     FeaturesOfAHookAlone,
     ReentrantParts,
+    NamesInputsOfBackward,
+    SwapsWithItsAverage,
 )
 ZOO = {cls.__name__: cls for cls in CLASSES}

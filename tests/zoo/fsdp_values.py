@@ -125,6 +125,48 @@ class UpdatesByAskedGradients(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class ProductsByHand(Base):
+    """Weights in products outside of any call of their module: tied ones, a matrix of its own, and gradients."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.matrix = mlp(6, 6), nn.Parameter(torch.eye(6))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
+
+    def train_step(self, batch, state, ctx):
+        model, first = state["model"], state["model"].body[0].weight
+        hidden = torch.einsum("bi,ij->bj", model.body(batch["x"]), model.matrix) + batch["x"] @ model.matrix.T
+        out = nn.functional.linear(hidden, first).mean(1, keepdim=True)
+        loss = mse_loss(out, batch["y"]) + 0.1 * (first.T @ first - torch.eye(6)).square().sum()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        away = torch.linalg.qr(torch.arange(18.0).view(6, 3).sin())[0]
+        first.grad = first.grad - (first.grad @ away) @ away.T
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+class PenaltyByItsOwnLoss(Base):
+    """Penalties on weights with factors of a rank's own rows, and weights that scale and shift activations."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.scale, model.shift = mlp(6, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        out = model.body(batch["x"]) * model.scale + model.shift
+        each = (out.mean(1, keepdim=True) - batch["y"]).square()
+        loss = each.mean()
+        penalty = sum(p.square().sum() for p in model.parameters())
+        loss = loss + loss.item() * penalty + 0.1 * loss.detach() * penalty
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class ScalesRowsOfGradients(Base):
     """Each row of a gradient by a factor of its own, also where a rank has no row."""
 
@@ -482,6 +524,8 @@ CLASSES = (
     AsksForGradients,
     UpdatesByAskedGradients,
     ScalesRowsOfGradients,
+    ProductsByHand,
+    PenaltyByItsOwnLoss,
     WithOwnListInOptimizer,
     HeadsByRank,
     Experts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Cell:
     """``equal``, ``off``, ``drift``, ``refused``, ``error``, ``hang``, or ``no plain`` where torch alone fails."""
     detail: str = ""
     resume: str = ""
-    """``exact``, or what differs first."""
+    """``exact``, ``not tried``, or what differs first."""
 
     @property
     def mode(self) -> str:
@@ -55,24 +55,29 @@ class Cell:
 _SEVERITY = ("no plain", "equal", "off", "drift", "error", "hang", "refused")
 
 
-def run_cells(folder: Path, jobs: Sequence[tuple[str, str, str]]) -> list[Cell]:
-    """The cells of `jobs` (name, strategy, precision): those of one process in one worker, the others in a pair."""
+Job = tuple[str, str, str]
+"""Name, strategy and precision."""
+
+
+def run_cells(folder: Path, jobs: Sequence[Job], *, without_resume: Collection[Job] = ()) -> list[Cell]:
+    """The cells of `jobs`: those of one process in one worker, the others in a pair; some are not resumed."""
     cells = []
     for world_size in (1, 2):
         mine = [job for job in jobs if (job[1] == "one") == (world_size == 1)]
         if mine:
             (folder / str(world_size)).mkdir()
-            cells += _run_workers(folder / str(world_size), mine, world_size)
+            cells += _run_workers(folder / str(world_size), mine, world_size, without_resume)
     return cells
 
 
-def _run_workers(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> list[Cell]:
+def _run_workers(folder: Path, jobs: Sequence[Job], world_size: int, without_resume: Collection[Job]) -> list[Cell]:
     """The cells of `jobs`; where a process dies of one, that is its result, and a new pair goes on after it."""
     cells: list[Cell] = []
     while len(cells) < len(jobs):
         attempt = folder / f"from{len(cells)}"
         attempt.mkdir()
-        outputs = _run_attempt(attempt, jobs[len(cells) :], world_size)
+        rest = [(*job, job not in without_resume) for job in jobs[len(cells) :]]
+        outputs = _run_attempt(attempt, rest, world_size)
         by_rank = [_results(attempt / f"rank{rank}.jsonl") for rank in range(world_size)]
         done = min(len(results) for results in by_rank)
         cells += [_worst([results[i] for results in by_rank]) for i in range(done)]
@@ -87,7 +92,7 @@ def _results(file: Path) -> list[Cell]:
     return [Cell(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str]], world_size: int) -> str:
+def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str, bool]], world_size: int) -> str:
     """Run until all jobs are done or a process has died; what it said last, then."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     codes = run_ranks("zoo.worker", folder, world_size)
@@ -101,7 +106,7 @@ def _worst(cells: Sequence[Cell]) -> Cell:
     causes = [cell for cell in cells if cell.verdict == "error" and "gloo" not in cell.detail]
     if chosen.verdict == "error" and causes:
         chosen = causes[0]
-    inexact = [cell.resume for cell in cells if cell.resume not in ("", "exact")]
+    inexact = [cell.resume for cell in cells if cell.resume not in ("", "exact", "not tried")]
     return Cell(**{**asdict(chosen), "resume": inexact[0] if inexact else chosen.resume})
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 WRONG: dict[str, dict[str, str]] = {}
 """By class, then by the beginning of a mode (``ddp``, ``fsdp 16-mixed``)."""
 
-ENDS_THE_PROCESS: dict[str, str] = {}
-"""Classes that, under this strategy, may take the process with them or wait for a timeout; not run in CI there."""
-
 
 def cause(name: str, mode: str) -> str | None:
     """Why a cell is wrong, where that is known."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -163,3 +165,23 @@ class ReversibleBlocks(Base):
         for block in list(state["model"])[:-1]:
             h = h + _Recomputed.apply(block, h, *block.parameters())
         return mse_loss(state["model"][-1](h), batch["y"])
+
+
+class EnsembleOnASkeleton(Base):
+    """Stacked weights of several networks, computed with by vmap over a module that is all on the meta device."""
+
+    def configure(self, ctx):
+        networks = [mlp() for _ in range(3)]
+        stacked, _ = torch.func.stack_module_state(networks)
+        weights = {name: nn.Parameter(tensor.detach()) for name, tensor in stacked.items()}
+        scale = nn.Linear(1, 1)
+        self.skeleton = copy.deepcopy(networks[0]).to("meta")
+        optimizer = torch.optim.Adam([*weights.values(), *scale.parameters()], lr=0.01)
+        return {"weights": weights, "scale": scale, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        def output(weights, x):
+            return torch.func.functional_call(self.skeleton, weights, (x,))
+
+        out = torch.vmap(output, in_dims=(0, None))(state["weights"], batch["x"])
+        return (state["scale"](out) - batch["y"]).square().mean()

@@ -42,7 +42,7 @@ def status(cell: Cell) -> str:
         return "not in torch"
     if cell.verdict == "refused":
         return f"refused: {_general(cell.detail)}"
-    if cell.resume == "exact":
+    if cell.resume in ("exact", "not tried"):
         if cell.verdict == "equal":
             return "equal"
         reason = zoo()[cell.name].differs
@@ -110,7 +110,7 @@ def main(names: Sequence[str]) -> None:
     if list(names) == ["--write"]:
         write(kept)
         return
-    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         for cell in run_cells(Path(folder), jobs_of(names or zoo())):
             kept.setdefault(cell.name, {})[cell.mode] = status(cell)
             if kept[cell.name][cell.mode].endswith("wrong: unknown"):
@@ -118,7 +118,7 @@ def main(names: Sequence[str]) -> None:
     write({name: kept[name] for name in zoo()})  # without classes that are gone
 
 
-def _memory() -> str | None:
+def in_memory() -> str | None:
     """Where temporary checkpoints cost no disk, on systems that have such a place."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 

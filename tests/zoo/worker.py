@@ -109,7 +109,7 @@ def tensors(state: Any, trainer: Any) -> dict[str, Any]:
 
     collect("state", state)
     collect("trainer", trainer)
-    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items()}
+    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
 
 
 def _whole(tensor: Any) -> Any:
@@ -153,7 +153,7 @@ def hosted(name: str, strategy: str, precision: str, rank: int, size: int, folde
     return module
 
 
-def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path) -> Cell:
+def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, *, resumed: bool = True) -> Cell:
     """Run one job; what it raises is its result."""
     from genlight.adapter.contract.exceptions import GenlightError
 
@@ -173,6 +173,8 @@ def cell(name: str, strategy: str, precision: str, rank: int, size: int, folder:
         text = f"{type(error).__name__}: {_line(error)}"
         return make("hang" if "imed out" in text or "imeout" in text else "error", text)
     verdict, detail = judge(zoo()[name], ended, expected, precision, size)
+    if not resumed:
+        return make(verdict, detail, "not tried")
     left = ended if zoo()[name].resume_compares == "weights" else left | ended
     return make(verdict, detail, _resume_verdict(name, strategy, precision, rank, size, folder, left))
 
@@ -249,7 +251,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    for index, (name, strategy, precision) in enumerate(json.loads((folder / "jobs.json").read_text())):
+    for index, (name, strategy, precision, resumed) in enumerate(json.loads((folder / "jobs.json").read_text())):
         began = time.perf_counter()
         if size > 1:
             dist.init_process_group(
@@ -260,7 +262,7 @@ def main(rank: int, size: int, folder: Path) -> None:
                 timeout=dt.timedelta(seconds=ANSWER_WITHIN_S),
             )
         scratch = folder / f"checkpoints{index}"
-        found = cell(name, strategy, precision, rank, size, scratch)
+        found = cell(name, strategy, precision, rank, size, scratch, resumed=resumed)
         with (folder / f"rank{rank}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(found)) + "\n")
         if size > 1:

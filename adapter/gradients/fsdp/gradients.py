@@ -55,6 +55,15 @@ class ShardGradients:
         """Whether `tensor` is a parameter whose gradients FSDP reduces."""
         return id(tensor) in self._by_shard
 
+    def with_gathered(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What ``backward(inputs=…)`` is to differentiate by: the gathered parameters, too, where they are sharded."""
+        return (*inputs, *self._gathered(inputs).values())
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """By place in `tensors`, what modules compute with in place of the sharded ones among them."""
+        records = {i: self._parameters[self._by_shard[id(t)]] for i, t in enumerate(tensors) if self.has(t)}
+        return {i: record._unsharded_param for i, record in records.items() if hasattr(record, "_unsharded_param")}
+
     def touch(self, shard: Any) -> None:
         """A gradient came to `shard` itself, from a penalty on weights say."""
         self._used[self._by_shard[id(shard)]] = True
@@ -101,12 +110,7 @@ class ShardGradients:
             ContractError: The ranks gathered different modules.
             RuntimeError: Torch's own, for what no rank used.
         """
-        records = [self._parameters[self._by_shard[id(p)]] if self.has(p) else None for p in inputs]
-        gathered: dict[int, Tensor] = {
-            i: record._unsharded_param
-            for i, record in enumerate(records)
-            if record is not None and hasattr(record, "_unsharded_param")
-        }
+        gathered = self._gathered(inputs)
         given = differentiate((*inputs, *gathered.values()))
         mine = dict(zip(gathered, given[len(inputs) :], strict=True))
         flags = [mine.get(i) is not None for i in range(len(inputs))]

@@ -127,6 +127,10 @@ class ShardedStep:
             self.agree(BACKWARD)
             self._gradients.begin()
 
+    def inputs_of(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What a backward call that names `inputs` is to accumulate gradients in."""
+        return inputs if self._gradients is None or not inputs else self._gradients.with_gathered(inputs)
+
     def abandon_backward(self) -> None:
         """The backward call failed."""
         if self._gradients is not None:

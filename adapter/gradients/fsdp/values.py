@@ -7,8 +7,9 @@ an empty shard fails, and a plain tensor of the same shape is refused. While thi
     p.normal_(), torch.randn_like(p.grad)      drawn for the whole tensor, of which each rank keeps its slice
     p.grad.abs().max() with an empty shard     of the whole tensor
     p.grad += noise, p.copy_(kept)             the plain tensor counts as whole: each rank takes its slice
+    hidden @ p.T, linear(hidden, p)            with the whole weights, likewise
     kept.copy_(p), kept.lerp_(p, 0.1)          of the whole value
-    loss + penalty                             of a scalar that is sharded, the whole value
+    loss + penalty, hidden * p + q             of the whole value; gradients are the mean of those of the ranks
 
 All ranks have to do it, as they do all that talks to the others.
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....callbacks.checkpoint.sharded.boxes import sharded_like
@@ -57,14 +59,24 @@ _ELEMENTWISE |= {"eq", "ne", "lt", "gt", "le", "ge", "multiply", "subtract", "di
 _ELEMENTWISE |= {"allclose", "isclose", "equal", "logical_and", "logical_or", "floor_divide", "copysign", "hypot"}
 _ELEMENTWISE |= {"dot", "dist"}
 
+_OF_GRAPHS = frozenset({"grad", "backward"})
+_SCALES = frozenset(
+    {"mul", "__mul__", "__rmul__", "multiply", "div", "divide", "true_divide", "truediv", "__truediv__"}
+)
+"""What takes a factor, which may be a number of this rank's rows alone."""
+
 _NOT_IN_PLACE = "in-place operations that require placement changes"
 """torch's words, on every rank alike and before anything is changed."""
 
-_SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
-_TOGETHER = (
-    _READS | _EXTREMES | {"mm", "matmul", "__matmul__", "bmm", "addmm", "einsum", "linear", "full_tensor", "svd"}
+_PRODUCTS = frozenset(
+    {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv"}
 )
-_GET_GRAD = vars(TensorBase)["grad"].__get__
+_PRODUCTS |= {"baddbmm", "einsum", "tensordot", "inner", "outer", "embedding", "conv1d", "conv2d", "conv3d", "cdist"}
+"""What makes new memory of plain and sharded tensors, in which nobody could want to write to a shard."""
+
+_SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
+_TOGETHER = _READS | _EXTREMES | _PRODUCTS | {"full_tensor", "svd"}
+_GET_GRAD, _GET_DATA = (vars(TensorBase)[name].__get__ for name in ("grad", "data"))
 _HOOKED = {"register_hook": shard_hooks.add, "register_post_accumulate_grad_hook": shard_hooks.add_after}
 _TORCHS = DTensor.__dict__["__torch_function__"]
 _to_local = DTensor.to_local
@@ -101,6 +113,8 @@ def release(holder: object) -> None:
 
 
 _numbers: Any = WeakIdKeyDictionary()
+_given_data: Any = WeakIdKeyDictionary()
+"""By parameter, what was given out as its ``.data``, which keeps its values when that becomes another tensor."""
 
 
 def number(parameters: Iterable[Tensor]) -> None:
@@ -160,9 +174,11 @@ def _call(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return sharded_like(func(like, *args[1:], **kwargs), first)
     sharded, plain = _tensors(args, kwargs)
     if name in _EXTREMES and any(_leaves_a_rank_empty(t) for t in sharded):
-        return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
+        return func(*(_gathered(a) for a in args), **{k: _gathered(v) for k, v in kwargs.items()})
     if name.endswith("_") and len(sharded) > 1 and isinstance(first, DTensor):
         args = [first, *(_placed(a, first) for a in args[1:])]
+    if name in _SCALES and torch.is_grad_enabled() and any(t.requires_grad for t in sharded):
+        return func(*map(_gathered, args), **kwargs)
     try:
         return _mixed(func, name, args, kwargs, sharded) if plain else func(*args, **kwargs)
     except RuntimeError as error:
@@ -184,6 +200,11 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
     if _is_written_whole(name, args, kwargs):
         announce(name, sharded[0])
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
+    needs_the_shards = _is_in_place(name) or "out" in kwargs or name in _OF_GRAPHS
+    # A plain tensor may be of this rank's rows alone, so what is differentiated takes the mean over the ranks.
+    is_recorded = not needs_the_shards and torch.is_grad_enabled() and any(t.requires_grad for t in sharded)
+    if is_recorded or name in _PRODUCTS:
+        return func(*(_gathered(a) for a in args), **{k: _gathered(v) for k, v in kwargs.items()})
     if all(t.dim() == 0 for t in sharded):
         return func(*_whole(args), **{k: _whole((v,))[0] for k, v in kwargs.items()})
     base = name.removeprefix("_foreach_").strip("_")
@@ -207,10 +228,38 @@ def _mixed(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], sharded: 
     return func(*(place(a, like) for a in args), **{k: place(v, like) for k, v in kwargs.items()})
 
 
+class _MeanOfRanks(torch.autograd.Function):
+    """Nothing, but that the sum over the ranks which follows in backward is their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.ranks, None
+
+
+def _gathered(value: Any) -> Any:
+    """The whole of what is sharded in `value`, also in a graph: the gradients of all ranks go to its parts."""
+    if isinstance(value, list | tuple):
+        return type(value)(_gathered(v) for v in value)
+    if not isinstance(value, DTensor):
+        return value
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value.full_tensor()
+    whole = value.full_tensor(grad_placements=[Partial()] * value.device_mesh.ndim)
+    return _MeanOfRanks.apply(whole, value.device_mesh.size())  # type: ignore[no-untyped-call]
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+
 def _is_written_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether the result goes into a plain tensor, where a slice of it would be lost."""
-    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
-    target = kwargs.get("out", args[0] if in_place and args else None)
+    target = kwargs.get("out", args[0] if _is_in_place(name) and args else None)
     targets = target if isinstance(target, list | tuple) else [target]
     return all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in targets)
 
@@ -235,7 +284,14 @@ def _got(func: Any, tensor: Any) -> Any:
     global _last_parameter
     if func == _GET_GRAD and isinstance(tensor, DTensor):
         _last_parameter = _numbers.get(tensor, "")
-    return func(tensor)
+    found = func(tensor)
+    if func == _GET_DATA and isinstance(found, DTensor) and tensor in _numbers:
+        _given_data[tensor] = [*filter(_is_alive, _given_data.get(tensor, ())), weakref.ref(found)]
+    return found
+
+
+def _is_alive(reference: weakref.ref[Any]) -> bool:
+    return reference() is not None
 
 
 def _set(func: Any, args: Any) -> Any:
@@ -250,6 +306,9 @@ def _set(func: Any, args: Any) -> Any:
         )
     with torch.no_grad():
         if _SETTERS[func] == "data":  # torch would take over all but the shard
+            for given in _given_data.pop(target, ()):
+                if (kept := given()) is not None and kept is not value:  # two that are swapped, say
+                    kept._local_tensor = kept._local_tensor.clone()
             return target.detach().copy_(value if isinstance(value, DTensor) else sharded_like(value, target))
         if isinstance(value, DTensor):
             return func(target, value.redistribute(placements=target.placements))

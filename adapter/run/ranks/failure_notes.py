@@ -10,11 +10,12 @@ import dataclasses
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from ...contract.exceptions import FailureCategory, RankFailed, StopReason, Trai
 from ...plumbing.durable import write_bytes_durably
 from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
+from .presence import Presence
 
 __all__ = ["RankFailures", "watch_ranks"]
 
@@ -40,6 +42,8 @@ POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
 ACKNOWLEDGED_WITHIN_S = 15.0
+LOOK_AGAIN_S = 60.0
+"""How far apart rank zero looks which ranks there are."""
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have begun, and failed."""
 
@@ -87,6 +91,8 @@ class RankFailures:
         self.expects_ranks = expects_ranks
         self.children: Sequence[ChildProcess] = ()
         """Processes of other ranks that this one started."""
+        self.presence = Presence(artifacts_dir)
+        """Ranks that another launcher started."""
         self._since_s = 0.0
         self._told_of: set[str] = set()
 
@@ -119,10 +125,23 @@ class RankFailures:
         """What to report where rank zero failed at `at_s` (seconds since 1970): an older failure of another rank."""
         if not self.expects_ranks:
             return own
+        lost = self._lost()
+        if lost is not None:
+            return dataclasses.replace(lost, resumable=own.resumable)
         end = time.monotonic() + PATIENCE_S
         while (other := self._before(at_s)) is None and time.monotonic() < end:
             time.sleep(POLL_S)
         return own if other is None else dataclasses.replace(other, resumable=own.resumable)
+
+    def _lost(self) -> Failure | None:
+        """A rank of another launcher that was killed, or whose node was; the others fail because of that."""
+        noted = {note.rank for note in self._notes()}
+        for rank, host in self.presence.lost().items():
+            if rank not in noted:
+                how = "ended without a word: it was killed, or its node was lost"
+                text = f"train-step:RankFailed: rank {rank} on {host} {how}"
+                return Failure("train-step", text, resumable=False, exit_code=EXIT_FAILED)
+        return None
 
     def _before(self, at_s: float) -> Failure | None:
         notes = self._notes()
@@ -157,7 +176,14 @@ class RankFailures:
 
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
+        shutil.rmtree(self.presence.folder, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _have_joined() -> bool:
+    """Whether all ranks have met, so that each is there to be seen."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _launch() -> str:
@@ -170,7 +196,11 @@ def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], 
     stopped = threading.Event()
 
     def watch() -> None:
+        looks_again_s = 0.0
         while not stopped.wait(POLL_S):
+            if not failures.children and _have_joined() and time.monotonic() >= looks_again_s:
+                failures.presence.look()
+                looks_again_s = time.monotonic() + LOOK_AGAIN_S
             failure = failures.found()
             if failure is not None:
                 stopped_there = failure.exit_code == EXIT_STOPPED

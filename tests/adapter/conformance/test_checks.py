@@ -110,6 +110,7 @@ def test_without_data_only_the_hooks_are_checked():
         ("SumLoss", {"ranks": "pass: with each other", "batch size": "warn: away from the whole"}),
         ("RankDependent", {"ranks": "fail: away from one, at"}),
         ("Drifting", {"ranks": "fail: tensors differ between ranks, the first is state.model.0.bias"}),
+        ("ReplacedByOwnRows", {"ranks": "fail: tensors differ between ranks, the first is state.points.mean"}),
         ("FailingOnOneRank", {"ranks": "fail: rank 1: ValueError: no rows on this rank"}),
         ("Hidden", {"ranks": "fail: an optimizer (Adam) that is neither in the state nor on the trainer"}),
         ("WithoutTorch", {"ranks": "pass: two processes come to an end; no weights were found"}),

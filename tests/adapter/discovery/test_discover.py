@@ -349,7 +349,7 @@ def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ra
     model = nn.Linear(1, 1).share_memory()
 
     check_devices(discover({"model": model}), "cpu")
-    with pytest.raises(ContractError, match=r'state\["model"\].weight lives in memory'):
+    with pytest.raises(ContractError, match=r'state\["model"\].weight is in memory'):
         check_devices(discover({"model": model}), "cpu", world_size=2)
 
 
@@ -363,3 +363,22 @@ def test_what_feeds_a_run_is_not_found_through_the_context_that_a_trainer_keeps(
 
     assert [module.value for module in found.modules] == [handles["base"]]
     assert found.tensors == ()
+
+
+def test_a_module_that_is_all_on_the_meta_device_is_a_skeleton_and_left_out():
+    model = nn.Linear(2, 2)
+    state = {"model": model, "skeleton": copy.deepcopy(model).to("meta"), "optimizer": adam(model)}
+
+    assert paths(discover(state).modules) == ['state["model"]']
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_module_of_which_a_part_has_no_values_is_refused_by_name(is_trained):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    state = {"model": model, "optimizer": adam(model) if is_trained else None}
+
+    with pytest.raises(ContractError, match=r'state\["model"\]\.1\.weight has no values, being on the meta device'):
+        check_devices(discover(state), "cpu")
+    if is_trained:
+        with pytest.raises(ContractError, match=r"weight has no values"):
+            check_devices(discover({"model": model[1], "optimizer": adam(model[1])}), "cpu")

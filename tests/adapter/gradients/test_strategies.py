@@ -28,8 +28,8 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
     assert module._router is None, "one device in fp32 needs no routing"
 
 
-# Not with FSDP: LBFGS and sparse gradients are refused, a Sequential's parts called by themselves have to be units.
-UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding", "Checkpointed")
+# Not with FSDP: LBFGS and sparse gradients are refused, and ranks have to make the same calls.
+UNSHARDED = ("Lbfgs", "LookingInBetween", "AsManyCallsAsItLikes", "SparseEmbedding")
 UNSHARDED += ("Factored", "UnusedOnOneRank", "OwnDdp", "FunctionalGradients", "GradientsOfBothKinds")
 SHARDED = [name for name in zoo.ZOO if name not in UNSHARDED]
 BLOCKS = [
@@ -79,7 +79,7 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"skip {strategy}", "strategy": strategy, **skipping} for strategy in ("ddp", "fsdp")]
     jobs += [{"key": "fsdp bf16-mixed", "name": "Base", "strategy": "fsdp", "precision": "bf16-mixed"}]
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
-    called_differently = ("Checkpointed", "FunctionalGradients", "Factored")
+    called_differently = ("FunctionalGradients", "Factored")
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
     jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
@@ -240,10 +240,6 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
     [
         ("Lbfgs", r'state\["optimizer"\] is LBFGS'),
         ("SparseEmbedding", r'state\["model"\] is an embedding with sparse gradients'),
-        (
-            "Checkpointed",
-            "a submodule is called by itself while .* sharded with its parent.*mixed torch.Tensor and DTensor",
-        ),
         ("FunctionalGradients", "`train_step` does what sharded modules cannot"),
         (
             "Factored",

@@ -126,14 +126,14 @@ def test_a_rollout_that_returns_no_batches_is_told_so(tmp_path: Path, returned: 
         fit(tmp_path, agent)
 
 
-def test_a_run_resumed_within_a_phase_begins_with_a_new_rollout(tmp_path: Path, caplog: Any) -> None:
-    """On purpose, and it is said what that loses, instead of a loader without a position."""
+def test_a_run_resumed_within_a_phase_trains_what_is_left_of_its_rollout(tmp_path: Path, caplog: Any) -> None:
+    """And nothing is said of a loader without a position."""
     fit(tmp_path, Agent(), Checkpoint(tmp_path), steps=3)
     resumed = Agent()
     fit(tmp_path, resumed, Checkpoint(tmp_path), steps=6, ckpt_path=tmp_path / "final.json")
-    assert resumed.seen == ["1a", "1b", "2a"]
+    assert resumed.seen == ["2b", "1a", "1b"]
     assert "keeps no position" not in caplog.text
-    assert caplog.text.count("within the training phase of a rollout and holds none of the batches") == 1
+    assert "begins anew" not in caplog.text
 
 
 def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, caplog: Any) -> None:
@@ -204,4 +204,5 @@ def test_a_job_needs_no_dataset_where_the_trainer_has_a_rollout(tmp_path: Path) 
         for event in read_events(tmp_path / "out" / "metrics" / "events.jsonl")
         if event["event"] == "metric"
     ]
-    assert metrics == [(3, "score"), (4, "train/loss")]
+    times = ["trainer/rollout_seconds", "trainer/update_seconds"]
+    assert metrics == [(3, "score"), (4, "train/loss"), *((4, name) for name in times)]

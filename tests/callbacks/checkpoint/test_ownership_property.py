@@ -27,7 +27,7 @@ from genlight.callbacks.checkpoint.format.layout import record_path
 from genlight.callbacks.checkpoint.storage import commit
 
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
-NAMES = ["a", "a~1", "last", "final", "step-00000001"]
+NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
 SUFFIXES = ["", ".json", ".ckpt"]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A file system where a sync costs nothing."""
@@ -95,6 +95,19 @@ class Directory(RuleBasedStateMachine):
             for file in (self.directory / copy).rglob("*"):
                 if file.is_file():
                     self.foreign[file] = file.read_bytes()
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), name=st.sampled_from(["backup.safetensors", "last.ckpt", "v1.2.final.ckpt"]))
+    def put_hard_link(self, data, name):
+        path = self.directory / name
+        if not os.path.lexists(path):
+            files = [
+                file
+                for file in read_record(data.draw(st.sampled_from(sorted(self.kept)))).data_path.rglob("*")
+                if file.is_file() and file not in self.foreign
+            ]
+            os.link(data.draw(st.sampled_from(sorted(files))), path)
+            self.foreign[path] = path.read_bytes()
 
     # What we do
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genlight.adapter import StepResult
+from genlight.adapter import ReplicaDriftError, StepResult
 from genlight.callbacks import Checkpoint, Diagnosis, Hook
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
@@ -367,3 +367,43 @@ def test_a_cadence_of_0_is_off(fit, path: Path) -> None:
     fit(Planted(lr=0.0), [Diagnosis(0, path=path)], steps=3, batches=batches(3))
 
     assert not path.exists()
+
+
+def test_replicas_that_drift_are_told_of_where_a_guard_has_found_them(fit, path: Path) -> None:
+    class Guard(Hook):
+        critical = True
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 3:
+                raise ReplicaDriftError("after step 3 1 of 9 tensors differ between ranks")
+
+    with pytest.raises(ReplicaDriftError):
+        fit(Planted(), [Guard(), Diagnosis(5, path=path)], steps=10, batches=batches(10))
+
+    assert told(path) == [("replica_drift", "begins", 3)]
+    assert begun(path, "replica_drift")["error"] == "after step 3 1 of 9 tensors differ between ranks"
+
+
+def test_what_fails_inside_a_step_is_a_failure_of_the_check_and_not_of_the_step(fit, path, caplog, monkeypatch) -> None:
+    def fails(*args, **kwargs):
+        raise NotImplementedError("no norm of such a type")
+
+    monkeypatch.setattr("genlight.callbacks.diagnosis.update_watch._norms", fails)
+    monkeypatch.setattr("genlight.callbacks.diagnosis.module_trace._largest", fails)
+    diagnosis = Diagnosis(2, path=path)
+    trainer, _ = fit(Planted(), [diagnosis], steps=6, batches=batches(6))
+
+    assert trainer.global_step == 6
+    assert diagnosis.failures == {"on_train_batch_end": 3}
+    assert "no norm of such a type" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [None, 0, "go", {}, []])
+def test_a_batch_without_data_tells_nothing_of_repeats(fit, path: Path, batch) -> None:
+    class MakesItsData(Planted):
+        def prepare_batch(self, raw, state, ctx):
+            return torch.randn(6, 4)
+
+    fit(MakesItsData(), [Diagnosis(2, path=path)], steps=4, batches=[batch] * 4)
+
+    assert read_events(path) == []

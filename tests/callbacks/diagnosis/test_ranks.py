@@ -44,5 +44,11 @@ def test_what_is_told_is_what_was_planted(outcomes, module: str) -> None:
 
     assert found[f"{module} shared"]["repeated_data"][0] == "all ranks train on the same batch"
 
-    for fault in ("none", "nan", "sleeps"):
+    for fault in ("none", "nan", "sleeps"):  # each rank has data of its own
         assert "repeated_data" not in found[f"{module} {fault}"]
+
+
+def test_sharded_parameters_are_told_by_name_on_all_ranks(outcomes) -> None:
+    _, (found, _) = outcomes
+    assert set(found["sharded nan"]) == {"nonfinite_loss", "nonfinite_gradients"}
+    assert found["sharded nan"]["nonfinite_gradients"][2]["count"] == 4

@@ -1,0 +1,129 @@
+"""Prove that genlight trains a class as a plain Python loop does: the same batches, compared step by step.
+
+Exit codes: 0 equal within --rtol, 1 different, or the class failed, 2 usage, or nothing that can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..conformance.compare import Comparison
+
+__all__ = ["add_arguments", "run"]
+
+EQUAL, DIFFERENT, USAGE = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("job", metavar="JOB.json", help="the job spec, whose strategy and precision are compared")
+    parser.add_argument("--steps", type=int, default=5, help="how many steps, with --against of optimizers")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=None,
+        help="relative difference that counts as equal; by default 1e-5, or 0.05 in half precision; 0 wants equal bits",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="MODULE:FUNCTION",
+        default=None,
+        help="compare with an old training function, at each optimizer.step, instead of with the class in a plain loop",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="where the random numbers of both begin")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the job, such as lightning.devices=2; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry the command out and return its exit code."""
+    from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
+
+    faults = _faults(args)
+    if faults:
+        return _refuse("; ".join(faults))
+    try:
+        comparison = _compare(args)
+    except (StartupContractError, ContractError, InputError, OSError) as error:
+        return _refuse(str(error))
+    except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
+        told = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"genlight compare: training failed: {told}\n")
+        return DIFFERENT
+    if comparison is None:  # another rank, which the first one reports for
+        return EQUAL
+    if args.json:
+        sys.stdout.write(json.dumps(comparison.as_json()) + "\n")
+    else:
+        _print_table(comparison)
+    return EQUAL if comparison.first is None else DIFFERENT
+
+
+def _compare(args: argparse.Namespace) -> Comparison | None:
+    from ..job.config import resolve_run_config
+
+    config = resolve_run_config(spec_path=args.job, overrides=args.set)
+    if args.against is not None:
+        from ..conformance.against import compare_with_function
+
+        return compare_with_function(config, args.against, updates=args.steps, rtol=args.rtol, seed=args.seed)
+    from ..conformance.compare import compare_job
+
+    return compare_job(config, steps=args.steps, rtol=args.rtol, seed=args.seed)
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    faults = []
+    if args.steps < 1:
+        faults.append(f"Invalid `--steps`. Expected a number >= 1, but received {args.steps}.")
+    if args.rtol is not None and not (math.isfinite(args.rtol) and args.rtol >= 0):
+        faults.append(f"Invalid `--rtol`. Expected a finite number >= 0, but received {args.rtol}.")
+    if not 0 <= args.seed < 2**32:
+        faults.append(f"Invalid `--seed`. Expected a number from 0 to 4294967295, but received {args.seed}.")
+    if args.job.endswith((".yaml", ".yml")):
+        faults.append(f"{args.job} is a configuration of `genlight fit`; name a job (JSON)")
+    return faults
+
+
+def _refuse(text: str) -> int:
+    from ..run.ranks.this_rank import is_rank_zero
+
+    if is_rank_zero():
+        sys.stderr.write(f"genlight compare: {text}\n")
+    return USAGE
+
+
+def _print_table(comparison: Comparison) -> None:
+    write = sys.stdout.write
+    write("".join(f"{note}\n" for note in comparison.notes))
+    write("  ".join([f"{'step':>5}", *(f"{kind:>16}" for kind in comparison.kinds)]).rstrip() + "\n")
+    for step in comparison.steps:
+        cells = [_cell(step.largest(kind)) for kind in comparison.kinds]
+        mark = "  differs" if step.beyond(comparison.rtol) else ""
+        write("  ".join([f"{step.step:>5}", *(f"{cell:>16}" for cell in cells)]) + f"{mark}\n")
+    first = comparison.first
+    if first is None:
+        write(f"equal: no relative difference beyond {comparison.rtol:g}\n")
+        return
+    write(
+        f"the first difference is after step {first.step}: {first.kind} {first.name}, {first.distance:.1e} "
+        f"(beyond {comparison.rtol:g})\n"
+        f"  plain     {first.plain}\n  genlight  {first.hosted}\n  → {first.cause}\n"
+    )
+
+
+def _cell(worst: tuple[str, float] | None) -> str:
+    if worst is None:
+        return "-"
+    return "equal" if worst[1] == 0 else f"{worst[1]:.1e}"

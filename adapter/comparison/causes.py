@@ -1,0 +1,129 @@
+"""What a difference between a plain loop and genlight probably comes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .facts import Facts
+
+__all__ = ["Circumstances", "likely_cause"]
+
+ALIKE = 0.02
+"""Within this share, a ratio of two norms is taken for the number of ranks."""
+
+
+@dataclass
+class Circumstances:
+    """How the two loops ran, filled in as they do."""
+
+    world_size: int = 1
+    precision: str = "32-true"
+    """Lightning's name for that of the hosted loop; the plain one computes in fp32."""
+    draws: bool = False
+    """Whether steps of the plain loop drew from the global generators of Python, NumPy or torch."""
+    batch_statistics: bool = False
+    """Whether there are layers that normalise by their batch, in training mode."""
+    overflow_steps: int = 0
+    """Updates that a gradient scaler has skipped."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both loops compute the same operations in the same order."""
+        return self.world_size == 1 and self.precision == "32-true"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the hosted loop computes in half precision."""
+        return "16" in self.precision
+
+
+def likely_cause(
+    kind: str, name: str, step: int, plain: Facts, hosted: Facts, before: Facts | None, how: Circumstances
+) -> str:
+    """The most probable reason of a difference, and the way out.
+
+    Args:
+        kind: Of the value that differs.
+        name: Its name.
+        step: After which it does.
+        plain: What the plain loop has there.
+        hosted: What genlight has.
+        before: What the plain loop had one step earlier; None where there was no step.
+        how: How the two ran.
+    """
+    a, b = plain[kind].get(name), hosted[kind].get(name)
+    if a is None or b is None:
+        return (
+            f"Only {'genlight' if a is None else 'the plain loop'} has it: the class looks at ctx.device, ctx.dtype, "
+            "ctx.rank or ctx.world_size, or at something outside of itself, and does another thing."
+        )
+    if step == 0:
+        return _before_the_first_step(kind, how)
+    if kind == "setting":
+        return (
+            "The class or its scheduler sets it from something that differs, such as ctx.world_size or ctx.dtype, or "
+            "steps the scheduler only on some condition."
+        )
+    if how.overflow_steps:
+        return (
+            f"The gradient scaler of 16-mixed skipped {how.overflow_steps} updates whose gradients overflowed, which "
+            "it does until its scale fits. Compare with --set lightning.precision=bf16-mixed, or more --steps."
+        )
+    if how.world_size > 1 and before is not None and _is_share(kind, name, plain, hosted, before, how.world_size):
+        return (
+            f"It is 1/{how.world_size} of that of the plain loop: the loss is a sum over rows. Each of "
+            f"{how.world_size} ranks sums over its own rows and gradients are averaged; take the mean over rows."
+        )
+    if how.world_size > 1 and how.batch_statistics:
+        return "Layers normalise by the rows of one rank. Set lightning.sync_batchnorm, or use another normalisation."
+    if how.draws:
+        return _random(how)
+    if how.is_half:
+        return f"The rounding of {how.precision}, if it is small; judge it with a larger --rtol."
+    if kind == "metric":
+        return (
+            "The forward pass gives something else with the same weights and rows: it reads a clock, a file or a "
+            "variable of its module or class, which the plain loop changed before."
+        )
+    return (
+        "The update differs: look for a loss that is no mean over rows, or code that depends on ctx.rank or "
+        "ctx.world_size."
+        if how.world_size > 1
+        else "The update differs: look for state outside of the trainer, such as a variable of its module or class."
+    )
+
+
+def _before_the_first_step(kind: str, how: Circumstances) -> str:
+    if kind == "weight" and how.is_half and "true" in how.precision:
+        return f"Weights are kept in half precision ({how.precision}); judge it with a larger --rtol."
+    return (
+        "`configure` builds another thing the second time, with the same random numbers: it reads a clock or a "
+        "variable of its module or class, or depends on ctx.device, ctx.rank or ctx.world_size."
+    )
+
+
+def _random(how: Circumstances) -> str:
+    if how.world_size > 1:
+        return "The step draws random numbers, which each rank draws for itself; compare on one device."
+    return (
+        "The step draws random numbers, and the two loops drew others: a callback or the data draws too, or a "
+        "generator lives in a module or class and went on from where the plain loop had left it."
+    )
+
+
+def _is_share(kind: str, name: str, plain: Facts, hosted: Facts, before: Facts, world_size: int) -> bool:
+    """Whether the update under genlight is one part of `world_size` of the plain one."""
+    a, b = plain[kind][name].double(), hosted[kind][name].double()
+    if kind == "weight":
+        start = before[kind][name].double()
+        a, b = a - start, b - start
+    elif kind != "optimizer state":
+        return False
+    power = 2 if name.endswith("_sq") else 1
+    whole = float(torch.linalg.vector_norm(a))
+    return whole > 0 and math.isclose(
+        float(torch.linalg.vector_norm(b)) / whole, world_size**-power, rel_tol=ALIKE * power
+    )

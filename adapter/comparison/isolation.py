@@ -1,0 +1,70 @@
+"""A training that says nothing of its own and leaves the random numbers of its caller alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+__all__ = ["WithoutDropout", "drops", "quiet", "seeded", "turn_off_dropout"]
+
+
+class WithoutDropout(pl.Callback):
+    """Which numbers a rank draws is its own affair, and hides whether all else agrees."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the layers of the hosted class drop nothing."""
+        turn_off_dropout(pl_module.modules())
+
+
+def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
+    """Have dropout layers, and those that have dropout inside, drop nothing."""
+    for module in modules:
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+
+
+def drops(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of `modules` is a layer that drops something."""
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0)
+        or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0)
+        for module in modules
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Lightning says about every training; who trains to check something says what matters."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "genlight")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Begin with the same random numbers, and leave those of the caller as they were."""
+    with isolate_rng():
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,89 @@
+"""Minibatches of what a rollout collected, in a new order in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Minibatches"]
+
+
+class Minibatches:
+    """Columns of equal length, as dictionaries of `batch_size` rows.
+
+    What the ``rollout`` of a trainer returns where each update epoch goes over the same rows in another order. Orders
+    are drawn from torch's default generator on the CPU when a pass begins. A checkpoint holds the columns and the order
+    of the pass that it interrupts.
+
+    Args:
+        columns: Tensors by name, of any dtype and device, whose first dimension is the row.
+        batch_size: Rows of a minibatch.
+        shuffle: Whether each pass has an order of its own; else it is the order of the rows.
+        drop_last: Whether a last minibatch of fewer rows is left out.
+
+    Raises:
+        ValueError: There are no columns, they differ in length, they have no rows, or `batch_size` is below 1 or above
+            what `drop_last` leaves a minibatch of; lists every fault.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Tensor], batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        self.columns = dict(columns)
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.order: Tensor | None = None
+        """Rows in the order of the pass that was begun last; None before the first and without `shuffle`."""
+        if faults := self._faults():
+            raise ValueError("Minibatches: " + "; ".join(faults))
+        self.rows = len(next(iter(self.columns.values())))
+
+    def _faults(self) -> list[str]:
+        faults = []
+        scalars = [name for name, column in self.columns.items() if column.ndim == 0]
+        lengths = {name: len(column) for name, column in self.columns.items() if column.ndim}
+        if not self.columns:
+            faults.append("there are no columns")
+        if scalars:
+            faults.append(f"columns without a first dimension: {', '.join(scalars)}")
+        if len(set(lengths.values())) > 1:
+            faults.append(f"columns differ in length: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
+        elif 0 in lengths.values():
+            faults.append("the columns have no rows")
+        if self.batch_size < 1:
+            faults.append(f"Invalid `batch_size`. Expected a number >= 1, but received {self.batch_size}")
+        elif self.drop_last and lengths and max(lengths.values()) < self.batch_size:
+            faults.append(f"`drop_last` leaves nothing of {max(lengths.values())} rows in batches of {self.batch_size}")
+        return faults
+
+    def __len__(self) -> int:
+        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.order = torch.randperm(self.rows) if self.shuffle else None
+        yield from self.rest_of_pass(0)
+
+    def rest_of_pass(self, first: int) -> Iterator[dict[str, Tensor]]:
+        """The minibatches from number `first` of the pass whose `order` was drawn last."""
+        for index in range(first, len(self)):
+            rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+            if self.order is None:
+                yield {name: column[rows] for name, column in self.columns.items()}
+            else:
+                picked = self.order[rows]
+                yield {name: column[picked.to(column.device)] for name, column in self.columns.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Columns, order of the pass and arguments, for `from_state_dict`."""
+        arguments = {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {"columns": self.columns, "order": self.order, **arguments}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Minibatches:
+        """The minibatches that `state_dict` described, in the middle of the same pass."""
+        arguments = {name: state[name] for name in ("batch_size", "shuffle", "drop_last")}
+        minibatches = cls(state["columns"], **arguments)
+        minibatches.order = state["order"]
+        return minibatches

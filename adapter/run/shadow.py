@@ -1,0 +1,142 @@
+"""``genlight run --shadow N``: the first steps of a run, compared with those of a plain loop before it goes on.
+
+A copy of the trainer class takes the steps first, alone and on the rows of all ranks, from the same random numbers,
+which are put back. The run then trains as ever; after each of its first steps, before a callback reports or saves it,
+everything is compared. A difference ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...reporters.events.event_log import EventLog
+from ..contract.exceptions import ContractError, ShadowMismatchError, StartupContractError
+from ..job.config import RunConfig
+from ..module.plugin_loading import find_trainer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ..comparison.causes import Circumstances
+    from ..comparison.differences import Difference, StepDistances
+    from ..comparison.facts import Recording
+
+__all__ = ["SHADOW_METRIC", "check_shadow_start", "shadowed"]
+
+log = logging.getLogger(__name__)
+
+SHADOW_METRIC = "trainer/shadow_difference"
+"""The largest relative difference of the checked steps; reported once, at the last of them."""
+
+
+def check_shadow_start(steps: int, begins_after: int) -> bool:
+    """Whether a run that begins after a step has steps to check.
+
+    Raises:
+        StartupContractError: It begins within those that were to be checked.
+    """
+    if 0 < begins_after < steps:
+        raise StartupContractError(
+            "startup.artifacts_in_use",
+            f"--shadow {steps} checks the first {steps} steps, and the run goes on after step {begins_after}, where a "
+            "plain loop cannot follow. Begin anew with --fresh, or leave --shadow out.",
+        )
+    if begins_after:
+        log.info("--shadow: the first %d steps are done, so there is nothing to check", steps)
+    return not begins_after
+
+
+@contextmanager
+def shadowed(
+    config: RunConfig,
+    trainer: pl.Trainer,
+    steps: int,
+    *,
+    parquet_paths: Sequence[str],
+    model_handles: Mapping[str, Any],
+    compares: bool,
+    event_log: EventLog | None,
+    look: Callable[[], None],
+) -> Iterator[None]:
+    """Take the steps of the plain loop, and have `trainer` compare its own with them inside of the block.
+
+    Args:
+        config: The job.
+        trainer: Gets a callback that comes before those that it has.
+        steps: How many; fewer where the job has fewer steps or batches.
+        parquet_paths: Data files that its inputs brought here.
+        model_handles: What its inputs brought here for the class.
+        compares: Whether this rank compares, and does not only take part.
+        event_log: Gets `SHADOW_METRIC`.
+        look: Called before each step of the plain loop; what it raises ends it.
+
+    Raises:
+        StartupContractError: ``startup.invalid_trainer``: the class cannot be copied, or cannot be compared.
+    """
+    from ...callbacks.hook.events import callbacks_of
+    from ..comparison.reference_loop import circumstances_of
+    from ..comparison.watch import StepComparison, default_rtol
+
+    how = circumstances_of(trainer)
+    recording = None
+    if compares:
+        recording = _recorded(config, trainer, how, steps, parquet_paths, model_handles, look)
+    rtol, largest = default_rtol(how), 0.0
+
+    def told(_: pl.Trainer, found: StepDistances, difference: Difference | None) -> None:
+        nonlocal largest
+        if difference is not None:
+            raise _mismatch(difference, rtol)
+        sizes = [worst[1] for kind in found.distances if (worst := found.largest(kind)) is not None]
+        largest = max([largest, *sizes])
+        if recording is not None and found.step == len(recording) - 1:
+            log.info("--shadow: the first %d steps are those of a plain loop, to %.1e", found.step, largest)
+            if event_log is not None:
+                event_log.metric(name=SHADOW_METRIC, value=largest, step=found.step)
+
+    callbacks_of(trainer).insert(0, StepComparison(steps, recording, how, rtol, told))
+    try:
+        yield
+    finally:
+        if recording is not None:
+            recording.close()
+
+
+def _recorded(
+    config: RunConfig,
+    trainer: pl.Trainer,
+    how: Circumstances,
+    steps: int,
+    parquet_paths: Sequence[str],
+    model_handles: Mapping[str, Any],
+    look: Callable[[], None],
+) -> Recording:
+    from ..comparison.reference_loop import recorded_plain_loop
+
+    refusal = (
+        "Dropout layers draw other numbers on each rank. Use `genlight compare`, which turns them off in both loops."
+    )
+    try:
+        return recorded_plain_loop(
+            config,
+            find_trainer(config.trainer),
+            trainer,
+            how,
+            steps=steps,
+            parquet_paths=parquet_paths,
+            model_handles=model_handles,
+            look=look,
+            refuse_dropout=refusal if how.world_size > 1 else "",
+        )
+    except ContractError as error:
+        raise StartupContractError("startup.invalid_trainer", f"--shadow: {error}") from error
+
+
+def _mismatch(found: Difference, rtol: float) -> ShadowMismatchError:
+    return ShadowMismatchError(
+        f"--shadow: after step {found.step} {found.kind} {found.name} differs from that of a plain loop by "
+        f"{found.distance:.1e} (beyond {rtol:g}): {found.plain} there, {found.hosted} here. {found.cause}"
+    )

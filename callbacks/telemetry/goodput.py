@@ -1,0 +1,117 @@
+"""Measures where the time of an attempt goes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ...reporters.events.goodput import METRIC_PREFIX
+from ..data_wait import data_wait_s
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+from ..stop.sources import process_age_s
+from .run_events import log_to_loggers
+
+__all__ = ["Goodput"]
+
+LOOK_EVERY_STEPS = 10
+"""How often it looks at the clock."""
+
+
+class Goodput(Hook):
+    """Sends the seconds that an attempt has spent so far to every logger, as ``time/…``, at most every `every_s`.
+
+    ``time/start_up`` is the time from the start of the process to its first step, ``time/data_wait`` what steps waited
+    for data, ``time/checkpoint``, ``time/samples``, ``time/evaluation`` and ``time/rollout`` what these held training
+    up, and ``time/steps`` the rest. What a run of several attempts has lost to kills and waits shows in its event log:
+    ``genlight events RUN --goodput`` adds it up.
+
+    It measures where something happens and not in each step, so that a step costs nothing.
+
+    Args:
+        every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
+            last step reports as well. A training that is shorter says nothing.
+
+    Raises:
+        ValueError: `every_s` is not positive.
+    """
+
+    # Reported after what they hold training up by.
+    optional_reads = ("eval_scores", "latest_sample_uris")
+    _of_this_process = frozenset(
+        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported"}
+    )
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        if every_s <= 0:
+            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
+        self.every_s = every_s
+        self._began_at = self._next_at = time.monotonic()
+        self._has_reported = False
+        self._start_up_s = 0.0
+        self._waited_s: float | None = None
+        self._spent: dict[str, float] = {}
+        self._held_since: dict[str, float] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began_at = time.monotonic()
+        self._next_at = self._began_at + self.every_s
+        self._has_reported = False
+        self._start_up_s = process_age_s()
+        self._waited_s = data_wait_s(trainer)
+        self._spent = {}
+        self.next_due_step = 0
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now, step = time.monotonic(), trainer.global_step
+        is_last = trainer.should_stop or step == trainer.max_steps
+        if now >= self._next_at or (is_last and self._has_reported):
+            self._has_reported = True
+            self._next_at = now + self.every_s
+            log_to_loggers(trainer, self.seconds(trainer, now))
+        self.next_due_step = step + LOOK_EVERY_STEPS
+        if trainer.max_steps > step:
+            self.next_due_step = min(self.next_due_step, trainer.max_steps)
+
+    def seconds(self, trainer: pl.Trainer, now: float | None = None) -> dict[str, float]:
+        """What this attempt has spent so far, by the names of the metrics."""
+        now = time.monotonic() if now is None else now
+        spent = dict(self._spent)
+        if self._waited_s is not None:
+            spent["data_wait"] = (data_wait_s(trainer) or 0.0) - self._waited_s
+        spent["steps"] = max(now - self._began_at - sum(spent.values()), 0.0)
+        spent["start_up"] = self._start_up_s
+        return {METRIC_PREFIX + what: round(spent_s, 3) for what, spent_s in spent.items()}
+
+    @override
+    def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
+        self._spent[what] = self._spent.get(what, 0.0) + seconds
+
+    @override
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._held_since["rollout"] = time.monotonic()
+
+    @override
+    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release(trainer, pl_module, "rollout")
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._held_since["evaluation"] = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release(trainer, pl_module, "evaluation")
+
+    def _release(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str) -> None:
+        since = self._held_since.pop(what, None)
+        if since is not None:
+            self.on_time_spent(trainer, pl_module, what, time.monotonic() - since)

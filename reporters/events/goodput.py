@@ -1,0 +1,167 @@
+"""Where the wall time of a run went, over all of its attempts, by its event log."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .lines import RESUMED_METRIC
+from .reader import read_events
+
+__all__ = ["METRIC_PREFIX", "PARTS", "Account", "account_of"]
+
+METRIC_PREFIX = "time/"
+"""Of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
+
+PARTS = {
+    "steps": "training steps whose work was kept",
+    "data_wait": "waiting for data",
+    "checkpoint": "held up by checkpoints",
+    "samples": "samples",
+    "evaluation": "evaluation",
+    "rollout": "rollouts",
+    "start_up": "from the start of a process to its first step",
+    "ending": "after the last step: final checkpoint, uploads",
+    "lost": "steps that were made again after a kill or a stop",
+    "idle": "between two attempts, or after the last sign of one that was killed",
+}
+"""What each part is, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The wall time of a run.
+
+    Attributes:
+        seconds: By part, of `PARTS`; they sum to `wall_s`.
+        attempts: How many attempts have started.
+        wall_s: From the start of the first process to the last event.
+        is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
+    """
+
+    seconds: Mapping[str, float]
+    attempts: int
+    wall_s: float
+    is_measured: bool
+
+    @property
+    def goodput(self) -> float:
+        """The share of steps whose work was kept, from 0 to 1."""
+        return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else 0.0
+
+
+@dataclass
+class _Figures:
+    """What an attempt had spent when it said so."""
+
+    at_s: float
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Attempt:
+    started_s: float
+    resumed_from: int = 0
+    last_s: float = 0.0
+    last_step: int = 0
+    ended: bool = False
+    figures: list[_Figures] = field(default_factory=list)
+
+    @property
+    def start_up_s(self) -> float:
+        return self.figures[0].seconds.get("start_up", 0.0) if self.figures else 0.0
+
+    @property
+    def process_began_s(self) -> float:
+        return self.started_s - self.start_up_s
+
+
+def account_of(path: str | os.PathLike[str]) -> Account | None:
+    """Add up the event log at `path`; None where no attempt has started.
+
+    Where an attempt was killed, what it did since its last event is counted as ``idle``: nothing tells when it ended.
+
+    Raises:
+        EventLogError: The file cannot be read.
+    """
+    attempts = _attempts(read_events(path))
+    if not attempts:
+        return None
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for position, attempt in enumerate(attempts):
+        following = attempts[position + 1 :]
+        kept_until = min((later.resumed_from for later in following), default=attempt.last_step)
+        for part, spent_s in _spent(attempt, kept_until).items():
+            seconds[part] = seconds.get(part, 0.0) + spent_s
+        if following:
+            seconds["idle"] += max(following[0].process_began_s - attempt.last_s, 0.0)
+    wall_s = attempts[-1].last_s - attempts[0].process_began_s
+    return Account(seconds, len(attempts), wall_s, any(attempt.figures for attempt in attempts))
+
+
+def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
+    """The parts of one attempt; they sum to the time from the start of its process to its last event."""
+    span_s = attempt.last_s - attempt.started_s
+    last = attempt.figures[-1] if attempt.figures else _Figures(attempt.started_s, attempt.resumed_from)
+    spent = {part: spent_s for part, spent_s in last.seconds.items() if part != "start_up"}
+    rest_s = span_s - sum(spent.values())
+    part = "ending" if attempt.ended and attempt.last_step <= last.step else "steps"
+    spent[part] = spent.get(part, 0.0) + rest_s
+    if spent[part] < 0:  # clocks of events are rounded to milliseconds
+        spent["steps"] = spent.get("steps", 0.0) + spent[part]
+        spent[part] = 0.0
+    lost = _share_after(attempt, kept_until) * spent.get("steps", 0.0)
+    spent["steps"] = spent.get("steps", 0.0) - lost
+    return {**spent, "lost": lost, "start_up": attempt.start_up_s}
+
+
+def _share_after(attempt: _Attempt, step: int) -> float:
+    """The share of the steps' time that was spent after `step`, by the figures around it."""
+    if step >= attempt.last_step:
+        return 0.0
+    points = [(attempt.resumed_from, 0.0), *((f.step, f.seconds.get("steps", 0.0)) for f in attempt.figures)]
+    if attempt.last_step > points[-1][0]:
+        rate = points[-1][1] / max(points[-1][0] - attempt.resumed_from, 1)
+        points.append((attempt.last_step, points[-1][1] + rate * (attempt.last_step - points[-1][0])))
+    total_s = points[-1][1]
+    if step <= attempt.resumed_from or total_s <= 0:
+        first, last = attempt.resumed_from, attempt.last_step
+        return 1.0 if step <= first else (last - step) / (last - first)
+    for (before, before_s), (after, after_s) in itertools.pairwise(points):
+        if before <= step <= after and after > before:
+            until_s = before_s + (after_s - before_s) * (step - before) / (after - before)
+            return 1.0 - until_s / total_s
+    return 0.0
+
+
+def _attempts(events: Iterable[Mapping[str, Any]]) -> list[_Attempt]:
+    attempts: list[_Attempt] = []
+    for event in events:
+        at_s = event["timestamp_ms"] / 1000
+        if event["event"] == "started":
+            attempts.append(_Attempt(at_s, last_s=at_s))
+        if not attempts:  # it failed before it started
+            continue
+        attempt = attempts[-1]
+        attempt.last_s = at_s
+        attempt.ended = event["event"] in ("completed", "failed")
+        step = event.get("step")
+        if isinstance(step, int):
+            attempt.last_step = max(attempt.last_step, step)
+        if event["event"] == "metric":
+            _take_metric(attempt, event, at_s)
+    return attempts
+
+
+def _take_metric(attempt: _Attempt, event: Mapping[str, Any], at_s: float) -> None:
+    name, value, step = event["name"], event["value"], event["step"]
+    if name == RESUMED_METRIC:
+        attempt.resumed_from = attempt.last_step = step
+    elif name.startswith(METRIC_PREFIX) and isinstance(value, int | float):
+        if not attempt.figures or attempt.figures[-1].step != step:
+            attempt.figures.append(_Figures(at_s, step))
+        attempt.figures[-1].seconds[name.removeprefix(METRIC_PREFIX)] = float(value)

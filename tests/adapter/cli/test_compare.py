@@ -1,0 +1,205 @@
+"""``genlight compare``: the same class in a plain loop and under genlight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from genlight.adapter.cli import main
+from support import compared
+
+
+@pytest.fixture
+def compare(tmp_path, capsys, monkeypatch):
+    """Compare a class of `support.compared`; gives exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *arguments, mock_batches=None, max_steps=20):
+        job = {
+            "run_id": "compared",
+            "trainer": f"support.compared:{name}",
+            "max_steps": max_steps,
+            "checkpoint_every": 1,
+            "mock_batches": compared.batches() if mock_batches is None else mock_batches,
+            "lightning": {"accelerator": "cpu"},
+        }
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        code = main(["compare", "job.json", "--steps", "3", *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def first(out):
+    return json.loads(out)["first_difference"]
+
+
+def test_a_class_without_a_seed_is_bit_equal_and_nothing_is_left_behind(compare, tmp_path):
+    before = torch.get_rng_state()
+    code, out, _ = compare("Plain", "--rtol", "0")
+
+    assert code == 0, out
+    assert "equal: no relative difference beyond 0" in out
+    assert [line.split()[:5] for line in out.splitlines()[2:6]] == [
+        ["0", "-", "equal", "-", "equal"],
+        ["1", "equal", "equal", "equal", "equal"],
+        ["2", "equal", "equal", "equal", "equal"],
+        ["3", "equal", "equal", "equal", "equal"],
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_instance_is_copied(compare):
+    assert compare("INSTANCE")[0] == 0
+
+
+def test_half_precision_is_within_what_it_rounds_and_is_told_beyond_that(compare):
+    assert compare("Plain", "--set", "lightning.precision=bf16-mixed")[0] == 0
+
+    code, out, _ = compare("NeverUpdates", "--set", "lightning.precision=bf16-mixed", "--rtol", "0")
+    assert code == 0, out
+
+    code, out, _ = compare("Sums", "--set", "lightning.precision=bf16-mixed", "--rtol", "1e-9", "--json")
+    assert code == 1
+    assert first(out)["kind"] == "metric"
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "kind", "value", "cause"),
+    [
+        ("Remembers", 1, "metric", "train/loss", "drew others"),
+        ("BuildsAnother", 0, "weight", 'state["model"].', "builds another thing the second time"),
+        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "Only the plain loop has it"),
+    ],
+)
+def test_the_first_difference_is_told_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):
+    code, out, _ = compare(name, "--json")
+
+    told = first(out)
+    assert code == 1
+    assert (told["step"], told["kind"]) == (step, kind)
+    assert told["name"].startswith(value)
+    assert cause in told["cause"]
+    assert told["plain"] != told["hosted"]
+
+
+def test_the_table_marks_the_steps_that_differ(compare):
+    _, out, _ = compare("Remembers")
+
+    assert [line.endswith("differs") for line in out.splitlines()[2:6]] == [False, True, True, True]
+    assert "the first difference is after step 1: metric train/loss" in out
+
+
+def test_a_job_that_is_shorter_says_so(compare):
+    code, out, _ = compare("Plain", "--steps", "9", max_steps=2)
+    assert (code, "the job has 2 steps, of 9 that were asked for" in out) == (0, True)
+    code, out, _ = compare("Plain", "--steps", "9")
+    assert (code, f"the job has {compared.COUNT} steps" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("Plain", ["--steps", "0", "--rtol", "-1"], "Expected a number >= 1, but received 0.; Invalid `--rtol`"),
+        ("Plain", ["--seed", "-1"], "Invalid `--seed`"),
+        ("Nowhere", [], "has no 'Nowhere'"),
+        ("Collects", [], "collects its own batches"),
+        ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
+        ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
+        ("Plain", ["--set", "mock_batches=null"], "The job names no data"),
+        ("Plain", ["--set", "lightning.precision=17"], "The `lightning` block of the job cannot be used"),
+        ("Plain", ["--against", "support.compared:nowhere"], "has no 'nowhere'"),
+        ("Plain", ["--against", "nowhere_at_all:train"], "there is no module 'nowhere_at_all'"),
+        ("Plain", ["--against", "train"], "names no function; write it as 'module:function'"),
+        ("Plain", ["--against", "support.compared:COUNT"], "is of type int; name a plain function"),
+        ("Plain", ["--against", "support.compared:waits"], "is a coroutine function"),
+        ("Plain", ["--against", "support.compared:wants_more"], "requires config_file; it is called with those of"),
+        ("Plain", ["--against", "support.compared:never_steps"], "without one call of optimizer.step"),
+        ("NeverUpdates", ["--against", "support.compared:old_loop"], "The class calls no optimizer.step"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(name, arguments, said, compare):
+    code, out, err = compare(name, *arguments)
+
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_class_or_function_that_raises_is_named_without_a_traceback(compare):
+    assert compare("Raises") == (1, "", "genlight compare: training failed: ArithmeticError: mine\n")
+    code, _, err = compare("Plain", "--against", "support.compared:fails")
+    assert (code, err) == (1, "genlight compare: training failed: LookupError: no such file of mine\n")
+
+
+@pytest.mark.parametrize("function", ["old_loop", "with_a_closure"])
+def test_an_old_function_is_compared_at_each_update(function, compare):
+    code, out, _ = compare("Plain", "--against", f"support.compared:{function}", "--rtol", "0")
+
+    assert code == 0, out
+    assert "weight before" in out
+    assert len([line for line in out.splitlines() if line.endswith("equal")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "value", "cause"),
+    [
+        ("another_rate", "setting", "optimizer 0 group 0.lr", "another setting"),
+        ("four_times", "gradient", 'state["model"].', "It is 0.25 times that of the function"),
+        ("another_start", "weight before", 'state["model"].', "seed both the same way"),
+        ("other_rows", "gradient", 'state["model"].', "random numbers, and the two drew others"),
+        ("other_model", "weight before", 'state["model"].0.weight', "another model"),
+    ],
+)
+def test_what_an_old_function_does_otherwise_is_told(function, kind, value, cause, compare):
+    code, out, _ = compare("Plain", "--against", f"support.compared:{function}", "--json")
+
+    told = first(out)
+    assert code == 1
+    assert (told["step"], told["kind"]) == (1, kind)
+    assert told["name"].startswith(value)
+    assert cause in told["cause"]
+
+
+def test_a_function_that_ends_early_is_compared_as_far_as_it_went(compare):
+    code, out, _ = compare("Plain", "--against", "support.compared:short")
+
+    assert code == 0, out
+    assert "ended after 1 of 3 updates" in out
+
+
+@pytest.mark.slow
+def test_two_ranks_train_like_one_plain_loop_of_all_rows_and_a_sum_over_rows_is_found(tmp_path):
+    """Processes of their own: the first one starts the second."""
+    job = {
+        "run_id": "ranks",
+        "trainer": "support.compared:Sums",
+        "max_steps": 2,
+        "mock_batches": compared.batches(4),
+        "lightning": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(compared.__file__)))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "genlight", "compare", "job.json", "--json", *arguments]
+        environ = {**os.environ, "PYTHONPATH": tests}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
+        )
+        return done.returncode, json.loads(done.stdout), done.stderr
+
+    code, told, err = run("--set", "trainer=support.compared:Plain")
+    assert (code, told["equal"]) == (0, True), err
+    assert "dropout layers are off in both" in told["notes"][1]
+
+    code, told, _ = run()
+    assert code == 1
+    assert "the loss is a sum over rows" in told["first_difference"]["cause"]

@@ -1,0 +1,390 @@
+"""Phases of a trainer with a rollout: counters, passes over a rollout, early ends, and going on within a phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.feed import Minibatches
+from genlight.callbacks import Checkpoint, Hook
+from genlight.callbacks.hook.events import run_state_of
+from support import SUPPORT
+
+ROWS = 12
+PROGRAM = SUPPORT / "phase_ranks.py"
+
+
+class Actor:
+    """A linear policy on a made-up environment whose position is part of what it gives of its environments."""
+
+    update_epochs = 2
+
+    def __init__(self, form: str = "minibatches") -> None:
+        self.form = form
+        self.position = 0.0
+        self.rollouts = 0
+        self.at_step: Callable[[Any], None] | None = None
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        return {"losses": []}
+
+    def rollout(self, state: Any, ctx: Any) -> Any:
+        self.rollouts += 1
+        rows = []
+        for _ in range(ROWS):
+            self.position = 0.9 * self.position + torch.randn(()).item()
+            rows.append([self.position, 1.0])
+        data = {"x": torch.tensor(rows), "noise": torch.randn(ROWS, 1)}
+        stats = {"agent_steps": ROWS}
+        minibatches = Minibatches(data, 5)
+        if self.form == "minibatches":
+            return minibatches, stats
+        return (list(minibatches) if self.form == "list" else (batch for batch in minibatches)), stats
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = (self.model(batch["x"]) - batch["noise"]).square().mean() + 0.01 * torch.randn(()) ** 2
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        state["losses"].append(loss.item())
+        if self.at_step is not None:
+            self.at_step(ctx)
+        return StepResult(metrics={"loss": loss})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class Placed(Actor):
+    """The same, with a place to go on from."""
+
+    def rollout_state(self, state: Any) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_rollout_state(self, state: Any, payload: Any, ctx: Any) -> None:
+        self.position = payload["position"]
+
+
+class Counters(Hook):
+    """Writes down where the run is, after each event."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def _note(self, trainer: pl.Trainer, name: str) -> None:
+        state = run_state_of(trainer)
+        self.seen.append((name, state.agent_step, state.epoch, state.update_epoch, state.minibatch_index))
+
+    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer, "rollout")
+
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer, "mb")
+
+    def on_train_phase_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note(trainer, "phase")
+
+
+def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
+    """Train without any data but the trainer's own."""
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    module = ContractModule(plugin, TrainingJobSpec("actor", steps, metric_every=0))
+    trainer.fit(module, **options)
+    return module
+
+
+def test_counters_are_true_in_every_event_of_two_phases(tmp_path: Path) -> None:
+    """Two update epochs over three minibatches of twelve rows."""
+    counters = Counters()
+    fit(tmp_path, Actor(), counters, steps=9)
+    first = [("mb", 12, 0, epoch, index) for epoch in (0, 1) for index in (0, 1, 2)]
+    second = [("mb", 24, 1, 0, index) for index in (0, 1, 2)]
+    assert counters.seen == [
+        ("rollout", 12, 0, 0, 0),
+        *first,
+        ("phase", 12, 1, 1, 2),
+        ("rollout", 24, 1, 0, 0),
+        *second,
+        ("phase", 24, 2, 0, 2),
+    ]
+
+
+def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> None:
+    """By adding to the run state, in the rollout or while a generator collects."""
+    actor = Actor()
+
+    def collect(state: Any, ctx: Any) -> Iterator[Any]:
+        for _ in range(3):
+            ctx.run_state.agent_step += 4
+            yield {"x": torch.ones(1, 2), "noise": torch.zeros(1, 1)}
+
+    actor.rollout = collect  # type: ignore[method-assign]
+    module = fit(tmp_path, actor, steps=7)
+    assert run_state_of(module.trainer).agent_step == 16
+    assert actor.update_epochs == 2
+
+
+def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
+    """Of the last rollout, and of the last update that has ended."""
+    metrics = fit(tmp_path, Actor(), steps=7).metrics()
+    assert metrics["trainer/agent_step"] == 24
+    assert metrics["trainer/rollout_seconds"] > 0
+    assert metrics["trainer/update_seconds"] > 0
+    assert "trainer/update_seconds" not in fit(tmp_path, Actor(), steps=2).metrics()
+
+
+def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
+    """After its second minibatch, of six that there are."""
+    actor, counters = Actor(), Counters()
+
+    def at_step(ctx: Any) -> None:
+        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
+
+    actor.at_step = at_step
+    fit(tmp_path, actor, counters, steps=4)
+    assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
+    assert actor.rollouts == 2
+
+
+def test_a_hook_ends_an_update_early(tmp_path: Path) -> None:
+    """A KL limit may live in a callback."""
+
+    class Limit(Hook):
+        def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            run_state_of(trainer).stop_update_epoch = True
+
+    actor = Actor()
+    fit(tmp_path, actor, Limit(), steps=3)
+    assert actor.rollouts == 3
+
+
+@pytest.mark.parametrize("cls", [Actor, Placed])
+def test_a_rollout_is_ended_early_and_later_passes_have_what_it_gave(tmp_path: Path, cls: type[Actor]) -> None:
+    """Of a generator that would go on for ever, collected in the steps or before them."""
+    actor, seen = cls(), []
+
+    def collect(state: Any, ctx: Any) -> Iterator[Any]:
+        for index in range(1000):
+            if index == 2:
+                ctx.run_state.stop_rollout = True
+            yield {"x": torch.full((1, 2), float(index)), "noise": torch.zeros(1, 1)}
+
+    actor.rollout = collect  # type: ignore[method-assign]
+    actor.prepare_batch = lambda raw, state, ctx: seen.append(int(raw["x"][0, 0])) or raw  # type: ignore[method-assign,func-returns-value]
+    fit(tmp_path, actor, steps=8)
+    assert seen == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+FORMS = [("minibatches", Actor), ("list", Actor), ("generator", Placed), ("minibatches", Placed)]
+
+
+@pytest.mark.parametrize(("form", "cls"), FORMS)
+def test_a_run_resumed_between_any_two_minibatches_goes_on_with_the_same_bits(
+    tmp_path: Path, form: str, cls: type[Actor], caplog: Any
+) -> None:
+    """From the checkpoint of each step of one phase and of the first step of the next."""
+    steps = 8 if cls is Placed else 6  # without a place in its environment only the phase itself goes on
+    whole = fit(tmp_path, cls(form), Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None), steps=steps)
+    losses, weights = whole.contract_state["losses"], whole.plugin.model.state_dict()
+    for step in range(1, 8 if cls is Placed else 6):
+        resumed = cls(form)
+        path = tmp_path / "c" / f"step-{step:08d}.json"
+        module = fit(tmp_path, resumed, Counters(), Checkpoint(tmp_path / "d"), steps=steps, ckpt_path=path)
+        assert module.contract_state["losses"] == losses[step:]
+        assert resumed.rollouts == (0 if step > 6 or steps == 6 else 1)
+        for name, value in resumed.model.state_dict().items():
+            assert torch.equal(value, weights[name])
+        assert run_state_of(module.trainer).agent_step == run_state_of(whole.trainer).agent_step
+    assert "begins anew" not in caplog.text
+
+
+def test_an_update_that_was_ended_in_the_step_of_the_checkpoint_stays_ended(tmp_path: Path) -> None:
+    """The next minibatch is one of a new rollout."""
+    actor = Placed()
+
+    def at_step(ctx: Any) -> None:
+        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
+
+    actor.at_step = at_step
+    fit(tmp_path, actor, Checkpoint(tmp_path / "c"), steps=2)
+    resumed = Placed()
+    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "final.json")
+    assert resumed.rollouts == 1
+
+
+class Opaque:
+    """What no checkpoint can hold."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"rollout_checkpoint_bytes": 100}, "its batches take 144 bytes, and `rollout_checkpoint_bytes` is 100"),
+        ({"form": "generator"}, "its batches come from a generator"),
+        ({"form": "opaque"}, "rollout[0]: tests.adapter.module.test_phases.Opaque cannot be stored"),
+    ],
+)
+def test_a_phase_that_a_checkpoint_cannot_hold_begins_anew_and_says_so(
+    tmp_path: Path, caplog: Any, change: dict[str, Any], why: str
+) -> None:
+    """Instead of a save that fails, or of a run that goes on with other batches in silence."""
+
+    def actor() -> Actor:
+        made = Actor()
+        vars(made).update(change)
+        if made.form == "opaque":
+            collect = made.rollout
+            made.rollout = lambda state, ctx: [Opaque(batch) for batch in collect(state, ctx)[0]]  # type: ignore[method-assign]
+            made.prepare_batch = lambda raw, state, ctx: raw.batch  # type: ignore[method-assign]
+        return made
+
+    fit(tmp_path, actor(), Checkpoint(tmp_path / "c"), steps=2)
+    resumed = actor()
+    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=4, ckpt_path=tmp_path / "c" / "final.json")
+    assert resumed.rollouts == 1
+    (told,) = [record.message for record in caplog.records if "begins anew" in record.message]
+    assert why in told
+
+
+@pytest.mark.parametrize("returned", [[], iter([]), ([], {"agent_steps": 3})])
+def test_a_rollout_that_gives_nothing_is_an_error(tmp_path: Path, returned: Any) -> None:
+    """In a later phase, too, where it once ended the run as if it were complete."""
+    actor = Actor("list")
+    collect = actor.rollout
+    actor.rollout = lambda state, ctx: returned if actor.rollouts else collect(state, ctx)  # type: ignore[method-assign]
+    with pytest.raises(ContractError, match="the rollout after step 6 gave no batches"):
+        fit(tmp_path, actor, steps=9)
+
+
+@pytest.mark.parametrize("cls", [Actor, Placed])
+def test_what_a_generator_raises_in_the_middle_is_the_error_of_the_run(tmp_path: Path, cls: type[Actor]) -> None:
+    """Whether it is collected in the steps or before them."""
+    actor = cls()
+
+    def collect(state: Any, ctx: Any) -> Iterator[Any]:
+        yield {"x": torch.ones(1, 2), "noise": torch.zeros(1, 1)}
+        raise OSError("the simulator is gone")
+
+    actor.rollout = collect  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the simulator is gone"):
+        fit(tmp_path, actor, steps=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("update_epochs", 0, "`update_epochs` of Actor is 0; it must be a whole number >= 1"),
+        ("update_epochs", 1.5, "`update_epochs` of Actor is 1.5"),
+        ("rollout_checkpoint_bytes", -1, "`rollout_checkpoint_bytes` of Actor is -1"),
+        ("agent_steps", -3, "`agent_steps` in the statistics of a rollout is -3"),
+        ("agent_steps", "many", "`agent_steps` in the statistics of a rollout is 'many'"),
+    ],
+)
+def test_settings_of_phases_are_checked(tmp_path: Path, name: str, value: Any, message: str) -> None:
+    """By name and with the value."""
+    actor = Actor()
+    if name == "agent_steps":
+        actor.rollout = lambda state, ctx: ([1], {name: value})  # type: ignore[method-assign]
+    else:
+        setattr(actor, name, value)
+    with pytest.raises(ContractError, match=message):
+        fit(tmp_path, actor, Checkpoint(tmp_path / "c", every_n_steps=1), steps=2)
+
+
+def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
+    """As that of the trainer."""
+    actor = Placed()
+    actor.rollout_state = lambda state: [1.0]  # type: ignore[method-assign,return-value,assignment]
+    with pytest.raises(ContractError, match="rollout_state returned a list; it must be a dict"):
+        fit(tmp_path, actor, Checkpoint(tmp_path / "c"), steps=2)
+
+
+def test_minibatches_list_every_fault_of_their_arguments() -> None:
+    """At once."""
+    with pytest.raises(ValueError, match=r"columns differ in length: a 3, b 2; Invalid `batch_size`.*received 0"):
+        Minibatches({"a": torch.ones(3), "b": torch.ones(2)}, 0)
+    with pytest.raises(ValueError, match="there are no columns"):
+        Minibatches({}, 2)
+    with pytest.raises(ValueError, match="columns without a first dimension: a"):
+        Minibatches({"a": torch.tensor(1.0)}, 1)
+    with pytest.raises(ValueError, match="the columns have no rows"):
+        Minibatches({"a": torch.ones(0)}, 1)
+    with pytest.raises(ValueError, match="`drop_last` leaves nothing of 3 rows in batches of 4"):
+        Minibatches({"a": torch.ones(3)}, 4, drop_last=True)
+    assert [len(batch["a"]) for batch in Minibatches({"a": torch.ones(5)}, 2, drop_last=True)] == [2, 2]
+    (whole,) = Minibatches({"a": torch.arange(3)}, 3, shuffle=False)
+    assert whole["a"].tolist() == [0, 1, 2]
+
+
+def run_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[str, Any]], list[Any], str]:
+    """What each of two ranks has at its end, its weights, and what both said."""
+    folder.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), "2", str(folder), str(directory), what],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    ends = [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
+    weights = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return ends, weights, "".join(outputs)
+
+
+@pytest.mark.slow
+def test_each_rank_collects_for_itself_and_all_end_their_passes_together(tmp_path: Path) -> None:
+    """Counts are summed, an early end of one rank is that of all, and a resume within a phase is exact on each."""
+    whole, weights, said = run_ranks(tmp_path / "whole", tmp_path / "c", "train")
+    in_full = [[14 * phase, epoch, index] for phase in (1, 3) for epoch in (0, 1) for index in (0, 1, 2)]
+    for end in whole:
+        assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
+        assert end["agent_step"] == 42
+    assert said.count("Rank 1 has more than the 3 minibatches") == 1
+
+    run_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")
+    resumed, resumed_weights, said = run_ranks(tmp_path / "resumed", tmp_path / "d", "resume")
+    assert "begins anew" not in said
+    for rank in range(2):
+        assert resumed[rank] == {**whole[rank], "seen": whole[rank]["seen"][5:]}
+        assert all(torch.equal(resumed_weights[rank][name], value) for name, value in weights[rank].items())

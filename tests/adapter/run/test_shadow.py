@@ -1,0 +1,107 @@
+"""``genlight run --shadow N``: the first steps of a run beside a plain loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from genlight.adapter.cli import main
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+from support import compared
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a class of `support.compared`; gives exit code, events and the run's folder."""
+
+    def of(name, *arguments, run_id="beside", **keys):
+        job = {
+            "run_id": run_id,
+            "trainer": f"support.compared:{name}",
+            "max_steps": 4,
+            "metric_every": 1,
+            "mock_batches": compared.batches(),
+            "lightning": {"accelerator": "cpu"},
+            **keys,
+        }
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        code = main(["run", str(tmp_path / "job.json"), *arguments])
+        folder = tmp_path / "runs" / run_id
+        log = folder / "metrics" / "events.jsonl"
+        return code, list(read_events(log)) if log.exists() else [], folder
+
+    return of
+
+
+def shadow_metrics(events):
+    return [(event["step"], event["value"]) for event in events if event.get("name") == "trainer/shadow_difference"]
+
+
+def test_a_run_that_trains_like_a_plain_loop_goes_on_and_says_so_once(run, caplog):
+    caplog.set_level(logging.INFO)
+    code, events, folder = run("Plain", "--shadow", "2")
+
+    assert code == 0
+    assert events[-1]["event"] == "completed"
+    assert shadow_metrics(events) == [(2, 0.0)]
+    assert validate_events(folder / "metrics" / "events.jsonl") == []
+    assert [r.message for r in caplog.records if "--shadow" in r.message] == [
+        "--shadow: the first 2 steps are those of a plain loop, to 0.0e+00"
+    ]
+
+
+def test_the_check_changes_nothing_of_the_run(run):
+    import torch
+
+    def losses(run_id, *arguments):
+        torch.manual_seed(3)
+        code, events, _ = run("Plain", *arguments, run_id=run_id)
+        assert code == 0
+        return [event["value"] for event in events if event.get("name") == "train/loss"]
+
+    assert losses("checked", "--shadow", "9") == losses("alone")
+
+
+def test_a_difference_ends_the_run_before_that_step_is_saved(run):
+    code, events, folder = run("Remembers", "--shadow", "2", checkpoint_every=1)
+
+    assert code == 1
+    assert events[-1]["event"] == "failed"
+    assert events[-1]["category"] == "train-step"
+    assert "--shadow: after step 1 metric train/loss differs from that of a plain loop" in events[-1]["error"]
+    assert list(folder.glob("checkpoints/*.json")) == []
+    assert shadow_metrics(events) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Collects", "collects its own batches"), ("LOCKED", "cannot be copied for a second loop")]
+)
+def test_a_class_that_cannot_be_compared_is_refused_at_start(name, said, run):
+    code, events, _ = run(name, "--shadow", "2", **({"mock_batches": None} if name == "Collects" else {}))
+
+    assert code == 2
+    assert [event["event"] for event in events] == ["failed"]
+    assert said in events[-1]["error"]
+
+
+def test_a_resumed_run_is_not_checked_again_and_not_from_within_the_steps_to_check(run, caplog):
+    caplog.set_level(logging.INFO)
+    assert run("Plain", "--shadow", "1", max_steps=2)[0] == 0
+
+    code, events, _ = run("Plain", "--shadow", "3", resume_from_latest=True)
+    assert code == 2
+    assert "goes on after step 2" in events[-1]["error"]
+
+    assert run("Plain", "--shadow", "1", resume_from_latest=True)[0] == 0
+    assert "--shadow: the first 1 steps are done, so there is nothing to check" in caplog.messages
+
+
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_number_of_steps_below_one_is_wrong_usage(steps, run, capsys):
+    code, events, _ = run("Plain", "--shadow", steps)
+
+    assert (code, events) == (2, [])
+    assert f"Invalid `--shadow`. Expected a number >= 1, but received {steps}." in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""The parts of a run's wall time are what its attempts said, and sum to the whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from genlight.reporters.events.goodput import account_of
+
+
+def log(folder: Path, *events: tuple[float, str, dict[str, Any]]) -> Path:
+    """A log of events, each with its time in seconds."""
+    path = folder / "events.jsonl"
+    lines = [
+        json.dumps({"schema_version": "trainer_event.v1", "run_id": "r", "seq": i, "event": event, **more}
+                   | {"timestamp_ms": int(at_s * 1000)})
+        for i, (at_s, event, more) in enumerate(events)
+    ]  # fmt: skip
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def spent(at_s: float, step: int, **seconds: float) -> list[tuple[float, str, dict[str, Any]]]:
+    return [(at_s, "metric", {"name": f"time/{part}", "value": value, "step": step}) for part, value in seconds.items()]
+
+
+def test_a_run_that_was_never_interrupted(tmp_path):
+    path = log(
+        tmp_path,
+        (100, "started", {}),
+        *spent(110, 50, steps=8.0, data_wait=2.0, start_up=5.0),
+        *spent(120, 100, steps=15.0, data_wait=4.0, checkpoint=1.0, start_up=5.0),
+        (123, "completed", {"step": 100, "final_checkpoint": "f"}),
+    )
+
+    account = account_of(path)
+
+    assert account is not None
+    assert (account.wall_s, account.attempts) == (28.0, 1)
+    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
+        {"steps": 15.0, "data_wait": 4.0, "checkpoint": 1.0, "start_up": 5.0, "ending": 3.0}
+    )
+    assert account.goodput == pytest.approx(15 / 28)
+
+
+def test_steps_that_a_kill_took_back_are_lost_and_the_time_until_the_next_process_is_idle(tmp_path):
+    path = log(
+        tmp_path,
+        (100, "started", {}),
+        *spent(110, 50, steps=10.0, start_up=5.0),
+        *spent(120, 100, steps=20.0, start_up=5.0),
+        # killed; the next process starts at 150 and needs 10 s to its first step
+        (160, "started", {"attempt": 2}),
+        (160, "metric", {"name": "trainer/resumed_from_step", "value": 50, "step": 50}),
+        *spent(180, 150, steps=20.0, start_up=10.0),
+        (181, "completed", {"step": 150, "final_checkpoint": "f"}),
+    )
+
+    account = account_of(path)
+
+    assert account is not None
+    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
+        {"steps": 30.0, "lost": 10.0, "start_up": 15.0, "idle": 30.0, "ending": 1.0}
+    )
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
+
+
+def test_a_log_without_an_attempt_that_started_has_no_account(tmp_path):
+    failed = {"step": 0, "error": "startup: no", "category": "startup", "resumable": False}
+    assert account_of(log(tmp_path, (1, "failed", failed))) is None
+
+
+def test_an_attempt_that_said_nothing_is_not_taken_for_measured(tmp_path):
+    account = account_of(log(tmp_path, (1, "started", {}), (3, "completed", {"step": 5, "final_checkpoint": None})))
+
+    assert account is not None
+    assert not account.is_measured
+    assert account.seconds["steps"] == pytest.approx(2.0)
+
+
+attempts = st.lists(
+    st.tuples(
+        st.floats(0, 20),  # idle before
+        st.floats(0, 10),  # start-up
+        st.lists(st.tuples(st.floats(0.1, 9), st.floats(0, 1), st.integers(1, 50)), max_size=5),
+        st.floats(0, 5),  # after the last figures
+        st.floats(0, 1),  # how much of what was done the next one keeps
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(attempts)
+def test_whatever_happens_the_parts_sum_to_the_wall_time_and_none_is_negative(tmp_path_factory, attempts):
+    now, step, events = 100.0, 0, []
+    for number, (idle, start_up, figures, rest, kept) in enumerate(attempts):
+        now += idle + start_up
+        first = step
+        events.append((now, "started", {"attempt": number + 1}))
+        if step:
+            events.append((now, "metric", {"name": "trainer/resumed_from_step", "value": step, "step": step}))
+        steps_s = wait_s = 0.0
+        for duration, share, done in figures:
+            now, step = now + duration, step + done
+            steps_s, wait_s = steps_s + duration * (1 - share), wait_s + duration * share
+            events += spent(now, step, steps=round(steps_s, 3), data_wait=round(wait_s, 3), start_up=round(start_up, 3))
+        now += rest
+        events.append((now, "metric", {"name": "train/loss", "value": 1.0, "step": step}))
+        step = first + int((step - first) * kept)
+
+    account = account_of(log(tmp_path_factory.mktemp("log"), *events))
+
+    assert account is not None
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_s, abs=0.05)
+    assert all(seconds >= -0.05 for seconds in account.seconds.values())

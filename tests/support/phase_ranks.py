@@ -1,0 +1,105 @@
+"""One rank of a run whose ranks each collect rollouts of their own; started once per rank by ``test_phases.py``.
+
+Arguments: rank, world size, folder of the store, directory of checkpoints, ``train``, ``interrupt`` or ``resume``.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from rank_state_ranks import Ranks
+
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.feed import Minibatches
+from genlight.adapter.module.module import ContractModule
+from genlight.callbacks.checkpoint import Checkpoint, newest_valid
+from genlight.callbacks.hook.events import run_state_of
+
+STEPS, INTERRUPTED_AT = 11, 5
+
+
+class Collector:
+    """Ranks collect 6 and 8 rows: three minibatches on rank zero and four on rank one, twice.
+
+    Rank one alone ends the update of the second rollout, after its first minibatch.
+    """
+
+    update_epochs = 2
+
+    def setup(self, ctx):
+        torch.manual_seed(7 + ctx.rank)
+        self.position, self.rollouts = float(ctx.rank), 0
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05), "seen": []}
+
+    def rollout(self, state, ctx):
+        self.rollouts += 1
+        rows = 6 + 2 * ctx.rank
+        self.position += 1
+        data = torch.randn(rows, 2) + self.position
+        return Minibatches({"x": data}, 2), {"agent_steps": rows}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw["x"]
+
+    def train_step(self, batch, state, ctx):
+        loss = (state["model"](batch) - 1).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        run = ctx.run_state
+        state["seen"].append([run.agent_step, run.update_epoch, run.minibatch_index])
+        if ctx.rank == 1 and self.rollouts == 2 and run.minibatch_index == 0:
+            run.stop_update_epoch = True
+        return StepResult({"loss": loss.detach()})
+
+    def rollout_state(self, state):
+        return {"position": self.position, "rollouts": self.rollouts}
+
+    def load_rollout_state(self, state, payload, ctx):
+        self.position, self.rollouts = payload["position"], payload["rollouts"]
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+def main(rank, world_size, folder, directory, what):
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    steps = INTERRUPTED_AT if what == "interrupt" else STEPS
+    trainer = pl.Trainer(
+        strategy=DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo"),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        callbacks=[Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ContractModule(Collector(), TrainingJobSpec(run_id="phases", max_steps=steps, metric_every=0))
+    trainer.fit(module, ckpt_path=newest_valid(directory)[0].path if what == "resume" else None)
+    state = module.contract_state
+    torch.save(dict(state["model"].state_dict()), f"{folder}/rank{rank}.pt")
+    end = {"agent_step": run_state_of(trainer).agent_step, "seen": state["seen"], "position": module.plugin.position}
+    Path(folder, f"end{rank}.json").write_text(json.dumps(end))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
