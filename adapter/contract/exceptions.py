@@ -12,8 +12,10 @@
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
     ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
+    ├── EvaluationError           an evaluation gave no scores
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
+    ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ReplicaDriftError         replicas that must be equal are not
     ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
@@ -38,6 +40,7 @@ __all__ = [
     "BrokenCheckpointError",
     "CheckpointError",
     "ContractError",
+    "EvaluationError",
     "EventLogError",
     "FailureCategory",
     "GenlightError",
@@ -46,6 +49,7 @@ __all__ = [
     "MonitorError",
     "NonfiniteError",
     "RankFailed",
+    "ReplayWriterError",
     "ReplicaDriftError",
     "ShadowMismatchError",
     "StartupContractError",
@@ -198,6 +202,10 @@ class MonitorError(GenlightError, ValueError):
     """A metric that a callback goes by is missing, or is not finite."""
 
 
+class EvaluationError(GenlightError):
+    """An evaluation failed on another rank, or its command gave no scores."""
+
+
 class EventLogError(GenlightError):
     """The event log cannot be opened, or its content breaks the rules of ``trainer_event.v1``."""
 
@@ -213,6 +221,10 @@ class UploadError(GenlightError):
     def __init__(self, message: str, *, auth: bool = False) -> None:
         super().__init__(message)
         self.auth = auth
+
+
+class ReplayWriterError(GenlightError, RuntimeError):
+    """Another thread or process than the one writer of a replay buffer wrote to it; nothing was changed."""
 
 
 class ReplicaDriftError(GenlightError):

@@ -1,0 +1,350 @@
+"""A ring of transitions that one thread writes and another samples."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..contract.exceptions import ReplayWriterError
+from .replay_columns import allocate, row_faults
+from .replay_files import ReplayFiles, SavedReplay
+from .sum_tree import SumTree
+
+__all__ = ["NStep", "ReplayBuffer"]
+
+
+@dataclass(frozen=True)
+class NStep:
+    """How rows that follow each other become one: the discounted sum of rewards until an episode or the rows end.
+
+    A sample has the sum in `reward`, `following` and `ends` of the last row that was summed, and the number of rows in
+    ``steps``: a target is ``reward + discount**steps * value(next_observation)`` where it was not terminated.
+    """
+
+    steps: int
+    discount: float
+    reward: str = "reward"
+    following: tuple[str, ...] = ("next_observation",)
+    ends: tuple[str, ...] = ("terminated", "truncated")
+    """Columns of booleans; a row with any of them is the last of its episode."""
+
+
+class ReplayBuffer:
+    """The newest `capacity` rows that were written, in columns that are allocated once.
+
+    The thread that writes first is the only one that may write. Any thread may sample meanwhile; it gets whole rows.
+
+    Args:
+        capacity: Rows that it holds.
+        row: A row by column, for names, dtypes and shapes.
+        seed: Of the generator that samples are drawn with, which belongs to the buffer.
+        streams: Environments whose rows take turns, one of each; the rows that `NStep` sums are of the same one.
+        n_step: What is summed when sampling; None samples rows as they are.
+        priority_exponent: Rows are drawn in proportion to their priority to this power (Schaul et al. 2016); None draws
+            all alike.
+        directory: Keeps the columns in files there, which are made anew, instead of in memory. They hold what the
+            process works with; `save` is what lasts.
+
+    Raises:
+        ValueError: Arguments are out of range, or `n_step` names columns that are not there; lists every fault.
+        ReplayWriterError: Another buffer, of this process or of another, uses `directory`.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        row: Mapping[str, Tensor],
+        *,
+        seed: int = 0,
+        streams: int = 1,
+        n_step: NStep | None = None,
+        priority_exponent: float | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if faults := _faults(capacity, row, streams, n_step, priority_exponent):
+            raise ValueError("ReplayBuffer: " + "; ".join(faults))
+        self.capacity, self.streams, self.n_step = capacity, streams, n_step
+        self.priority_exponent = priority_exponent
+        self._row = {name: torch.as_tensor(value) for name, value in row.items()}
+        self._columns, self._lock_file = allocate(capacity, self._row, None if directory is None else Path(directory))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._tree = None if priority_exponent is None else SumTree(capacity)
+        self._largest_priority = 1.0
+        self._written = self._oldest = 0
+        """Rows that were ever written, and how many of them are gone."""
+        self._writer: tuple[int, int] | None = None
+        self._changed = threading.Condition()
+        self._files = ReplayFiles()
+
+    def __len__(self) -> int:
+        return self._written - self._oldest
+
+    @property
+    def written(self) -> int:
+        """Rows that were ever written; the next one has this number."""
+        return self._written
+
+    def close(self) -> None:
+        """Give `directory` free for another buffer."""
+        if self._lock_file is not None:
+            self._lock_file.release()
+        self._files.close()
+
+    # writing
+
+    def extend(self, rows: Mapping[str, Any]) -> None:
+        """Write rows: each column with one more dimension, in front. New rows have the largest priority so far.
+
+        Raises:
+            ReplayWriterError: Another thread or process has written before; nothing was changed.
+            ValueError: Columns, dtypes or shapes are not those of the buffer, or there are more rows than it holds;
+                lists every fault, and nothing was changed.
+        """
+        self._claim()
+        given = {name: torch.as_tensor(value) for name, value in rows.items()}
+        if faults := row_faults(given, self._row, self.capacity, self.streams):
+            raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
+        count = len(next(iter(given.values())))
+        with self._changed:
+            places = np.arange(self._written, self._written + count) % self.capacity
+            # Before a row of it is touched: what an interrupt leaves half written is no row of the buffer any more.
+            self._oldest = max(self._oldest, self._written + count - self.capacity)
+            try:
+                self._put(given, self._written, count)
+            except BaseException:
+                if self._tree is not None:
+                    self._tree.set(places, 0.0)
+                raise
+            if self._tree is not None:
+                self._tree.set(places, self._largest_priority)
+            self._written += count
+            self._changed.notify_all()
+
+    def _claim(self) -> None:
+        me = (os.getpid(), threading.get_ident())
+        if self._lock_file is not None and self._lock_file.descriptor < 0:
+            raise ReplayWriterError(
+                "the files of a replay buffer belong to the process that made it, until it is closed: write there"
+            )
+        with self._changed:
+            if self._writer is None:
+                self._writer = me
+        if self._writer != me:
+            pid, thread = self._writer
+            raise ReplayWriterError(
+                f"thread {me[1]} of process {me[0]} writes to a replay buffer whose writer is thread {thread} of "
+                f"process {pid}: send it the rows, for example over a queue, or call `release_writer` there first"
+            )
+
+    def release_writer(self) -> None:
+        """Let another thread become the writer; called by the one that is.
+
+        Raises:
+            ReplayWriterError: It is called by another.
+        """
+        self._claim()
+        self._writer = None
+
+    def _put(self, rows: Mapping[str, Tensor], first: int, count: int) -> None:
+        begin = first % self.capacity
+        fits = min(count, self.capacity - begin)
+        for name, column in self._columns.items():
+            column[begin : begin + fits] = rows[name][:fits]
+            if fits < count:
+                column[: count - fits] = rows[name][fits:]
+
+    # sampling
+
+    def wait_for(self, rows: int, seconds: float | None = None) -> bool:
+        """Return when there are so many rows, or after so many seconds; whether there are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self) >= rows, seconds)
+
+    def sample(self, batch_size: int, *, importance_exponent: float = 0.4) -> dict[str, Tensor]:
+        """Rows drawn with replacement, as new tensors.
+
+        Beside the columns there are ``index``, the numbers of the rows (int64) for `update_priorities`; ``steps`` with
+        `NStep`; and ``weight`` with priorities: importance weights to the power of `importance_exponent`, at most 1.
+
+        Raises:
+            ValueError: `batch_size` is below 1, or more than there are rows.
+        """
+        with self._changed:
+            if not 1 <= batch_size <= len(self):
+                raise ValueError(
+                    f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
+                    f"received {batch_size}."
+                )
+            if self._tree is None:
+                index = torch.randint(self._oldest, self._written, (batch_size,), generator=self._generator)
+                weight = None
+            else:
+                index, weight = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
+            drawn = self._rows(index) if self.n_step is None else self._summed(index, self.n_step)
+        drawn["index"] = index
+        if weight is not None:
+            drawn["weight"] = weight
+        return drawn
+
+    def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
+        total = tree.total
+        if not total > 0:
+            raise ValueError("all rows of the buffer have priority 0: none can be drawn")
+        places = tree.find(torch.rand(batch_size, dtype=torch.float64, generator=self._generator).numpy() * total)
+        newest = self._written - 1
+        weights = (len(self) * tree.values(places) / total) ** -exponent
+        index = newest - (newest - places) % self.capacity
+        return torch.from_numpy(index), torch.from_numpy(weights / weights.max()).float()
+
+    def _rows(self, index: Tensor) -> dict[str, Tensor]:
+        places = index % self.capacity
+        return {name: column[places] for name, column in self._columns.items()}
+
+    def _summed(self, index: Tensor, n_step: NStep) -> dict[str, Tensor]:
+        column = self._columns[n_step.reward]
+        rewards = torch.zeros((len(index), *column.shape[1:]), dtype=column.dtype)
+        wide = (slice(None), *[None] * (column.ndim - 1))
+        steps, last = torch.zeros_like(index), index
+        goes_on = torch.ones(len(index), dtype=torch.bool)
+        for step in range(n_step.steps):
+            at = index + step * self.streams
+            goes_on &= at < self._written
+            places = at % self.capacity
+            rewards += torch.where(goes_on[wide], column[places] * n_step.discount**step, 0)
+            steps += goes_on
+            last = torch.where(goes_on, at, last)
+            for end in n_step.ends:
+                goes_on &= ~self._columns[end][places].reshape(len(index))
+        drawn, ends = self._rows(index), self._rows_of(last, (*n_step.following, *n_step.ends))
+        return {**drawn, **ends, n_step.reward: rewards, "steps": steps}
+
+    def _rows_of(self, index: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+        places = index % self.capacity
+        return {name: self._columns[name][places] for name in names}
+
+    def update_priorities(self, index: Tensor, priorities: Any) -> None:
+        """Give the rows of a sample other priorities; rows that are gone meanwhile are passed over.
+
+        Raises:
+            ValueError: The buffer has no priorities, or one is negative, infinite or NaN; nothing was changed.
+        """
+        if self._tree is None or self.priority_exponent is None:
+            raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
+        given = torch.as_tensor(priorities).detach().to("cpu", torch.float64).reshape(-1).numpy()
+        rows = torch.as_tensor(index).cpu().reshape(-1).numpy()
+        if len(given) != len(rows):
+            raise ValueError(f"there are {len(rows)} rows and {len(given)} priorities")
+        wrong = ~(np.isfinite(given) & (given >= 0))
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ValueError(
+                f"{int(wrong.sum())} of {len(given)} priorities are not numbers >= 0; the first is {given[first]} of "
+                f"row {rows[first]}"
+            )
+        if rows.size and not (rows.min() >= 0 and rows.max() < self._written):
+            raise ValueError(f"rows are numbered from 0 to {self._written - 1}; received {rows.min()} to {rows.max()}")
+        with self._changed:
+            there = rows >= self._oldest
+            self._tree.set(rows[there] % self.capacity, given[there] ** self.priority_exponent)
+            self._largest_priority = max(self._largest_priority, *(given[there] ** self.priority_exponent), 0.0)
+
+    # checkpoints
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write rows, priorities and the generator into `folder`, such as the ``output_dir`` of ``save_checkpoint``.
+
+        Rows that the last save or load has in a folder on the same file system are linked, not written again: what is
+        written is new rows, and 8 bytes for the priority of each row. The writer waits meanwhile.
+
+        Raises:
+            OSError: They could not be written.
+        """
+        with self._changed:
+            priorities = None
+            if self._tree is not None:
+                places = np.arange(self._oldest, self._written) % self.capacity
+                priorities = torch.from_numpy(self._tree.values(places))
+            saved = SavedReplay(
+                self._layout(),
+                self._oldest,
+                self._written,
+                self._generator.get_state(),
+                priorities,
+                self._largest_priority,
+            )
+            self._files.save(Path(folder), saved, lambda first, last: self._range(first, last))
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Take over what `save` wrote; samples that follow are those that followed there.
+
+        The thread that calls this may write, or another that writes first.
+
+        Raises:
+            FileNotFoundError: There is nothing of `save` in `folder`.
+            BrokenCheckpointError: It is not whole; the buffer is empty then.
+            ValueError: It is of a buffer with other arguments; lists every difference, and nothing was changed.
+        """
+        with self._changed:
+            saved = self._files.look(Path(folder), self._layout())
+            self._written = self._oldest = 0
+            if self._tree is not None:
+                self._tree = SumTree(self.capacity)
+            for first, rows in self._files.load(Path(folder), saved, self._row):
+                self._put(rows, first, len(next(iter(rows.values()))))
+            if self._tree is not None and saved.priorities is not None:
+                self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, saved.priorities.numpy())
+            self._largest_priority = saved.largest_priority
+            self._generator.set_state(saved.generator)
+            self._oldest, self._written, self._writer = saved.oldest, saved.written, None
+            self._changed.notify_all()
+
+    def _layout(self) -> dict[str, Any]:
+        columns = {name: [str(row.dtype).removeprefix("torch."), *row.shape] for name, row in self._row.items()}
+        return {
+            "capacity": self.capacity,
+            "streams": self.streams,
+            "columns": columns,
+            "prioritised": self._tree is not None,
+        }
+
+    def _range(self, first: int, last: int) -> dict[str, Tensor]:
+        return self._rows(torch.arange(first, last))
+
+
+def _faults(
+    capacity: int, row: Mapping[str, Any], streams: int, n_step: NStep | None, priority_exponent: float | None
+) -> list[str]:
+    faults = []
+    if capacity < 1:
+        faults.append(f"Invalid `capacity`. Expected a number >= 1, but received {capacity}")
+    if streams < 1:
+        faults.append(f"Invalid `streams`. Expected a number >= 1, but received {streams}")
+    elif capacity >= 1 and capacity % streams:
+        faults.append(f"`capacity` {capacity} is not a multiple of `streams` {streams}")
+    if not row:
+        faults.append("`row` has no columns")
+    if reserved := sorted({"index", "weight", "steps"}.intersection(row)):
+        faults.append(f"`row` has columns that a sample has of its own: {', '.join(reserved)}")
+    if priority_exponent is not None and not (math.isfinite(priority_exponent) and priority_exponent >= 0):
+        faults.append(f"Invalid `priority_exponent`. Expected a number >= 0, but received {priority_exponent}")
+    if n_step is not None:
+        if n_step.steps < 1:
+            faults.append(f"Invalid `n_step.steps`. Expected a number >= 1, but received {n_step.steps}")
+        if not 0 <= n_step.discount <= 1:
+            faults.append(f"Invalid `n_step.discount`. Expected a number from 0 to 1, but received {n_step.discount}")
+        named = (n_step.reward, *n_step.following, *n_step.ends)
+        if missing := [name for name in named if name not in row]:
+            faults.append(f"`n_step` names columns that `row` does not have: {', '.join(missing)}")
+        flags = [name for name in n_step.ends if name in row and torch.as_tensor(row[name]).dtype != torch.bool]
+        if flags:
+            faults.append(f"columns that end an episode are not of torch.bool: {', '.join(flags)}")
+    return faults

@@ -1,0 +1,411 @@
+"""Replay buffers: what is drawn, who may write, what a checkpoint holds, and what bad input is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
+from genlight.adapter.feed import NStep, ReplayBuffer, ReplayFeed
+from genlight.adapter.feed.sum_tree import SumTree
+
+ROW = {
+    "observation": torch.zeros(2),
+    "reward": torch.tensor(0.0),
+    "next_observation": torch.zeros(2),
+    "terminated": torch.tensor(False),
+    "truncated": torch.tensor(False),
+}
+
+
+def rows(first: int, count: int, **changed: Any) -> dict[str, torch.Tensor]:
+    """Rows whose values are their numbers."""
+    number = torch.arange(first, first + count, dtype=torch.float32)
+    made = {
+        "observation": torch.stack([number, -number], 1),
+        "reward": number,
+        "next_observation": torch.stack([number + 1, -number - 1], 1),
+        "terminated": torch.zeros(count, dtype=torch.bool),
+        "truncated": torch.zeros(count, dtype=torch.bool),
+    }
+    return made | changed
+
+
+@pytest.fixture(params=["memory", "mapped"])
+def directory(request, tmp_path):
+    """Where columns are: in memory, or in files."""
+    return tmp_path / "columns" if request.param == "mapped" else None
+
+
+def test_the_newest_rows_are_kept_and_drawn_whole(directory):
+    """Around the end of the ring, with their own numbers."""
+    buffer = ReplayBuffer(10, ROW, directory=directory)
+    for first in range(0, 28, 4):
+        buffer.extend(rows(first, 4))
+    assert (len(buffer), buffer.written) == (10, 28)
+    drawn = buffer.sample(10)
+    assert set(drawn["index"].tolist()) <= set(range(18, 28))
+    assert torch.equal(drawn["reward"], drawn["index"].float())
+    assert torch.equal(drawn["observation"], torch.stack([drawn["reward"], -drawn["reward"]], 1))
+    buffer.close()
+
+
+def test_draws_are_seeded_and_uniform():
+    """Each row about as often as any other."""
+    counts = np.zeros(50)
+    a, b = ReplayBuffer(50, ROW, seed=3), ReplayBuffer(50, ROW, seed=3)
+    a.extend(rows(0, 50))
+    b.extend(rows(0, 50))
+    for _ in range(400):
+        drawn = a.sample(50)["index"]
+        assert torch.equal(drawn, b.sample(50)["index"])
+        counts += np.bincount(drawn.numpy(), minlength=50)
+    assert ((counts - 400) ** 2 / 400).sum() < 100  # chi squared of 49 degrees, p below 1e-4
+
+
+def test_rows_are_drawn_in_proportion_to_their_priorities():
+    """With importance weights of the paper, and new rows at the largest priority."""
+    buffer = ReplayBuffer(8, ROW, priority_exponent=0.5)
+    buffer.extend(rows(0, 8))
+    buffer.update_priorities(torch.arange(8), torch.tensor([0.0, 1, 4, 9, 16, 25, 36, 49]))
+    counts = np.zeros(8)
+    for _ in range(2000):
+        drawn = buffer.sample(8, importance_exponent=1.0)
+        counts += np.bincount(drawn["index"].numpy(), minlength=8)
+        # The likeliest of 28 parts is 7; the weight of a row is the reciprocal of its part.
+        assert torch.allclose(drawn["weight"], drawn["index"].min() / drawn["index"])
+    expected = 16000 * np.arange(8) / 28
+    assert counts[0] == 0
+    assert ((counts - expected)[1:] ** 2 / expected[1:]).sum() < 35
+    buffer.extend(rows(8, 1))
+    assert buffer._tree.values(np.array([0]))[0] == 7.0  # of the row that took the place of row 0
+
+
+def test_priorities_of_rows_that_are_gone_are_passed_over():
+    """A writer may have written others into their places since they were drawn."""
+    buffer = ReplayBuffer(4, ROW, priority_exponent=1.0)
+    buffer.extend(rows(0, 4))
+    drawn = buffer.sample(4)["index"]
+    buffer.extend(rows(4, 4))
+    buffer.update_priorities(drawn, torch.full((4,), 100.0))
+    assert buffer._tree.total == 4.0
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 1024, 1025, 40_000])
+def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
+    """At every number of levels, and nothing that has no priority."""
+    random = np.random.default_rng(size)
+    tree, leaves = SumTree(size), random.integers(0, 3, size).astype(np.float64)
+    leaves[random.integers(size)] = 2.0
+    tree.set(np.arange(size), leaves)
+    targets = np.append(random.random(500) * tree.total, [0.0, np.nextafter(tree.total, 0)])
+    found = tree.find(targets)
+    assert np.array_equal(found, np.searchsorted(leaves.cumsum(), targets, side="right"))
+    assert (leaves[found] > 0).all()
+
+
+def test_n_steps_sum_rewards_until_the_episode_or_the_rows_end():
+    """Of two environments that take turns, across the end of the ring."""
+    buffer = ReplayBuffer(12, ROW, streams=2, n_step=NStep(3, 0.5))
+    for first in range(0, 18, 2):
+        ended = torch.tensor([first == 12, False])
+        buffer.extend(rows(first, 2, terminated=ended))
+    buffer._generator.manual_seed(1)
+    drawn = [buffer.sample(12) for _ in range(20)]
+    seen = {}
+    for batch in drawn:
+        for position, number in enumerate(batch["index"].tolist()):
+            seen[number] = {name: column[position] for name, column in batch.items()}
+    assert seen[8]["steps"] == 3
+    assert seen[8]["reward"] == 8 + 0.5 * 10 + 0.25 * 12
+    assert seen[8]["terminated"]
+    assert seen[10]["steps"] == 2  # row 12 is the last of its episode
+    assert seen[10]["reward"] == 10 + 0.5 * 12
+    assert seen[10]["next_observation"][0] == 13
+    assert seen[15]["steps"] == 2  # row 17 is the newest of its environment
+    assert seen[15]["reward"] == 15 + 0.5 * 17
+    assert not seen[15]["terminated"]
+    assert seen[9]["reward"] == 9 + 0.5 * 11 + 0.25 * 13
+    assert seen[9]["next_observation"][0] == 14
+
+
+def test_a_second_thread_and_a_forked_process_may_not_write(directory):
+    """They are told who may, and nothing is changed."""
+    buffer = ReplayBuffer(8, ROW, directory=directory)
+    buffer.extend(rows(0, 4))
+    told = []
+
+    def write() -> None:
+        try:
+            buffer.extend(rows(100, 4))
+        except ReplayWriterError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    child = os.fork()
+    if child == 0:
+        write()
+        os._exit(len(told) - 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert f"thread {threading.get_ident()} of process {os.getpid()}" in told[0]
+    assert buffer.written == 4
+    assert buffer.sample(4)["reward"].max() < 4
+
+    buffer.release_writer()
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    assert (len(told), buffer.written) == (1, 8)
+    with pytest.raises(ReplayWriterError):
+        buffer.extend(rows(0, 1))
+    buffer.close()
+
+
+def test_files_of_a_buffer_belong_to_one(tmp_path):
+    """Until it is closed."""
+    first = ReplayBuffer(8, ROW, directory=tmp_path / "columns")
+    first.extend(rows(0, 8))
+    with pytest.raises(ReplayWriterError, match=f"is used by another replay buffer of process {os.getpid()}"):
+        ReplayBuffer(8, ROW, directory=tmp_path / "columns")
+    assert first.sample(8)["index"].max() < 8
+    first.close()
+    second = ReplayBuffer(8, ROW, directory=tmp_path / "columns")
+    assert len(second) == 0
+    second.close()
+
+
+def test_rows_are_whole_while_another_thread_writes():
+    """However both go on."""
+    buffer = ReplayBuffer(64, ROW, priority_exponent=0.6)
+    buffer.extend(rows(0, 64))
+    buffer.release_writer()
+
+    def write() -> None:
+        for first in range(64, 20_064, 10):
+            buffer.extend(rows(first, 10))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        drawn = buffer.sample(32)
+        assert torch.equal(drawn["reward"], drawn["index"].float())
+        assert torch.equal(drawn["next_observation"][:, 0], drawn["reward"] + 1)
+        buffer.update_priorities(drawn["index"], drawn["reward"] + 1)
+    writer.join()
+    assert buffer.written == 20_064
+
+
+def made(directory: Path | None = None) -> ReplayBuffer:
+    """A buffer with everything."""
+    return ReplayBuffer(1000, ROW, seed=5, n_step=NStep(2, 0.9), priority_exponent=0.6, directory=directory)
+
+
+def step(buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
+    """Write, draw, and change priorities."""
+    buffer.extend(rows(buffer.written, 30))
+    drawn = buffer.sample(20)
+    buffer.update_priorities(drawn["index"], drawn["reward"] % 7 + 0.1)
+    return drawn
+
+
+def test_what_is_drawn_after_a_load_is_what_would_have_been_drawn(directory, tmp_path):
+    """Saved before and after the ring is full, from a chain of incremental saves; the folders were renamed."""
+    buffer, folder = made(directory), tmp_path / "staging"
+    saves = {}
+    for number in range(60):
+        if number % 10 == 5:
+            buffer.save(folder)
+            saves[number] = folder.rename(tmp_path / f"step-{number}")
+        step(buffer)
+    expected = [step(buffer) for _ in range(3)]
+    buffer.close()
+    for number, saved in saves.items():
+        again = made()
+        again.load(saved)
+        assert again.written == number * 30
+        for _ in range(number, 60):
+            step(again)
+        for batch in expected:
+            drawn = step(again)
+            assert all(torch.equal(drawn[name], value) for name, value in batch.items())
+
+
+def test_a_save_writes_only_rows_that_are_new(tmp_path):
+    """The others are links, and a folder that is gone costs a whole save."""
+    buffer = ReplayBuffer(10_000, ROW)
+    buffer.extend(rows(0, 9_000))
+    buffer.save(tmp_path / "a")
+    whole = buffer._files.written_bytes
+    buffer.extend(rows(9_000, 90))
+    buffer.save(tmp_path / "b")
+    assert buffer._files.written_bytes < 1.05 * whole
+    linked = [path for path in (tmp_path / "b").glob("rows-*") if path.stat().st_nlink == 2]
+    assert len(linked) == 1
+
+    again = ReplayBuffer(10_000, ROW)
+    again.load(tmp_path / "b")
+    again.extend(rows(9_090, 10))
+    again.save(tmp_path / "c")
+    assert again._files.written_bytes < 0.05 * whole
+    for path in (tmp_path / "c").iterdir():
+        path.unlink()
+    again.save(tmp_path / "d")
+    last = ReplayBuffer(10_000, ROW)
+    last.load(tmp_path / "d")
+    assert last.written == 9_100
+    assert torch.equal(last._range(0, 9_100)["reward"], torch.arange(9_100.0))
+
+
+def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
+    """Rows that were overwritten go with their files."""
+    buffer = ReplayBuffer(100, ROW)
+    for first in range(0, 1000, 50):
+        buffer.extend(rows(first, 50))
+        buffer.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    again = ReplayBuffer(100, ROW)
+    again.load(tmp_path)
+    assert torch.equal(again._range(900, 1000)["reward"], torch.arange(900.0, 1000))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
+def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
+    """By digest, and the file is named."""
+    buffer = made()
+    buffer.extend(rows(0, 100))
+    buffer.save(tmp_path)
+    (path,) = tmp_path.glob("rows-*")
+    if damage == "meta":
+        path = tmp_path / "replay.json"
+        path.write_text("{}")
+    elif damage == "gone":
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content if damage == "flip" else content[:-10])
+    with pytest.raises(BrokenCheckpointError, match=path.name):
+        made().load(tmp_path)
+
+
+def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
+    """Whole, in one folder that is saved into again and again."""
+    for kill in range(5):
+        child = os.fork()
+        if child == 0:
+            buffer = ReplayBuffer(500, ROW, priority_exponent=0.5)
+            if (tmp_path / "replay.json").exists():
+                buffer.load(tmp_path)
+            while True:
+                step(buffer)
+                buffer.save(tmp_path)
+        while not (tmp_path / "replay.json").exists():
+            time.sleep(0.005)
+        time.sleep(0.05 + 0.013 * kill)  # wherever that is in a save
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        again = ReplayBuffer(500, ROW, priority_exponent=0.5)
+        again.load(tmp_path)
+        numbers = torch.arange(again.written - len(again), again.written)
+        assert torch.equal(again._rows(numbers)["reward"], numbers.float())
+        assert len(again) == min(500, again.written)
+
+
+def test_a_save_of_another_buffer_is_refused(tmp_path):
+    """With every difference."""
+    buffer = ReplayBuffer(100, ROW)
+    buffer.extend(rows(0, 10))
+    buffer.save(tmp_path)
+    other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)}, priority_exponent=1.0)
+    with pytest.raises(ValueError, match=r"capacity 100, not 50; columns .*; prioritised False, not True"):
+        other.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"it has no replay\.json"):
+        other.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0, "streams": 0}, r"`capacity`.*received 0; Invalid `streams`.*received 0"),
+        ({"capacity": 5, "streams": 2}, "`capacity` 5 is not a multiple of `streams` 2"),
+        ({"row": {}}, "`row` has no columns"),
+        ({"row": {"index": torch.zeros(1)}}, "columns that a sample has of its own: index"),
+        ({"priority_exponent": float("nan")}, "`priority_exponent`.*received nan"),
+        ({"n_step": NStep(0, 2.0, reward="gain")}, r"received 0; .*received 2\.0; .*does not have: gain"),
+        ({"n_step": NStep(1, 1.0, ends=("reward",))}, r"columns that end an episode are not of torch\.bool: reward"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
+    """All of them."""
+    with pytest.raises(ValueError, match=message):
+        ReplayBuffer(**{"capacity": 10, "row": ROW, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": torch.zeros(4, dtype=torch.float64)}, r"'reward' is of torch\.float32, not of torch\.float64"),
+        ({"observation": torch.zeros(4, 3)}, r"'observation' has rows of shape \(2,\); received \(4, 3\)"),
+        ({"reward": torch.zeros(3)}, "columns differ in length: observation 4, reward 3"),
+        ({"gain": torch.zeros(4)}, "there is no column 'gain'"),
+        ({"reward": torch.tensor(1.0)}, r"'reward' has rows of shape \(\); received \(\)"),
+    ],
+)
+def test_rows_that_do_not_fit_change_nothing(change, message):
+    """Among them a dtype that changes."""
+    buffer = ReplayBuffer(10, ROW)
+    buffer.extend(rows(0, 4))
+    with pytest.raises(ValueError, match=message):
+        buffer.extend(rows(4, 4, **change))
+    assert buffer.written == 4
+
+
+def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
+    """More than there are, none, NaN, negative, infinite, unknown."""
+    buffer = ReplayBuffer(10, ROW, priority_exponent=1.0, streams=2)
+    with pytest.raises(ValueError, match="expected from 1 to 10 rows, but received 12"):
+        buffer.extend(rows(0, 12))
+    with pytest.raises(ValueError, match="3 rows are not a multiple of 2 streams"):
+        buffer.extend(rows(0, 3))
+    with pytest.raises(ValueError, match="Expected a number from 1 to the 0 rows of the buffer, but received 1"):
+        buffer.sample(1)
+    buffer.extend(rows(0, 4))
+    with pytest.raises(ValueError, match="Expected a number from 1 to the 4 rows of the buffer, but received 5"):
+        buffer.sample(5)
+    with pytest.raises(ValueError, match="2 of 3 priorities are not numbers >= 0; the first is nan of row 1"):
+        buffer.update_priorities(torch.arange(3), torch.tensor([1.0, float("nan"), -1.0]))
+    with pytest.raises(ValueError, match="rows are numbered from 0 to 3; received 2 to 4"):
+        buffer.update_priorities([2, 4], [1.0, 1.0])
+    with pytest.raises(ValueError, match="there are 1 rows and 2 priorities"):
+        buffer.update_priorities([2], [1.0, 1.0])
+    assert buffer._tree.total == 4.0
+    buffer.update_priorities(torch.arange(4), torch.zeros(4))
+    with pytest.raises(ValueError, match="all rows of the buffer have priority 0"):
+        buffer.sample(1)
+    with pytest.raises(ValueError, match="give it a `priority_exponent`"):
+        ReplayBuffer(10, ROW).update_priorities([0], [1.0])
+
+
+def test_a_feed_waits_for_its_writer_and_ends_after_its_batches():
+    """Or says that nobody writes."""
+    buffer = ReplayBuffer(100, ROW)
+    with pytest.raises(InputError, match=r"has 0 rows after 0\.01 s, and training starts after 20"):
+        next(iter(ReplayFeed(buffer, 10, start_after=20, wait_s=0.01)))
+    writer = threading.Thread(target=lambda: [buffer.extend(rows(first, 5)) for first in range(0, 40, 5)])
+    feed = iter(ReplayFeed(buffer, 10, start_after=20, batches=3))
+    writer.start()
+    batches = list(feed)
+    writer.join()
+    assert [len(batch["index"]) for batch in batches] == [10, 10, 10]
+    with pytest.raises(ValueError, match=r"received 0; .*from 0 to 100 rows.*received 200; Invalid `batches`"):
+        ReplayFeed(buffer, 0, start_after=200, batches=0)
