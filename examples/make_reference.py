@@ -19,6 +19,7 @@ from pathlib import Path
 import docstring_parser
 
 import genlight.callbacks
+import genlight.callbacks.compat
 import genlight.reporters
 from genlight.adapter.job.reference import SCHEMA_FILE, job_reference, schema_text
 
@@ -91,7 +92,10 @@ def classes_of(package: object) -> list[type]:
 
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "adapter/README.md": [("job keys", job_reference)],
-    "callbacks/README.md": [("callbacks", lambda: classes_reference(classes_of(genlight.callbacks)))],
+    "callbacks/README.md": [
+        ("callbacks", lambda: classes_reference(classes_of(genlight.callbacks))),
+        ("six hooks", lambda: classes_reference(classes_of(genlight.callbacks.compat))),
+    ],
     "reporters/README.md": [
         ("reporters", lambda: classes_reference(classes_of(genlight.reporters))),
         ("events", events_reference),

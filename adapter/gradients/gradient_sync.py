@@ -233,10 +233,11 @@ class GradientSync:
             bucket.wait()
         self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
         self._previous = at
-        used = [flag > 0 for flag in others.tolist()]
+        # What ranks tell each other travels in the type of the gradients, which may be complex.
+        used = [flag > 0 for flag in others.real.tolist()]
         self._check_points(0 if used or firsts or self._sent[-1].ready is None else LATE_CALLS)
         if firsts:
-            repeated = repeats.item() > 0
+            repeated = repeats.real.item() > 0
             for bucket in firsts if repeated else ():
                 bucket.send_or_take_part(gradient_of)
                 bucket.wait()
@@ -258,7 +259,7 @@ class GradientSync:
             sent = self._sent.popleft()
             if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
                 sent.ready.synchronize()
-            if not are_together(sent.numbers.view(-1, NUMBERS).tolist()):
+            if not are_together(sent.numbers.real.reshape(-1, NUMBERS).tolist()):
                 before = "" if sent.before is None else str(self._named(sent.before))
                 raise parted(self._named(sent.point)._replace(before=before), self.group)
 

@@ -25,6 +25,8 @@ from genlight.callbacks.compat import (
     ProgressCallback,
     load_checkpoint,
 )
+from genlight.reporters import EventLogger
+from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 
 EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"]
@@ -367,3 +369,18 @@ def test_best_loss_is_infinite_before_any_loss_was_read(run) -> None:
 
     run([Looks()])
     assert seen == [math.inf]
+
+
+def test_wandb_that_is_not_installed_is_said_with_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ModuleNotFoundError, match=r"pip install genlight\[wandb\]"):
+        LoggingCallback(use_wandb=True)
+
+
+def test_metrics_of_a_module_that_logs_nothing_reach_its_loggers(fit_plain, tmp_path: Path) -> None:
+    logger = EventLogger(run_id="r", save_dir=str(tmp_path))
+    fit_plain([CallbackList([LoggingCallback(2)], defaults=False)], steps=4, logger=logger)
+
+    logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "loss"]
+    assert [event["step"] for event in logged] == [2, 4]

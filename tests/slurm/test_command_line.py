@@ -1,0 +1,68 @@
+"""``fit`` as tasks of srun, and ``run`` in a batch script that starts its ranks itself."""
+
+import json
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+MODEL = """
+from pathlib import Path
+
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Model(BoringModel):
+    def on_train_end(self):
+        trainer = self.trainer
+        Path(f"fit-{trainer.global_rank}").write_text(f"{trainer.world_size} {trainer.node_rank} {trainer.local_rank}")
+"""
+
+TRAINER = '''
+from pathlib import Path
+
+from gen_worker.trainer import StepResult
+
+
+class Counts:
+    def setup(self, ctx):
+        Path(f"run-{ctx.rank}").write_text(f"{ctx.world_size} {ctx.job_context.world_size}")
+
+    def configure(self, ctx):
+        return {}
+
+    def prepare_batch(self, raw_batch, state, ctx):
+        return raw_batch
+
+    def train_step(self, batch, state, ctx):
+        return StepResult(metrics={"loss": 1.0})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx):
+        """Nothing."""
+'''
+
+
+def test_fit_takes_its_ranks_from_srun_and_run_in_a_batch_script_starts_its_own(slurm, tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "counts.py").write_text(TRAINER)
+    trainer = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_progress_bar": False}
+    (tmp_path / "fit.yaml").write_text(json.dumps({"model": {"class_path": "model.Model"}, "trainer": trainer}))
+    job = {"run_id": "r", "trainer": "counts:Counts", "max_steps": 2, "mock_batches": [1, 2, 3, 4]}
+    job["lightning"] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    genlight = f"{sys.executable} -m genlight.adapter.cli"
+    fit = slurm.submit(
+        "--nodes=2", "--ntasks=2", "--output=fit.out", f"--wrap=srun {genlight} fit --config fit.yaml", cwd=tmp_path
+    )
+    run = slurm.submit("--nodes=2", "--ntasks=3", "--output=run.out", f"--wrap={genlight} run job.json", cwd=tmp_path)
+
+    for job_id, output in ((fit, "fit.out"), (run, "run.out")):
+        assert slurm.wait(job_id) == ("COMPLETED", 0), (tmp_path / output).read_text()
+    assert [(tmp_path / f"fit-{rank}").read_text() for rank in range(2)] == ["2 0 0", "2 1 0"]
+    assert [(tmp_path / f"run-{rank}").read_text() for rank in range(2)] == ["2 3", "2 3"]
+    assert "srun` command is available" not in (tmp_path / "run.out").read_text()
