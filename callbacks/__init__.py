@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
+    from .evaluate_command import EvaluateCommand as EvaluateCommand
     from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
@@ -43,6 +44,7 @@ else:
             ".diagnosis.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
+            ".evaluate_command": ("EvaluateCommand",),
             ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import ContractError
+from .evaluation_failures import FailuresInARow, scores_of_all_ranks
 from .hook.cadence import Boundaries, StepCadence
 from .hook.events import publish_scores, timed
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
-__all__ = ["Evaluate", "scores_of"]
+__all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
 
 
 class Evaluate(Hook):
     """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with what it returns.
 
     The last scores are ``eval_scores`` of the run state, too. `LogMetrics` reports them at the same step. Random
-    numbers that the evaluation draws do not change those of training. On several ranks every rank evaluates, and the
-    scores of rank 0 are reported.
+    numbers that the evaluation draws do not change those of training. On several ranks every rank evaluates, and all
+    report the same: the scores of rank 0, or their mean. One that fails on any rank has failed on all.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
+        average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
+        max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
 
     Raises:
-        ValueError: `every_n_steps` is negative.
+        ValueError: A number is negative.
         ContractError: At setup: the trainer has no ``evaluate``.
+        EvaluationError: The evaluation failed on another rank, or its scores cannot be averaged.
     """
 
     ranks: Literal["zero", "all"] = "all"
@@ -40,17 +46,24 @@ class Evaluate(Hook):
     _not_events = Hook._not_events | {"on_fit_start"}
     # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
 
-    def __init__(self, every_n_steps: int, *, critical: bool = False) -> None:
+    def __init__(
+        self, every_n_steps: int, *, critical: bool = False, average: bool = False, max_failures: int = 3
+    ) -> None:
+        if max_failures < 0:
+            raise ValueError(f"Invalid `max_failures`. Expected a number >= 0, but received {max_failures}.")
         self.every_n_steps = every_n_steps
         self.critical = critical
+        self.average = average
+        self._failures_in_a_row = FailuresInARow(self.label, max_failures)
         self._boundaries = Boundaries(self)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _evaluation_of(pl_module)
+        self._check(pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._failures_in_a_row.clear()
         self._boundaries = Boundaries(self, trainer.global_step)
 
     @skippable
@@ -58,10 +71,25 @@ class Evaluate(Hook):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._boundaries.crosses(trainer.global_step):
+        if not self._boundaries.crosses(trainer.global_step) or self._failures_in_a_row.is_off:
+            return
+        try:
             with timed(trainer, "evaluation"):
-                scores = scores_of(pl_module)
-            publish_scores(trainer, scores, trainer.global_step)
+                scores = scores_of_all_ranks(trainer, lambda: self._evaluate(pl_module), average=self.average)
+        except Exception as error:
+            self._failures_in_a_row.note(error)
+            raise
+        self._failures_in_a_row.clear()
+        publish_scores(trainer, scores, trainer.global_step)
+
+    def _check(self, pl_module: pl.LightningModule) -> None:
+        """Raise where no evaluation can ever work."""
+        _evaluation_of(pl_module)
+
+    def _evaluate(self, pl_module: pl.LightningModule) -> dict[str, float]:
+        """The scores of this rank."""
+        with modes_after_failure(pl_module):
+            return scores_of(pl_module)
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
@@ -72,17 +100,38 @@ def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
     """
     with isolate_rng():
         scores = _evaluation_of(pl_module)(getattr(pl_module, "contract_state", None), getattr(pl_module, "ctx", None))
+    return as_scores(scores, "evaluate")
+
+
+def as_scores(scores: Any, source: str) -> dict[str, float]:
+    """What `source` returned, as scores by name.
+
+    Raises:
+        ContractError: It is no mapping of numbers.
+    """
     if not isinstance(scores, Mapping):
-        raise ContractError(f"evaluate returned a {type(scores).__qualname__}; it must be a mapping of scores")
-    return {str(name): _number(name, score) for name, score in scores.items()}
+        raise ContractError(f"{source} returned a {type(scores).__qualname__}; it must be a mapping of scores")
+    return {str(name): _number(name, score, source) for name, score in scores.items()}
 
 
-def _number(name: object, score: Any) -> float:
+def _number(name: object, score: Any, source: str) -> float:
     try:
         return float(score)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(score).__qualname__
-        raise ContractError(f"evaluate returned a {kind} as {name!r}; a score is one number ({error})") from error
+        raise ContractError(f"{source} returned a {kind} as {name!r}; a score is one number ({error})") from error
+
+
+@contextmanager
+def modes_after_failure(module: torch.nn.Module) -> Iterator[None]:
+    """Put the modes of `module` and its parts back where the body, which sets them, fails half-way."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    except BaseException:
+        for part, is_training in modes:
+            part.training = is_training
+        raise
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:

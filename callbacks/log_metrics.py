@@ -94,30 +94,24 @@ class LogMetrics(Hook):
         if self._unsent_scores is not None:
             metrics = {**metrics, **self._unsent_scores}
             self._unsent_scores = None
-        if not metrics:
-            return
-        connector = trainer._logger_connector
-        published = getattr(pl_module, "published", None)
-        if published is not None:
-            published.update(metrics)  # for monitors and progress bars, once they look
-        else:
-            connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-            connector._progress_bar_metrics.update(metrics)
-        loggers = trainer.loggers
-        if loggers:
-            # `log_metrics` of the connector, less its search for tensors among what are numbers.
-            connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
-            for logger in loggers:
-                logger.log_metrics(metrics=metrics, step=step)
-                if type(logger).save is not Logger.save:  # that one does nothing
-                    logger.save()
+        if metrics:
+            _send(trainer, pl_module, metrics, step)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._unsent_scores is not None:  # what an evaluation beside training has found since the last step
+            scores, self._unsent_scores = self._unsent_scores, None
+            _send(trainer, pl_module, scores, trainer.global_step)
+            feed = getattr(pl_module, "feed_callback_metrics", None)
+            if feed is not None:
+                feed()
 
     @override
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
         if not trainer.validating:  # what a validation logs is sent by Lightning
-            self._unsent_scores = scores
+            self._unsent_scores = {**(self._unsent_scores or {}), **scores}
             self.next_due_step = 0
 
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
@@ -126,3 +120,21 @@ class LogMetrics(Hook):
         before_s, since = self._waited
         self._waited = waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
+
+
+def _send(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int) -> None:
+    connector = trainer._logger_connector
+    published = getattr(pl_module, "published", None)
+    if published is not None:
+        published.update(metrics)  # for monitors and progress bars, once they look
+    else:
+        connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        connector._progress_bar_metrics.update(metrics)
+    loggers = trainer.loggers
+    if loggers:
+        # `log_metrics` of the connector, less its search for tensors among what are numbers.
+        connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
+        for logger in loggers:
+            logger.log_metrics(metrics=metrics, step=step)  # type: ignore[arg-type]
+            if type(logger).save is not Logger.save:  # that one does nothing
+                logger.save()

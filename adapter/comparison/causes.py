@@ -74,8 +74,8 @@ def likely_cause(
         )
     if how.world_size > 1 and before is not None and _is_share(kind, name, plain, hosted, before, how.world_size):
         return (
-            f"It is 1/{how.world_size} of that of the plain loop: the loss is a sum over rows. Each of "
-            f"{how.world_size} ranks sums over its own rows and gradients are averaged; take the mean over rows."
+            f"Gradients are 1/{how.world_size} of those of the plain loop: the loss is a sum over rows. Each of "
+            f"{how.world_size} ranks sums over its own rows and the sums are averaged; take the mean over rows."
         )
     if how.world_size > 1 and how.batch_statistics:
         return "Layers normalise by the rows of one rank. Set lightning.sync_batchnorm, or use another normalisation."

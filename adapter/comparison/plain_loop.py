@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from ..plumbing.redaction import text_of
 from .causes import Circumstances
 from .facts import Facts, facts_of
 from .isolation import drops, turn_off_dropout
+from .plain_rollout import rollout_batches
 
 __all__ = ["another_trainer", "plain_steps", "random_states"]
 
@@ -46,20 +48,22 @@ def another_trainer(target: Any) -> TrainerPlugin:
 def plain_steps(
     trainer: TrainerPlugin,
     ctx: StepContext,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | None,
     how: Circumstances,
     *,
+    steps: int,
     dropout: bool = True,
     look: Callable[[], None] = lambda: None,
     refuse_dropout: str = "",
 ) -> Iterator[Facts]:
-    """Step `trainer` once for each of `batches`; the facts before the first step, then after each.
+    """Step `trainer` on its batches; the facts before the first step, then after each.
 
     Args:
         trainer: A trainer that has not been set up.
         ctx: What its hooks get.
-        batches: Raw batches.
+        batches: Raw batches; None has the trainer collect its own.
         how: Filled in with what the loop shows.
+        steps: How many at most.
         dropout: Whether dropout layers drop anything.
         look: Called before each step; what it raises ends the loop.
         refuse_dropout: Why a class with dropout layers cannot be compared; empty where it can.
@@ -78,11 +82,12 @@ def plain_steps(
     how.batch_statistics = any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
     yield facts_of(discovered, {})
     optimizers = [found.value for found in discovered.optimizers]
-    for raw in batches:
+    at_first = random_states()
+    source = rollout_batches(trainer, state, ctx) if batches is None else batches
+    for raw in itertools.islice(source, steps):
         look()
-        before = random_states()
         result = trainer.train_step(trainer.prepare_batch(raw, state, ctx), state, ctx)
-        how.draws = how.draws or random_states() != before
+        how.draws = random_states() != at_first
         yield facts_of(discovered, named_scalars(validated_result(result), state, ctx, optimizers))
 
 

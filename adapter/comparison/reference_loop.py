@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,22 +57,30 @@ def recorded_plain_loop(
         refuse_dropout: Why a class with dropout layers cannot be compared; empty where it can.
 
     Raises:
-        ContractError: The class collects its own batches or cannot be copied, or the batches of several ranks cannot be
+        ContractError: The class cannot be copied, or it collects its own batches on several ranks, or theirs cannot be
             put together.
         InputError: There is no batch.
     """
-    if optional_hook(target, "rollout") is not None:
+    collects = make_data(config, parquet_paths) is None and optional_hook(target, "rollout") is not None
+    if collects and how.world_size > 1:
         raise ContractError(
-            "A class with `rollout` collects its own batches, other ones in each of two loops, and cannot be compared."
+            "A class with `rollout` collects other batches on each rank, and one plain loop cannot have them. Compare "
+            "on one device: --set lightning.devices=1"
         )
     recording = Recording()
     try:
         with isolate_rng(), _feed(config, parquet_paths, how) as dataset:
             plugin = another_trainer(target)
             ctx = plain_context(config, trainer, dataset, model_handles)
-            batches = job_batches(config, parquet_paths, how, steps=min(steps, ctx.job.max_steps or steps))
             for facts in plain_steps(
-                plugin, ctx, batches, how, dropout=dropout, look=look, refuse_dropout=refuse_dropout
+                plugin,
+                ctx,
+                None if collects else job_batches(config, parquet_paths, how),
+                how,
+                steps=min(steps, ctx.job.max_steps or steps),
+                dropout=dropout,
+                look=look,
+                refuse_dropout=refuse_dropout,
             ):
                 recording.add(facts)
         if len(recording) < 2:
@@ -84,10 +91,8 @@ def recorded_plain_loop(
     return recording
 
 
-def job_batches(
-    config: RunConfig, parquet_paths: Sequence[str], how: Circumstances, *, steps: int | None = None
-) -> Iterator[Any]:
-    """The raw batches of a job, those of all ranks joined; all of them where `steps` is None.
+def job_batches(config: RunConfig, parquet_paths: Sequence[str], how: Circumstances) -> Iterator[Any]:
+    """The raw batches of a job, those of all ranks joined.
 
     Raises:
         InputError: The job names no data, or it cannot be read.
@@ -99,7 +104,7 @@ def job_batches(
             raise InputError("The job names no data: add `dataset.parquet_paths` or `mock_batches`.")
         return made
 
-    return itertools.islice(joined_batches(data, how.world_size, epochs=epochs_of(config)), steps)
+    return joined_batches(data, how.world_size, epochs=epochs_of(config))
 
 
 def plain_context(

@@ -20,6 +20,9 @@ __all__ = ["StepComparison", "default_rtol", "first_difference"]
 
 NEVER = 1 << 62
 
+_OF_THE_RUN = "trainer/"
+"""Metrics that genlight adds to those of the class begin so."""
+
 
 class StepComparison(Hook):
     """Takes the facts of the first steps, and hands them on with what the plain loop had.
@@ -73,7 +76,8 @@ class StepComparison(Hook):
         if self.recording is None and not sharded:
             return
         metrics = {} if step == 0 else pl_module.metrics()
-        self.how.overflow_steps = int(metrics.pop("trainer/overflow_steps", 0))
+        self.how.overflow_steps = int(metrics.get("trainer/overflow_steps", 0))
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_RUN)}
         hosted = facts_of(pl_module.discovered, metrics)
         if self.recording is None or step >= len(self.recording):
             return

@@ -12,6 +12,7 @@
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
     ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
+    ├── EvaluationError           an evaluation gave no scores
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
@@ -39,6 +40,7 @@ __all__ = [
     "BrokenCheckpointError",
     "CheckpointError",
     "ContractError",
+    "EvaluationError",
     "EventLogError",
     "FailureCategory",
     "GenlightError",
@@ -198,6 +200,10 @@ class HookOrderError(GenlightError, ValueError):
 
 class MonitorError(GenlightError, ValueError):
     """A metric that a callback goes by is missing, or is not finite."""
+
+
+class EvaluationError(GenlightError):
+    """An evaluation failed on another rank, or its command gave no scores."""
 
 
 class EventLogError(GenlightError):

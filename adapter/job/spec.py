@@ -195,6 +195,9 @@ class ValidateSpec:
 
     every_n_steps: Annotated[Count, Meta(description="Steps between evaluations.", examples=[100])] = 0
     critical: Annotated[Flag, Meta(description="Whether a failure of `evaluate` ends the run.")] = False
+    average: Annotated[
+        Flag, Meta(description="Whether scores are averaged over the ranks; otherwise they are those of rank 0.")
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..loop.hosted_module import HostedModule
 from .plugin_loading import optional_hook
 from .rollout_phase import LOST, ROLLOUT_CHECKPOINT_BYTES, Phase
 
-__all__ = ["PHASE", "RolloutBatches"]
+__all__ = ["PHASE", "RolloutBatches", "parted"]
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class RolloutBatches:
         fire(module.trainer, "on_rollout_start")
         began_s = time.monotonic()
         returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
-        batches, run_state.rollout_stats = _parted(returned)
+        batches, run_state.rollout_stats = parted(returned)
         if isinstance(batches, Iterator) and optional_hook(module.plugin, "rollout_state") is not None:
             batches = self._collected(batches)
         if isinstance(batches, list | tuple) and not batches:
@@ -227,8 +227,12 @@ class RolloutBatches:
         )
 
 
-def _parted(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
-    """The batches, and the statistics where the rollout gave a pair."""
+def parted(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
+    """The batches that a rollout gave, and the statistics where it gave a pair.
+
+    Raises:
+        ContractError: It gave something else.
+    """
     if isinstance(returned, tuple) and len(returned) == 2 and _is_stats(returned[1]) and not _is_stats(returned[0]):
         return _checked(returned[0]), None if returned[1] is None else dict(returned[1])
     return _checked(returned), None

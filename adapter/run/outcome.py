@@ -18,6 +18,7 @@ from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
     CheckpointError,
     ContractError,
+    EvaluationError,
     EventLogError,
     InputError,
     MonitorError,
@@ -61,6 +62,7 @@ _SAY_ALL = (
     InputError,
     ContractError,
     CheckpointError,
+    EvaluationError,
     EventLogError,
     MonitorError,
     UploadError,

@@ -33,7 +33,7 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArrowFeedConfig ArtifactUploader ArtifactWriter AuthError
         BatchSource BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule
-        DownloadedInputs EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
+        DownloadedInputs EvaluationError EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
         ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
         ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState
@@ -46,7 +46,7 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate Goodput Guarded Heartbeat Hook
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand Goodput Guarded Heartbeat Hook
         JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter
         TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,

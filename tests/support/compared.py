@@ -61,10 +61,10 @@ class Sums(Plain):
         return error.square().sum()
 
 
-class ScalesItsRate(Plain):
+class SumsWithoutDropout(Sums):
     def configure(self, ctx):
         state = super().configure(ctx)
-        state["optimizer"].param_groups[0]["weight_decay"] = 0.1 * ctx.world_size
+        state["model"][2].p = 0.0
         return state
 
 
@@ -104,8 +104,36 @@ class Raises(Plain):
 
 
 class Collects(Plain):
+    """Draws what it collects, trains on each rollout twice, and leaves the second update early."""
+
+    update_epochs = 2
+
     def rollout(self, state, ctx):
-        return batches(2)
+        collected = [{"x": torch.rand(4, 2).tolist(), "y": torch.rand(4, 1).tolist()} for _ in range(2)]
+        return collected, {"agent_steps": 8}
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"]), torch.tensor(raw["y"]) + ctx.run_state.agent_step + ctx.run_state.update_epoch
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        if ctx.run_state.update_epoch == 1 and ctx.run_state.agent_step == 16:
+            ctx.run_state.stop_update_epoch = True
+        return result
+
+
+class CollectsLazily(Collects):
+    def rollout(self, state, ctx):
+        for _ in range(3):
+            ctx.run_state.agent_step += 4
+            yield {"x": torch.rand(4, 2).tolist(), "y": torch.rand(4, 1).tolist()}
+            if ctx.run_state.agent_step > 20:
+                ctx.run_state.stop_rollout = True
+
+
+class CollectsNothing(Plain):
+    def rollout(self, state, ctx):
+        return iter(())
 
 
 class NeverUpdates(Plain):

@@ -13,6 +13,9 @@ import torch
 from genlight.adapter.cli import main
 from support import compared
 
+ROLLOUTS = ["--set", "mock_batches=null"]
+TWO_RANKS = ["--set", "lightning.devices=2", "--set", "lightning.strategy=ddp"]
+
 
 @pytest.fixture
 def compare(tmp_path, capsys, monkeypatch):
@@ -58,6 +61,14 @@ def test_a_class_without_a_seed_is_bit_equal_and_nothing_is_left_behind(compare,
 
 def test_an_instance_is_copied(compare):
     assert compare("INSTANCE")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["Collects", "CollectsLazily"])
+def test_rollouts_and_their_update_epochs_are_those_of_a_plain_loop(name, compare):
+    code, out, _ = compare(name, *ROLLOUTS, "--steps", "12", "--rtol", "0")
+
+    assert code == 0, out
+    assert len([line for line in out.splitlines() if line.endswith("equal")]) == 13
 
 
 def test_half_precision_is_within_what_it_rounds_and_is_told_beyond_that(compare):
@@ -110,7 +121,8 @@ def test_a_job_that_is_shorter_says_so(compare):
         ("Plain", ["--steps", "0", "--rtol", "-1"], "Expected a number >= 1, but received 0.; Invalid `--rtol`"),
         ("Plain", ["--seed", "-1"], "Invalid `--seed`"),
         ("Nowhere", [], "has no 'Nowhere'"),
-        ("Collects", [], "collects its own batches"),
+        ("Collects", [*ROLLOUTS, *TWO_RANKS], "collects other batches on each rank"),
+        ("CollectsNothing", ROLLOUTS, "the rollout gave no batches"),
         ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
         ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
         ("Plain", ["--set", "mock_batches=null"], "The job names no data"),
@@ -177,7 +189,7 @@ def test_a_function_that_ends_early_is_compared_as_far_as_it_went(compare):
 
 @pytest.mark.slow
 def test_two_ranks_train_like_one_plain_loop_of_all_rows_and_a_sum_over_rows_is_found(tmp_path):
-    """Processes of their own: the first one starts the second."""
+    """Sharded by FSDP 2, then under DDP; processes of their own: the first one starts the second."""
     job = {
         "run_id": "ranks",
         "trainer": "support.compared:Sums",
@@ -196,7 +208,13 @@ def test_two_ranks_train_like_one_plain_loop_of_all_rows_and_a_sum_over_rows_is_
         )
         return done.returncode, json.loads(done.stdout), done.stderr
 
-    code, told, err = run("--set", "trainer=support.compared:Plain")
+    sharded = {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
+    code, told, err = run(
+        "--set", "trainer=support.compared:Plain", "--set", f"lightning.strategy={json.dumps(sharded)}"
+    )
     assert (code, told["equal"]) == (0, True), err
     assert "dropout layers are off in both" in told["notes"][1]
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,15 +80,19 @@ def test_a_difference_ends_the_run_before_that_step_is_saved(run):
     assert shadow_metrics(events) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("Collects", "collects its own batches"), ("LOCKED", "cannot be copied for a second loop")]
-)
-def test_a_class_that_cannot_be_compared_is_refused_at_start(name, said, run):
-    code, events, _ = run(name, "--shadow", "2", **({"mock_batches": None} if name == "Collects" else {}))
+def test_a_class_that_cannot_be_copied_is_refused_at_start(run):
+    code, events, _ = run("LOCKED", "--shadow", "2")
 
     assert code == 2
     assert [event["event"] for event in events] == ["failed"]
-    assert said in events[-1]["error"]
+    assert "cannot be copied for a second loop" in events[-1]["error"]
+
+
+def test_a_class_that_collects_its_own_batches_is_checked_too(run):
+    code, events, _ = run("Collects", "--shadow", "4", mock_batches=None)
+
+    assert code == 0
+    assert shadow_metrics(events) == [(4, 0.0)]
 
 
 def test_a_resumed_run_is_not_checked_again_and_not_from_within_the_steps_to_check(run, caplog):
@@ -105,3 +113,31 @@ def test_a_number_of_steps_below_one_is_wrong_usage(steps, run, capsys):
 
     assert (code, events) == (2, [])
     assert f"Invalid `--shadow`. Expected a number >= 1, but received {steps}." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_compared_with_the_rows_of_both(tmp_path):
+    """A sum over rows, which the average over ranks halves, ends it; rank 0 reports."""
+    job = {
+        "run_id": "ranks",
+        "trainer": "support.compared:SumsWithoutDropout",
+        "max_steps": 2,
+        "mock_batches": compared.batches(),
+        "lightning": {"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "genlight", "run", "job.json", "--shadow", "2"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(compared.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 1, done.stderr
+    last = list(read_events(tmp_path / "runs" / "ranks" / "metrics" / "events.jsonl"))[-1]
+    assert last["event"] == "failed"
+    assert "the loss is a sum over rows" in last["error"]
+
+
+def test_dropout_on_several_ranks_is_refused_before_any_rank_is_started(run):
+    code, events, _ = run("Plain", "--shadow", "2", lightning={"accelerator": "cpu", "devices": 2, "strategy": "ddp"})
+
+    assert code == 2
+    assert "Dropout layers draw other numbers on each rank" in events[-1]["error"]

@@ -1,0 +1,77 @@
+"""A trainer's own evaluation: the same scores and failures on all ranks, and an end to failing."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from genlight.adapter import StepResult
+from genlight.callbacks import Evaluate
+from support.rank_processes import run_ranks
+
+
+class Fails:
+    """Its evaluation changes the mode of its model and fails, but for those after `works_at`."""
+
+    def __init__(self, works_at: tuple[int, ...] = ()) -> None:
+        self.works_at, self.step, self.modes = works_at, 0, []
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {"model": torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        self.step += 1
+        self.modes.append([part.training for part in state["model"].modules()])
+        return StepResult(metrics={"loss": 1.0})
+
+    def evaluate(self, state, ctx):
+        state["model"].eval()
+        if self.step not in self.works_at:
+            raise ValueError(f"broken at {self.step}")
+        state["model"].train()
+        return {"val/loss": 1.0}
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+
+def test_it_switches_itself_off_after_failures_in_a_row(fit, caplog) -> None:
+    evaluate, plugin = Evaluate(2), Fails(works_at=(6,))
+    with caplog.at_level(logging.WARNING):
+        fit(plugin, [evaluate], steps=20)
+    assert evaluate.failures == {"on_train_batch_end": 5}  # after 2 and 4, and 8, 10 and 12
+    assert "Evaluate has failed 3 times in a row and is off for the rest of this fit" in caplog.text
+    assert "broken at 12" in caplog.text
+    assert "broken at 14" not in caplog.text
+    assert plugin.modes == [[True, True, True]] * 20  # a failed evaluation leaves no part in the wrong mode
+
+    plugin.step = 0
+    fit(plugin, [evaluate], steps=2)
+    assert evaluate.failures == {"on_train_batch_end": 6}  # a new fit tries again
+
+
+def test_it_never_switches_itself_off_where_that_is_asked_for(fit) -> None:
+    evaluate = Evaluate(2, max_failures=0)
+    fit(Fails(), [evaluate], steps=20)
+    assert evaluate.failures == {"on_train_batch_end": 10}
+    with pytest.raises(ValueError, match=r"`max_failures`. Expected a number >= 0, but received -1"):
+        Evaluate(2, max_failures=-1)
+
+
+def test_ranks_report_the_same_scores_and_fail_together(tmp_path) -> None:
+    run_ranks("evaluate_ranks.py", tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    # Rank 1 fails after 4 and 6; from 10 on its scores have another name, which cannot be averaged: 10, 12, 14.
+    assert ranks[0]["mean"] == {"scores": [[2, {"val/rank": 0.5}], [8, {"val/rank": 0.5}]], "failures": 5, "step": 14}
+    assert ranks[0]["zero"] == {"scores": [[2, {"val/rank": 0.0}]], "failures": 2, "step": 14}

@@ -1,0 +1,245 @@
+"""A command scores durable checkpoints beside training, and always ends, whatever it does."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from genlight.adapter import EvaluationError
+from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.score_command import parse_scores, run_score_command
+
+PATIENCE_S = 120.0
+
+
+def program(folder: Path, body: str) -> list[str]:
+    """A command that runs `body`, where `sys`, `json`, `os`, `time` and `signal` are imported."""
+    path = folder / "score.py"
+    path.write_text("import json, os, signal, sys, time\n" + textwrap.dedent(body))
+    return [sys.executable, str(path)]
+
+
+class Heard(Hook):
+    reads = ("eval_scores",)
+
+    def __init__(self) -> None:
+        self.scores: list[tuple[int, dict[str, float]]] = []
+
+    def on_scores(self, trainer, pl_module, scores, step):
+        self.scores.append((step, dict(scores)))
+
+
+class WaitsForScores(Hook):
+    """Holds training up after each step until a command that was begun has ended, so that its scores come then."""
+
+    def __init__(self, evaluate: EvaluateCommand) -> None:
+        self.evaluate = evaluate
+
+    def on_train_batch_start(self, *_):
+        if self.evaluate._running is not None:
+            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
+
+
+SCORES_THE_STEP = """
+    record = json.load(open(sys.argv[1]))
+    print("loaded", sys.argv[1])
+    print(json.dumps({"val/step": record["step"], "rank": float("RANK" in os.environ)}))
+"""
+
+
+def test_scores_belong_to_the_step_of_the_checkpoint(fit, counting_trainer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    evaluate, heard = EvaluateCommand(program(tmp_path, SCORES_THE_STEP)), Heard()
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=1)
+
+    trainer, _ = fit(
+        counting_trainer(),
+        [LogMetrics(1), heard, WaitsForScores(evaluate), evaluate, checkpoint],
+        steps=7,
+        logger=CSVLogger(tmp_path / "log", "", ""),
+        enable_checkpointing=True,
+    )
+
+    steps = [step for step, _ in heard.scores]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 7  # the final checkpoint, which the end of the fit waits for
+    assert len(steps) > 1
+    assert heard.scores == [(step, {"val/step": float(step), "rank": 0.0}) for step in steps]
+    assert run_state_of(trainer).eval_scores == heard.scores[-1][1]
+    rows = list(csv.DictReader((tmp_path / "log" / "metrics.csv").read_text().splitlines()))
+    sent = [(int(row["step"]), float(row["val/step"])) for row in rows if row["val/step"]]
+    assert sent == sorted(sent)
+    assert {score for _, score in sent} <= set(steps)  # of those that come after the same step the newest stays
+    assert sent[-1] == (7, 7.0)  # although no step follows
+    assert trainer.callback_metrics["val/step"] == 7
+
+
+def test_one_runs_at_a_time_and_the_newest_waits_and_is_not_removed(fit, counting_trainer, tmp_path) -> None:
+    go = tmp_path / "go"
+    command = program(
+        tmp_path,
+        f"""
+        with open({str(tmp_path / "begun")!r}, "a") as begun:
+            begun.write(sys.argv[2] + "\\n")
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.01)
+        json.load(open(sys.argv[1]))
+        print(json.dumps({{"step": int(sys.argv[2])}}))
+        """,
+    )
+
+    class LetsGo(Hook):
+        def on_train_end(self, *_):
+            go.touch()
+
+    evaluate, heard = EvaluateCommand([*command, "{checkpoint}", "{step}"]), Heard()
+    checkpoint = Checkpoint(
+        tmp_path / "c", every_n_steps=2, keep_last=1, keep_best=0, asynchronous=False, save_final=False
+    )
+    fit(counting_trainer(), [evaluate, checkpoint, heard, LetsGo()], steps=9, enable_checkpointing=True)
+
+    assert heard.scores == [(2, {"step": 2.0}), (8, {"step": 8.0})]
+    assert (tmp_path / "begun").read_text().split() == ["2", "8"]
+
+
+def test_it_switches_itself_off_after_failures_in_a_row(fit, counting_trainer, tmp_path, caplog) -> None:
+    command = program(tmp_path, "print('token', file=sys.stderr); sys.exit(3)")
+    evaluate = EvaluateCommand(command, max_failures=2)
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, asynchronous=False)
+    with caplog.at_level(logging.WARNING):
+        trainer, _ = fit(
+            counting_trainer(), [evaluate, WaitsForScores(evaluate), checkpoint], steps=6, enable_checkpointing=True
+        )
+    assert trainer.global_step == 6
+    assert evaluate.failures == {"on_train_batch_end": 2}
+    assert "EvaluateCommand has failed 2 times in a row and is off" in caplog.text
+    assert "ended with exit code 3: token (checkpoint of step 2)" in caplog.text
+
+
+def test_a_critical_failure_ends_the_run(fit, counting_trainer, tmp_path) -> None:
+    evaluate = EvaluateCommand(program(tmp_path, "os.kill(os.getpid(), 9)"), critical=True)
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1)
+    with pytest.raises(EvaluationError, match=r"was killed by SIGKILL \(checkpoint of step "):
+        fit(counting_trainer(), [evaluate, WaitsForScores(evaluate), checkpoint], enable_checkpointing=True)
+
+
+def test_a_failing_run_ends_the_command(fit, counting_trainer, tmp_path) -> None:
+    command = program(tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
+    evaluate = EvaluateCommand(command)
+    begun = threading.Event()
+
+    class Fails(Hook):
+        critical = True
+
+        def on_train_batch_end(self, *_):
+            while evaluate._running is not None and not _text(tmp_path / "pid"):
+                begun.wait(0.01)
+            if _text(tmp_path / "pid"):
+                raise RuntimeError("broke")
+
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, asynchronous=False)
+    with pytest.raises(RuntimeError, match=r"broke"):
+        fit(counting_trainer(), [evaluate, checkpoint, Fails()], enable_checkpointing=True)
+    assert not _lives(int(_text(tmp_path / "pid")))
+
+
+def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path) -> None:
+    command = program(
+        tmp_path,
+        f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = os.fork()
+        if child:
+            open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child}}")
+        while True:
+            time.sleep(1)
+        """,
+    )
+    with pytest.raises(EvaluationError, match=r"did not end within 3 s and was killed"):
+        run_score_command(command, time_limit_s=3)
+    pids = [int(pid) for pid in _text(tmp_path / "pids").split()]
+    assert len(pids) == 2
+    assert not any(_lives(pid) for pid in pids)
+
+
+def test_what_a_command_leaves_behind_does_not_hold_up_its_scores(tmp_path) -> None:
+    command = program(
+        tmp_path,
+        f"""
+        child = os.fork()
+        if not child:
+            time.sleep(1000)
+        open({str(tmp_path / "pids")!r}, "w").write(str(child))
+        print(json.dumps({{"score": 1}}))
+        """,
+    )
+    assert run_score_command(command, time_limit_s=PATIENCE_S) == {"score": 1.0}
+    assert not _lives(int(_text(tmp_path / "pids")))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("pass", "printed nothing"),
+        ("print('rubbish')", "printed 'rubbish'; its last line must be a JSON object"),
+        ("print('[1, 2]')", "must be a JSON object"),
+        ("print('[' * 100000)", "must be a JSON object"),
+        ('print(\'{"a": NaN, "b": true, "c": "x"}\')', "must be finite numbers: 'a' nan, 'b' True, 'c' 'x'"),
+        ("sys.stdout.buffer.write(bytes(range(256)))", "must be a JSON object"),
+        ("raise ValueError('no such layer')", "ended with exit code 1: (.|\n)*ValueError: no such layer"),
+        ("while True: print('x' * 1000)", "printed more than 1,048,576 bytes"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+    ],
+)
+def test_rubbish_is_one_clear_error(tmp_path, body, said) -> None:
+    with pytest.raises(EvaluationError, match=said):
+        run_score_command(program(tmp_path, body), time_limit_s=PATIENCE_S)
+
+
+def test_a_command_that_does_not_exist(tmp_path) -> None:
+    with pytest.raises(EvaluationError, match=r"the evaluation command '/nowhere/score' cannot be started: .*No such"):
+        run_score_command(["/nowhere/score"], time_limit_s=PATIENCE_S)
+
+
+def test_scores_are_all_of_the_output_or_its_last_line() -> None:
+    assert parse_scores('{\n "a": 1,\n "b": 2.5\n}\n') == {"a": 1.0, "b": 2.5}
+    assert parse_scores('loading\n{"a": 1}\n\n') == {"a": 1.0}
+
+
+def test_every_wrong_argument_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`command`.*`every_n_steps` -1.*`time_limit_s` 0.*`max_failures` -1"):
+        EvaluateCommand([], every_n_steps=-1, time_limit_s=0, max_failures=-1)
+    with pytest.raises(ValueError, match=r"No closing quotation"):
+        EvaluateCommand("score 'it")
+
+
+def test_without_checkpoints_it_is_refused(fit, counting_trainer) -> None:
+    with pytest.raises(EvaluationError, match=r"nothing saves one. Add a `Checkpoint` callback"):
+        fit(counting_trainer(), [EvaluateCommand("true")])
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process that was killed is still there after a patient while; one that nobody has reaped is not."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state in "ZX":
+            return False
+        time.sleep(0.02)
+    return True
