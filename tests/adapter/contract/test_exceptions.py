@@ -24,6 +24,7 @@ EXAMPLES = [
     exceptions.HookOrderError("a waits for b"),
     exceptions.MonitorError("nothing reports eval/score"),
     exceptions.EventLogError("locked"),
+    exceptions.ReplayWriterError("another thread writes"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
     exceptions.ShadowMismatchError("the loss differs after step 1"),
