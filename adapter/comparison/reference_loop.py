@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from ..contract.exceptions import ContractError, InputError
@@ -83,6 +85,11 @@ def recorded_plain_loop(
                 refuse_dropout=refuse_dropout,
             ):
                 recording.add(facts)
+            del plugin, ctx
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # The training that follows needs the memory.
+            gc.collect()
+            torch.cuda.empty_cache()
         if len(recording) < 2:
             raise InputError("the source of batches is empty: there is no step to compare; check `dataset`")
     except BaseException:

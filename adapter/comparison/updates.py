@@ -127,7 +127,10 @@ def _about_gradient(a: torch.Tensor, b: torch.Tensor, how: Circumstances) -> str
             "clips, or divides by the steps of accumulation."
         )
     if how.draws:
-        return "The step draws random numbers, and the two drew others: seed both alike, right before the first step."
+        return (
+            "The step draws random numbers, so seed both alike, right before the first step. Where that is done, they "
+            "have other rows, another order of rows, or another loss."
+        )
     if how.is_half:
         return f"The rounding of {how.precision}, if it is small; judge it with a larger --rtol."
     return "The weights agree and the gradient does not: other rows, another order of rows, or another loss."

@@ -32,21 +32,26 @@ SHADOW_METRIC = "trainer/shadow_difference"
 """The largest relative difference of the checked steps; reported once, at the last of them."""
 
 
-def check_shadow_start(steps: int, begins_after: int) -> bool:
-    """Whether a run that begins after a step has steps to check.
+def check_shadow_start(steps: int, resumes_after: int | None) -> bool:
+    """Whether a run has steps to check.
+
+    Args:
+        steps: How many are to be checked.
+        resumes_after: The step of the checkpoint that the run resumes from; None where it begins anew.
 
     Raises:
-        StartupContractError: It begins within those that were to be checked.
+        StartupContractError: It goes on within the steps that were to be checked.
     """
-    if 0 < begins_after < steps:
+    if resumes_after is None:
+        return True
+    if resumes_after < steps:
         raise StartupContractError(
             "startup.artifacts_in_use",
-            f"--shadow {steps} checks the first {steps} steps, and the run goes on after step {begins_after}, where a "
+            f"--shadow {steps} checks the first {steps} steps, and the run goes on after step {resumes_after}, where a "
             "plain loop cannot follow. Begin anew with --fresh, or leave --shadow out.",
         )
-    if begins_after:
-        log.info("--shadow: the first %d steps are done, so there is nothing to check", steps)
-    return not begins_after
+    log.info("--shadow: the first %d steps are done, so there is nothing to check", steps)
+    return False
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Training:
         module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
         record = start.record
         beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if shadow and check_shadow_start(shadow, 0 if record is None else record.step):
+        if shadow and check_shadow_start(shadow, None if record is None else record.step):
             beside = self._shadowed(trainer, inputs, shadow)
         if record is not None and record.is_old:
             folder = trainer_directory(record.path, plugin)

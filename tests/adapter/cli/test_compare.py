@@ -166,7 +166,12 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
         ("another_rate", "setting", "optimizer 0 group 0.lr", "another setting"),
         ("four_times", "gradient", 'state["model"].', "It is 0.25 times that of the function"),
         ("another_start", "weight before", 'state["model"].', "seed both the same way"),
-        ("other_rows", "gradient", 'state["model"].', "random numbers, and the two drew others"),
+        (
+            "other_rows",
+            "gradient",
+            'state["model"].',
+            "seed both alike, right before the first step. Where that is done, they have other rows",
+        ),
         ("other_model", "weight before", 'state["model"].0.weight', "another model"),
     ],
 )

@@ -107,6 +107,16 @@ def test_a_resumed_run_is_not_checked_again_and_not_from_within_the_steps_to_che
     assert "--shadow: the first 1 steps are done, so there is nothing to check" in caplog.messages
 
 
+def test_a_record_of_step_zero_is_no_beginning_either(run, tmp_path):
+    """An older runtime's record may not tell its step, and holds trained weights all the same."""
+    (tmp_path / "old.json").write_text(json.dumps({"state": {}}))
+
+    code, events, _ = run("Plain", "--shadow", "2", resume_checkpoint_path="old.json")
+
+    assert code == 2
+    assert "the run goes on after step 0" in events[-1]["error"]
+
+
 @pytest.mark.parametrize("steps", ["0", "-3"])
 def test_a_number_of_steps_below_one_is_wrong_usage(steps, run, capsys):
     code, events, _ = run("Plain", "--shadow", steps)
