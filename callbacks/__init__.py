@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluate import Evaluate as Evaluate
     from .evaluate_command import EvaluateCommand as EvaluateCommand
+    from .evaluate_loader import EvaluateLoader as EvaluateLoader
     from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
@@ -45,6 +46,7 @@ else:
             ".early_stopping": ("EarlyStopping",),
             ".evaluate": ("Evaluate",),
             ".evaluate_command": ("EvaluateCommand",),
+            ".evaluate_loader": ("EvaluateLoader",),
             ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,20 +11,18 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import MonitorError
-from ..adapter.plumbing.redaction import text_of
 from ..adapter.plumbing.text import nearest
 from .hook.cadence import NEVER, crossed, next_multiple
 from .hook.events import callbacks_of, is_rank_zero
 from .hook.hook import Hook
 from .hook.listeners import skippable
 
-__all__ = ["EarlyStopping", "monitor_error"]
+__all__ = ["EarlyStopping"]
 
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10
 """How many steps apart ranks agree on a stop, and a module that logs by itself is looked at."""
-_MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 
 
 class EarlyStopping(Hook):
@@ -169,14 +166,6 @@ class EarlyStopping(Hook):
         return MonitorError(
             f"EarlyStopping(monitor={self.monitor!r}): {how}{known}.{nearest(self.monitor, self._names)}"
         )
-
-
-def monitor_error(error: BaseException) -> MonitorError | None:
-    """What Lightning's own `EarlyStopping` or `ModelCheckpoint` says of its monitor; None for any other exception."""
-    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or frames[-1] not in _MONITORS:
-        return None
-    return MonitorError(text_of(error))
 
 
 def _evaluates(trainer: pl.Trainer) -> bool:

@@ -111,7 +111,7 @@ class EvaluateCommand(Hook):
         if not any(saver.saves_anything for saver in savers):
             raise EvaluationError(
                 "EvaluateCommand scores checkpoints, and nothing saves one. Add a `Checkpoint` callback that does, "
-                "or use `Evaluate`"
+                "or use `Evaluate` or `EvaluateLoader`"
             )
         for saver in savers:
             saver.spare(self._awaited_paths)

@@ -20,8 +20,8 @@ from typing_extensions import override
 from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.ownership import checkpoint_files
 from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
-from ...callbacks.early_stopping import monitor_error
 from ...callbacks.hook.events import callbacks_of
+from ...callbacks.monitor_errors import monitor_error
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests

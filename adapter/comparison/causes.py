@@ -30,6 +30,11 @@ class Circumstances:
     """Updates that a gradient scaler has skipped."""
 
     @property
+    def described(self) -> str:
+        """Precision and number of ranks in words."""
+        return f"{self.precision}, {self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
+
+    @property
     def is_exact(self) -> bool:
         """Whether both loops compute the same operations in the same order."""
         return self.world_size == 1 and self.precision == "32-true"

@@ -166,8 +166,7 @@ def _comparison(watch: _Updates, old: Recording, against: str) -> Comparison:
     how = watch.how
     if not watch.count:
         raise ContractError("The class calls no optimizer.step: there is nothing to compare with the function")
-    ranks = f"{how.world_size} rank{'s'[: how.world_size - 1]}"
-    notes = [f"{against}: one process; genlight: {how.precision}, {ranks}; a step is a call of optimizer.step"]
+    notes = [f"{against}: one process; genlight: {how.described}; a step is a call of optimizer.step"]
     first = watch.first
     if len(old) < watch.updates:
         notes.append(f"{against} ended after {len(old)} of {watch.updates} updates")

@@ -22,6 +22,7 @@ from ..job.config import RunConfig
 from ..job.lightning_config import instantiate_alone, make_data
 from ..module.module import ContractModule
 from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
+from ..run.preflight import check_plugin
 from ..run.ranks.this_rank import is_rank_zero
 
 __all__ = ["ComparedJob", "Comparison", "compare_job", "compared_job"]
@@ -97,9 +98,12 @@ def compared_job(config: RunConfig, *, seed: int) -> ComparedJob:
 
     Raises:
         ContractError: The import path does not lead to one conforming trainer.
+        StartupContractError: Hooks of the class cannot be called, or the job needs one that is not there.
         InputError: Inputs are missing.
     """
-    return ComparedJob(config, find_trainer(config.trainer), materialize_inputs(config), seed)
+    target = find_trainer(config.trainer)
+    check_plugin(config, target)
+    return ComparedJob(config, target, materialize_inputs(config), seed)
 
 
 def compare_job(config: RunConfig, *, steps: int, rtol: float | None = None, seed: int = 0) -> Comparison | None:
@@ -172,7 +176,7 @@ def _comparison(
     watch: StepComparison, recording: Recording, done: list[StepDistances], differences: list[Difference], steps: int
 ) -> Comparison:
     how, trained = watch.how, len(recording) - 1
-    notes = [f"plain: fp32, one process; genlight: {how.precision}, {how.world_size} rank{'s'[: how.world_size - 1]}"]
+    notes = [f"plain: fp32, one process; genlight: {how.described}"]
     if how.world_size > 1:
         notes.append(
             "dropout layers are off in both, and metrics are not compared: each rank has those of its own rows"

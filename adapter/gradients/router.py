@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
-from . import autograd_patch as interception
+from . import autograd_patch as interception, update_errors
 from .averaging import Averaging
 from .equal_replicas import BufferSync
 from .fsdp.errors import about_sharded_update
@@ -208,10 +208,7 @@ class StepRouter:
         """Run one backward call of the trainer; `args` are those of torch's engine."""
         hooks = self._hooks
         if self._scaler is not None and self._has_no_optimizer:
-            raise ContractError(
-                "16-mixed needs an optimizer, in the state or on the trainer, whose update it can skip when gradients "
-                "overflow; this trainer updates by hand. Use bf16-mixed or 32-true."
-            )
+            raise update_errors.without_optimizer()
         if self._averaging is not None:
             self._averaging.before_backward()
         if self._sharded is not None:
@@ -293,10 +290,7 @@ class StepRouter:
             return
         what = "16-mixed" if self._scaler is not None else "on_nonfinite: skip"
         if self._scaler is not None or self._guard is not None:
-            raise ContractError(
-                f"{what} cannot leave out an update of {type(optimizer).__name__} whose `step` was kept or compiled "
-                "in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
-            )
+            raise update_errors.taken_before(optimizer, what)
         if self._averaging is not None and not self.in_backward:
             self._averaging.before_update(optimizer)
         if self._hooks.before_optimizer_step is not None:
@@ -336,11 +330,7 @@ class StepRouter:
         """Refuse an update that no other rank would hear of."""
         if self._averaging is None:
             return
-        self._refusal = ContractError(
-            f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where the "
-            "gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own thread, or "
-            "use one device."
-        )
+        self._refusal = update_errors.outside_of_step(optimizer)
         raise self._refusal
 
     def _scaled_step(
@@ -376,11 +366,7 @@ class StepRouter:
                 self._hooks.before_optimizer_step(optimizer)
             return None
         if not type(optimizer).__module__.startswith("torch.optim"):
-            raise ContractError(
-                f"{what} cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may evaluate "
-                "the closure at other weights, where an overflow could not be skipped. Call backward and its steps in "
-                f"`train_step` yourself, or {instead}."
-            )
+            raise update_errors.own_closure(optimizer, what, instead)
         with torch.enable_grad():
             return self._closure(optimizer, closure)
 

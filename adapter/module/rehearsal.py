@@ -161,6 +161,8 @@ def _forget_trainer(module: ContractModule) -> None:
     module.contract_state = module.discovered = module.step_result = None
     module._found_optimizers, module._frozen, module._kept_by_wrappers = [], [], []
     module.configured = False
+    if module._rollouts is not None:
+        module._rollouts.begin_epoch(0)
 
 
 def _endless_steps(module: ContractModule, trainer: pl.Trainer) -> Generator[dict[str, Any]]:

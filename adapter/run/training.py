@@ -168,7 +168,7 @@ class Training:
     ) -> None:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-        from ...callbacks.early_stopping import monitor_error
+        from ...callbacks.monitor_errors import monitor_error
 
         if self.outcome is not None:
             self.stop.signals.what_next = "the run saves a checkpoint after the current step, and stops"

@@ -30,12 +30,13 @@ from .format.layout import FINAL_NAME, step_name
 from .format.record import RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
-from .retention import Retention, best, own_records
+from .retention import Retention, best_path, own_records
 from .save_meta import meta_of_save, said_to_stay
+from .save_triggers import SaveTriggers
 from .saving import CONTRACT_KEY
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin, sharded_url_faults
-from .start_checks import check_directory, require_choice
+from .start_checks import check_directory, require_cadences, require_choice
 from .storage.commit import sweep
 from .trainer_files import join_in_trainer_files, stage_trainer_files
 from .warm_up import reserve_memory
@@ -65,6 +66,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
         every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
         every_n_epochs: Save at the end of every such epoch; 0 never does.
+        every_minutes: Save when so many minutes have passed since the last save, by rank zero's clock; 0 never does.
+        save_on_improvement: Save when `monitor` is better than ever; on several ranks at most 10 steps later.
         monitor: Metric that `keep_best` goes by, as logged.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         keep_last: How many of the newest step checkpoints stay; None keeps all. Only what this callback wrote in the
@@ -98,6 +101,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         *,
         every_n_steps: int = 0,
         every_n_epochs: int = 0,
+        every_minutes: float = 0,
+        save_on_improvement: bool = False,
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         keep_last: int | None = 2,
@@ -111,8 +116,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
     ) -> None:
-        if every_n_epochs < 0:
-            raise ValueError(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
+        require_cadences(every_n_epochs, every_minutes, needs_monitor=save_on_improvement, monitor=monitor)
         require_choice("when_busy", when_busy, "wait", "newest")
         require_choice("on_error", on_error, "stop", "continue")
         require_choice("weights", weights, "all", "trained")
@@ -120,11 +124,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.every_n_steps = every_n_steps
         self.every_n_epochs = every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
-        self.save_final = save_final
+        self._triggers = SaveTriggers(every_minutes, monitor if save_on_improvement else None, mode)
         self.asynchronous, self.when_busy = asynchronous, when_busy
         self.critical = on_error == "stop"
         self.save_gradients, self.weights = save_gradients, weights
-        self.replace_existing = replace_existing
+        self.save_final, self.replace_existing = save_final, replace_existing
         self._trained_in: Path | None = None
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
@@ -143,8 +147,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         own: dict[str, Any] = {"_io": None, "_reports": DurableReports(), "_run_state": None}
         return {**super().__getstate__(), **own}
 
-    # Events
-
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._gives_plugin_back = not isinstance(trainer.strategy.checkpoint_io, DurableCheckpointIO)
@@ -162,6 +164,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
         self._boundaries = Boundaries(self, trainer.global_step)
+        self._triggers.begin(trainer.global_step)
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
         self._saves_after_module_hook = False
         self._resume.begin_training(trainer, pl_module)
@@ -181,6 +184,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         is_settled = self._io is None or self._io.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
         is_crossed = self._boundaries.crosses(trainer.global_step)
+        if self._triggers:
+            is_crossed |= self._triggers.look(self, trainer, pl_module)
         if not is_settled:
             self._wake()
         self._save_if_due(trainer, pl_module, is_crossed=is_crossed and not suppressed(pl_module))
@@ -262,8 +267,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._gives_plugin_back:
             give_back_plugin(trainer)
 
-    # What the runtime calls as well
-
     @override
     def join_run(self, run: RunContext) -> None:
         self.run = run.record
@@ -285,9 +288,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
-        records = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
-        chosen = best(records, self.retention) or records[-1:]
-        return str(chosen[0].path) if chosen else ""
+        return "" if self.dirpath is None else best_path(own_records(list_checkpoints(self.directory)), self.retention)
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -298,7 +299,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def saves_anything(self) -> bool:
         """Whether a run with this callback saves checkpoints of its own accord."""
-        return bool(self.every_n_steps or self.every_n_epochs or self.save_final)
+        return bool(self.every_n_steps or self.every_n_epochs or self.save_final or self._triggers)
 
     def save(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool = False, wait: bool = False
@@ -321,6 +322,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         assert self._io is not None
         self._is_overdue, self._is_warm = False, True
         self._last_saved_step = step
+        self._triggers.note_save()
         if trainer.is_global_zero:
             request = self._request(trainer, pl_module, path, began_s, final=final, wait=wait)
             self._io.expect(path, request)
@@ -366,8 +368,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
         vars(self).pop("on_train_batch_start", None)
         self._resume.restore_rng(trainer)
-
-    # How
 
     def _wake(self) -> None:
         """From now on something goes on in the background: look after each step for how it ended."""

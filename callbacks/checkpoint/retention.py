@@ -11,7 +11,7 @@ from .format.layout import is_record_of_callback
 from .format.record import CheckpointRecord
 from .selection import Listed
 
-__all__ = ["WRITER", "Retention", "best", "is_named", "own_records", "to_delete"]
+__all__ = ["WRITER", "Retention", "best", "best_path", "is_named", "own_records", "to_delete"]
 
 WRITER = "Checkpoint"
 """How records name the `Checkpoint` callback as the one that may remove them."""
@@ -72,6 +72,12 @@ def best(records: Sequence[CheckpointRecord], retention: Retention) -> list[Chec
         if value is not None and math.isfinite(value):
             scored.append((sign * value, record.step, record))
     return [record for _, _, record in sorted(scored, key=lambda item: item[:2])[: retention.keep_best]]
+
+
+def best_path(records: Sequence[CheckpointRecord], retention: Retention) -> str:
+    """The best of `records`, or the last where none has a monitored value; empty for none."""
+    chosen = best(records, retention) or records[-1:]
+    return str(chosen[0].path) if chosen else ""
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from .sharded.save import require_shared_directory
 from .sharded.strategy import rank_groups_of
 from .storage.commit import require_space
 
-__all__ = ["check_directory", "require_choice"]
+__all__ = ["check_directory", "require_choice", "require_cadences"]
 
 _ADAM_STATES = 2
 """Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
@@ -56,6 +57,23 @@ def require_choice(name: str, value: object, one: str, other: str) -> None:
     """
     if value not in (one, other):
         raise ValueError(f"Invalid `{name}`. Expected {one!r} or {other!r}, but received {value!r}.")
+
+
+def require_cadences(every_n_epochs: int, every_minutes: float, *, needs_monitor: bool, monitor: str | None) -> None:
+    """Raise where these arguments of `Checkpoint` make no sense; `needs_monitor` is its ``save_on_improvement``.
+
+    Raises:
+        ValueError: They do not; all that is wrong is named.
+    """
+    wrong = []
+    if every_n_epochs < 0:
+        wrong.append(f"Invalid `every_n_epochs`. Expected a number >= 0, but received {every_n_epochs}.")
+    if not 0 <= every_minutes < math.inf:
+        wrong.append(f"Invalid `every_minutes`. Expected a number >= 0, but received {every_minutes}.")
+    if needs_monitor and not monitor:
+        wrong.append("`save_on_improvement` needs a `monitor`: the metric or score that is to improve.")
+    if wrong:
+        raise ValueError(" ".join(wrong))
 
 
 def _refuse_to_mix_runs(trainer: pl.Trainer, directory: Path, *, replaces: bool) -> None:

@@ -46,7 +46,8 @@ PUBLIC = {
         save_trainable_module_checkpoint seed_everything to_float_scalar
     """,
     "genlight.callbacks": """
-        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand Goodput Guarded Heartbeat Hook
+        Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand EvaluateLoader
+        Goodput Guarded Heartbeat Hook
         JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter
         TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,

@@ -317,7 +317,7 @@ def test_directory_action_and_options_of_uploads_may_stand_in_any_order(words, t
 
 def test_an_action_of_uploads_that_there_is_not_is_told_with_the_nearest(tmp_path, capsys):
     assert main(["uploads", str(tmp_path), "rety"]) == 2
-    assert "no action 'rety'; choose from list, retry, export. Did you mean `retry`?" in capsys.readouterr().err
+    assert "unknown action 'rety'; choose from list, retry, export. Did you mean `retry`?" in capsys.readouterr().err
 
 
 def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):

@@ -123,6 +123,7 @@ def test_a_job_that_is_shorter_says_so(compare):
         ("Nowhere", [], "has no 'Nowhere'"),
         ("Collects", [*ROLLOUTS, *TWO_RANKS], "collects other batches on each rank"),
         ("CollectsNothing", ROLLOUTS, "the rollout gave no batches"),
+        ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
         ("LOCKED", [], "is one instance of HasALock and cannot be copied"),
         ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
         ("Plain", ["--set", "mock_batches=null"], "The job names no data"),

@@ -24,6 +24,8 @@ EXAMPLES = [
     exceptions.HookOrderError("a waits for b"),
     exceptions.MonitorError("nothing reports eval/score"),
     exceptions.EventLogError("locked"),
+    exceptions.ReplayWriterError("another thread writes"),
+    exceptions.EvaluationError("the command printed no JSON"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
     exceptions.ShadowMismatchError("the loss differs after step 1"),

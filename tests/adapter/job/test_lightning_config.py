@@ -52,6 +52,7 @@ def test_other_precisions_stay_as_they_are(config, precision):
 
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
+STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 SHARDED_BY = "lightning.pytorch.strategies.ModelParallelStrategy"
 
 
@@ -66,7 +67,7 @@ SHARDED_BY = "lightning.pytorch.strategies.ModelParallelStrategy"
             r"`lightning.strategy`: .*`data_parallel_size`: Expected 'auto' or int, but received many$",
         ),
         (
-            {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"monitor": "a", "patience": "long"}}]},
+            {"callbacks": [{"class_path": STOPPING, "init_args": {"monitor": "a", "patience": "long"}}]},
             r"`lightning.callbacks`: .*EarlyStopping': `patience`: Expected int, but received long$",
         ),
         (

@@ -1,0 +1,80 @@
+"""Scores of a function over the batches of a validation loader, at a cadence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from .evaluate import Evaluate, as_scores
+
+__all__ = ["EvaluateLoader"]
+
+
+class EvaluateLoader(Evaluate):
+    """Calls ``function(pl_module, batches)`` at a cadence, and fires ``on_scores`` with the scores that it returns.
+
+    For any LightningModule. `batches` gives those of the loader from its beginning, on the device of the module and in
+    its precision. The function runs without gradients and in evaluation mode; afterwards every part of the module is in
+    the mode that it was in, and training draws the random numbers that it would have drawn. On several ranks each rank
+    calls it with its own loader, which may have a ``DistributedSampler``; see `Evaluate` for what they report.
+
+    Args:
+        dataloader: What gives the batches, such as a ``DataLoader``; iterated anew for each evaluation.
+        function: Returns a mapping of names to numbers.
+        every_n_steps: Cadence in steps; 0 turns it off.
+        critical: Whether a failing evaluation ends the run.
+        average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
+        max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
+
+    Raises:
+        ValueError: A number is negative.
+        TypeError: `function` is not callable, or `dataloader` cannot be read several times.
+        ContractError: At an evaluation: the function returned no mapping of numbers.
+        EvaluationError: The evaluation failed on another rank, or its scores cannot be averaged.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        function: Callable[[pl.LightningModule, Iterator[Any]], Any],
+        every_n_steps: int,
+        *,
+        critical: bool = False,
+        average: bool = False,
+        max_failures: int = 3,
+    ) -> None:
+        super().__init__(every_n_steps, critical=critical, average=average, max_failures=max_failures)
+        if not callable(function):
+            raise TypeError(f"Invalid `function`. Expected a callable, but received {function!r}.")
+        if not hasattr(dataloader, "__iter__") or isinstance(dataloader, Iterator):
+            kind = type(dataloader).__qualname__
+            raise TypeError(
+                f"Invalid `dataloader`. Expected one that can be read several times, but received a {kind}."
+            )
+        self.dataloader = dataloader
+        self.function = function
+
+    @override
+    def _check(self, pl_module: pl.LightningModule) -> None: ...
+
+    @override
+    def _evaluate(self, pl_module: pl.LightningModule) -> dict[str, float]:
+        modes = [(part, part.training) for part in pl_module.modules()]
+        try:
+            pl_module.eval()
+            with isolate_rng(), torch.no_grad(), pl_module.trainer.precision_plugin.val_step_context():
+                return as_scores(self.function(pl_module, self._batches(pl_module)), "the function of EvaluateLoader")
+        finally:
+            for part, is_training in modes:
+                part.training = is_training
+
+    def _batches(self, pl_module: pl.LightningModule) -> Iterator[Any]:
+        convert = pl_module.trainer.precision_plugin.convert_input
+        for batch in self.dataloader:
+            yield convert(move_data_to_device(batch, pl_module.device))

@@ -1,0 +1,62 @@
+"""What ``genlight compare`` compares finds no difference in classes that train right, whatever they are made of."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from genlight.adapter import ContractModule, TrainingJobSpec
+from genlight.adapter.comparison.causes import Circumstances
+from genlight.adapter.comparison.differences import Difference
+from genlight.adapter.comparison.facts import Recording
+from genlight.adapter.comparison.isolation import quiet, seeded
+from genlight.adapter.comparison.plain_loop import plain_steps
+from genlight.adapter.comparison.watch import StepComparison
+from zoo.harness import zoo
+from zoo.runs import STEPS, context
+from zoo.worker import Shares
+
+RTOL = 1e-6
+"""TorchScript rounds otherwise once it has seen a function twice."""
+
+
+def compared(cls: Any) -> tuple[int, list[Difference]]:
+    """How many times the class was compared, and the differences."""
+    recording, how, found, times = Recording(), Circumstances(), [], []
+
+    def told(_: Any, distances: Any, difference: Difference | None) -> None:
+        times.append(distances.step)
+        found.extend([] if difference is None else [difference])
+
+    try:
+        with quiet(), seeded(0):
+            for facts in plain_steps(cls(), context(), Shares(cls.rows, 0, 1, STEPS), how, steps=STEPS):
+                recording.add(facts)
+        with quiet(), seeded(0):
+            trainer = pl.Trainer(
+                max_steps=STEPS,
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[StepComparison(STEPS, recording, how, RTOL, told)],
+            )
+            module = ContractModule(cls(), TrainingJobSpec(run_id="plain", max_steps=STEPS))
+            trainer.fit(module, Shares(cls.rows, 0, 1, STEPS))
+    finally:
+        recording.close()
+    return len(times), found
+
+
+@pytest.mark.slow
+def test_every_fourth_class_of_the_zoo_is_equal_to_itself_in_a_plain_loop():
+    """GANs, averages, LBFGS, sparse gradients, accumulation: all metrics, settings, states and weights."""
+    results = {name: compared(cls) for name, cls in islice(zoo().items(), 0, None, 4)}
+
+    assert {name: found for name, (_, found) in results.items() if found} == {}
+    assert {times for times, _ in results.values()} == {STEPS + 1}
