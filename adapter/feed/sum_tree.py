@@ -54,9 +54,10 @@ class SumTree:
         for level in reversed(self._levels):
             children = level[nodes]
             ends = children.cumsum(axis=1)
-            # Rounding may put a target at the very end, behind the last child that has a priority.
-            last = FANOUT - 1 - (children[:, ::-1] > 0).argmax(axis=1)
-            picked = np.minimum((ends <= left[:, None]).sum(axis=1), last)
+            picked = np.minimum((ends <= left[:, None]).sum(axis=1), FANOUT - 1)
+            if not children[rows, picked].all():
+                # Rounding has put a target at the very end, behind the last child that has a priority.
+                picked = np.minimum(picked, FANOUT - 1 - (children[:, ::-1] > 0).argmax(axis=1))
             left = np.maximum(left - (ends[rows, picked] - children[rows, picked]), 0.0)
             nodes = nodes * FANOUT + picked
         return nodes

@@ -1,4 +1,4 @@
-"""Deep Q-learning (Mnih et al. 2015) on CartPole-v1 from a replay buffer."""
+"""Double deep Q-learning (Mnih et al. 2015, van Hasselt et al. 2016) on CartPole-v1 from a replay buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPDATES, ROWS = 128, 64
 """Minibatches of a rollout, and rows of each."""
 CAPACITY, FIRST_UPDATE_AFTER = 50_000, 1_000
 GAMMA, RATE = 0.99, 1e-3
-TARGET_EVERY = 128
+TARGET_EVERY = 32
 """Steps after which the target network becomes what the other one is."""
 LEAST_RANDOM, RANDOM_UNTIL = 0.04, 8_000
 """The part of random actions in the end, and the environment steps until then."""
