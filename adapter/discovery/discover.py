@@ -104,6 +104,13 @@ class Discovered:
                         seen.add(id(parameter))
                         yield parameter
 
+    def not_optimized(self) -> list[Tensor]:
+        """What a trainer may update itself, beside its optimizers: parameters and leaf tensors, each once."""
+        optimized = {id(tensor) for tensor in self.optimized()}
+        parameters = (p for found in self.modules for p in found.value.parameters())
+        tensors = (found.value for found in (*self.parameters, *self.tensors) if found.value.is_leaf)
+        return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())
+
 
 def discover(
     state: Any, trainer: object = None, *, reserved: Iterable[str] = (), host: nn.Module | None = None

@@ -65,6 +65,11 @@ class RankLocal:
         for found in discovered.modules:
             yield from self.buffers(found)
 
+    def replicated(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
+        """What must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""
+        yield from self.tensors(discovered)
+        yield from self.optimizer_states(discovered)
+
     def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the optimizers keep for their parameters, and parameters that took the place of others."""
         paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}

@@ -81,23 +81,20 @@ class StepRouter:
         self._discovered = discovered
         self._device = device
         self._precision = precision
-        self._scaler = precision.scaler
+        self._scaler, self._guard = precision.scaler, guard
         self._hooks = hooks or StepHooks()
         self._optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in self._optimizers}
         parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
-        self._guard = guard
         must_know = gradients is not None or precision.scaler is not None or guard is not None
         self._unknown = UnknownOptimizers(parameters, refuse_lasting=must_know)
         self._unscaling = None if precision.scaler is None else Unscaling(precision.scaler, discovered)
         self.hooks_translator = self._unscaling
-        self._by_hand = [] if precision.scaler is None else _not_optimized(discovered)
+        self._by_hand = [] if precision.scaler is None else discovered.not_optimized()
         self._has_no_optimizer = not discovered.optimizers and any(True for _ in discovered.updated())
         self._steps = 0
         self._refusal: ContractError | None = None
-        self._is_open = self._is_closed = False
-        self.in_backward = False
-        self._in_step = False
+        self._is_open = self._is_closed = self.in_backward = self._in_step = False
         self._context: AbstractContextManager[Any] | None = None
         # Making either anew in each step would cost more than entering it.
         device_type = precision.autocast_device
@@ -184,9 +181,7 @@ class StepRouter:
         if context is not None:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
-        if (
-            refusal is not None and exc is not refusal
-        ):  # raised in a thread of the trainer, where the loop does not see it
+        if refusal is not None and exc is not refusal:  # raised in a thread, where the loop does not see it
             raise refusal
         if self._sharded is not None:
             self._sharded.end(failed=exc_type is not None)
@@ -288,9 +283,8 @@ class StepRouter:
         if id(optimizer) not in self._managed:
             self._unknown.check(optimizer, self._steps)
             return
-        what = "16-mixed" if self._scaler is not None else "on_nonfinite: skip"
         if self._scaler is not None or self._guard is not None:
-            raise update_errors.taken_before(optimizer, what)
+            raise update_errors.taken_before(optimizer, "16-mixed" if self._scaler else "on_nonfinite: skip")
         if self._averaging is not None and not self.in_backward:
             self._averaging.before_update(optimizer)
         if self._hooks.before_optimizer_step is not None:
@@ -328,10 +322,9 @@ class StepRouter:
 
     def _check_outside(self, optimizer: Optimizer) -> None:
         """Refuse an update that no other rank would hear of."""
-        if self._averaging is None:
-            return
-        self._refusal = update_errors.outside_of_step(optimizer)
-        raise self._refusal
+        if self._averaging is not None:
+            self._refusal = update_errors.outside_of_step(optimizer)
+            raise self._refusal
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
@@ -405,11 +398,3 @@ class StepRouter:
             self._in_step = False
             if self._averaging is not None:
                 self._averaging.resume()
-
-
-def _not_optimized(discovered: Discovered) -> list[Tensor]:
-    """What a trainer may update itself, beside its optimizers."""
-    optimized = {id(tensor) for tensor in discovered.optimized()}
-    parameters = (p for found in discovered.modules for p in found.value.parameters())
-    tensors = (found.value for found in (*discovered.parameters, *discovered.tensors) if found.value.is_leaf)
-    return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())

@@ -183,8 +183,6 @@ class ContractModule(ReportingModule):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
 
-    # what the loop asks for
-
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
 
@@ -220,8 +218,6 @@ class ContractModule(ReportingModule):
         if self._router is not None and self._router.scales:
             metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
         return metrics if self._rollouts is None else metrics | self._rollouts.metrics
-
-    # Lightning's hooks
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -290,9 +286,7 @@ class ContractModule(ReportingModule):
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""
         if self.discovered is not None:
-            rank_local = rank_local_of(self.plugin)
-            yield from rank_local.tensors(self.discovered)
-            yield from rank_local.optimizer_states(self.discovered)
+            yield from rank_local_of(self.plugin).replicated(self.discovered)
 
     def check_nothing_new(self) -> None:
         """Refuse modules and optimizers that a step built.
@@ -343,8 +337,6 @@ class ContractModule(ReportingModule):
         """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
         assert self.discovered is not None
         return optimizer_configs(self.discovered)
-
-    # checkpoints
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ TASK = {
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
     "SLURM_JWT": "secret",
     "HOME": "/home/me",
-    "JOB_DIR": "/work/job",
+    "JOB_DIR": "/scratch/job",
 }
 """One task of a step on two of a job's three nodes."""
 
@@ -42,7 +42,7 @@ def test_a_task_of_a_step_knows_its_place():
     assert (context.world_size, context.num_nodes, context.local_world_size) == (7, 2, 3)
     assert context.hostnames == ("n9", "n10")
     assert (context.master_addr, context.gpus_per_node) == ("n9", 8)
-    assert context.output_dir == Path("/work/job")
+    assert context.output_dir == Path("/scratch/job")
     assert context.torch_distributed_env() == {
         "MASTER_ADDR": "n9",
         "MASTER_PORT": str(context.master_port),

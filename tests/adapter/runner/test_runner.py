@@ -159,11 +159,11 @@ def test_the_context_is_injected_and_only_rank_0_writes_the_result(submitter):
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n9"}
     for rank in ("1", "0"):
         code, errors = submitter.run(
-            "tasks", "place", "--result", "json", "--job-dir", "/work/j", args=(10,), SLURM_PROCID=rank, **task
+            "tasks", "place", "--result", "json", "--job-dir", "/scratch/j", args=(10,), SLURM_PROCID=rank, **task
         )
         assert (code, errors) == (0, "")
         assert submitter.result.exists() is (rank == "0")
-    assert json.loads(submitter.result.read_text()) == [0, ["n9"], "/work/j"]
+    assert json.loads(submitter.result.read_text()) == [0, ["n9"], "/scratch/j"]
     assert {each["rank"] for each in submitter.noted()} == {0, 1}
 
 
