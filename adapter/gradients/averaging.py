@@ -83,6 +83,10 @@ class Averaging:
         if self._accumulation is not None:
             self._accumulation.abandon()
 
+    def ended(self) -> None:
+        """Training ended as planned, on all ranks."""
+        self._gradients.close()
+
     def before_collective(self, name: str) -> None:
         """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
         if self._accumulation is not None:

@@ -115,6 +115,12 @@ class GradientSync:
         self._pending_plan = None
         self._early.abandon()
 
+    def close(self) -> None:
+        """Training ended as planned: let go of what gloo keeps for the buckets; NCCL's goes with the process."""
+        self._early.forget()
+        if dist.get_backend(self._buckets_group) == "gloo":
+            dist.destroy_process_group(self._buckets_group)
+
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
 

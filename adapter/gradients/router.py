@@ -50,6 +50,7 @@ from .unscaling import Unscaling
 from .update_guard import UpdateGuard
 
 __all__ = ["StepRouter"]
+_Closure = Callable[[], Any] | None
 
 
 class StepRouter:
@@ -156,6 +157,11 @@ class StepRouter:
             interception.release(self)
             if self._sharded is not None:
                 self._sharded.close()
+
+    def ended(self) -> None:
+        """Training ended as planned, on all ranks."""
+        if self._averaging is not None:
+            self._averaging.ended()
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
@@ -311,7 +317,7 @@ class StepRouter:
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if self._guard is not None:
-            return self._guarded_step(self._guard, optimizer, inner, closure, kwargs)
+            return self._guarded_step(optimizer, inner, closure, kwargs)
         if closure is not None:
             return self._inside(
                 optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
@@ -327,7 +333,7 @@ class StepRouter:
             raise self._refusal
 
     def _scaled_step(
-        self, optimizer: Optimizer, inner: Callable[..., Any], closure: Callable[[], Any] | None, kwargs: dict[str, Any]
+        self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]
     ) -> Any:
         assert self._scaler is not None
         if self.in_backward:  # called by a hook of a parameter whose gradient is there
@@ -339,20 +345,14 @@ class StepRouter:
         return loss if closure is not None else result
 
     def _guarded_step(
-        self,
-        guard: UpdateGuard,
-        optimizer: Optimizer,
-        inner: Callable[..., Any],
-        closure: Callable[[], Any] | None,
-        kwargs: dict[str, Any],
+        self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]
     ) -> Any:
+        assert self._guard is not None
         loss = self._loss_before_update(optimizer, closure, "on_nonfinite: skip", "use on_nonfinite: stop")
-        result = self._inside(optimizer, inner, **kwargs) if guard.may_update(optimizer) else None
+        result = self._inside(optimizer, inner, **kwargs) if self._guard.may_update(optimizer) else None
         return loss if closure is not None else result
 
-    def _loss_before_update(
-        self, optimizer: Optimizer, closure: Callable[[], Any] | None, what: str, instead: str
-    ) -> Any:
+    def _loss_before_update(self, optimizer: Optimizer, closure: _Closure, what: str, instead: str) -> Any:
         """Evaluate a closure before an update that may be left out; what it returned."""
         if closure is None:
             if self._hooks.before_optimizer_step is not None:

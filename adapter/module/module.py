@@ -319,6 +319,8 @@ class ContractModule(ReportingModule):
     @override
     def on_fit_end(self) -> None:
         self.close_router()
+        if self._router is not None:
+            self._router.ended()
 
     def open_router(self) -> None:
         """Have steps from here on go through strategy and precision, where these change anything."""

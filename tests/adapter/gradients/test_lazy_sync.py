@@ -352,3 +352,22 @@ class _Alone:
 
     def wait(self):
         pass
+
+
+def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
+    def threads() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+
+    for _ in range(3):
+        run = Run()
+        with run.router:
+            run.backward()
+            run.optimizer.step()
+        run.router.close()
+        run.router.ended()
+    before = threads()
+    for _ in range(5):
+        Run().router.ended()
+
+    assert threads() <= before
