@@ -12,7 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Goodput
+from genlight.callbacks import Checkpoint, Goodput, LogMetrics
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.reporters import EventLogger
 
@@ -53,7 +53,11 @@ def main(folder, kill_at):
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=EventLogger(run_id="r", save_dir=str(folder)),
-        callbacks=[Goodput(every_s=0.01), Checkpoint(folder / "c", every_n_steps=10, asynchronous=False)],
+        callbacks=[
+            LogMetrics(1),
+            Goodput(every_s=0.01),
+            Checkpoint(folder / "c", every_n_steps=10, asynchronous=False),
+        ],
         max_steps=STEPS,
         max_epochs=-1,
         enable_progress_bar=False,
