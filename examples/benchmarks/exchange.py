@@ -147,9 +147,9 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
     send, backward = Bucket.send_as_it_is, StepRouter.backward
 
     def sent(bucket: Bucket) -> None:
-        span = {"what": "exchange", "bytes": bucket._flat.nbytes, "begin": time.perf_counter()}
+        span = {"what": id(bucket), "bytes": bucket._flat.nbytes, "begin": time.perf_counter()}
         send(bucket)
-        bucket._work.get_future().then(lambda _: span.update(end=time.perf_counter()))
+        bucket._works[0].get_future().then(lambda _: span.update(end=time.perf_counter()))
         spans.append(span)
 
     def called(router: StepRouter, *args: Any, **kwargs: Any) -> None:
@@ -177,16 +177,19 @@ def draw(timeline: Path) -> None:
     last = [span for span in spans if span["what"] == "backward"][-2:]
     spans = [span for span in spans if span["begin"] >= last[0]["begin"]]
     figure, axes = pyplot.subplots(figsize=(9, 3))
-    lanes: dict[int, int] = {}
+    lanes: dict[int, str] = {}
     for span in spans:
-        lane = 0 if span["what"] == "backward" else 1 + lanes.setdefault(span["bytes"], len(lanes))
+        lane = 0
+        if span["what"] != "backward":
+            lanes.setdefault(span["what"], f"bucket of {span['bytes'] / 2**20:.1f} MiB")
+            lane = 1 + list(lanes).index(span["what"])
         axes.barh(
             -lane,
             span["end"] - span["begin"],
             left=span["begin"] - last[0]["begin"],
             color="tab:blue" if lane == 0 else "tab:orange",
         )
-    names = ["backward", *(f"{size / 2**20:.1f} MiB" for size in lanes)]
+    names = ["backward", *lanes.values()]
     axes.set_yticks([-lane for lane in range(len(names))], names)
     axes.set_xlabel("seconds")
     axes.set_title("Two steps: backward, and each bucket on its way")
@@ -233,7 +236,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=3, help="steps of a turn")
     parser.add_argument("--rate", action="append", choices=RATES, help="only this one; may be given several times")
     parser.add_argument("--calls", type=int, action="append", help="backward calls of a step; default: 1 and 4")
-    parser.add_argument("--timeline", help="draw backward and buckets of two steps at 4 Gbit/s, and measure nothing")
+    parser.add_argument(
+        "--timeline", help="draw backward and buckets of two steps at 4 Gbit/s (needs matplotlib), and measure nothing"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--results", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
