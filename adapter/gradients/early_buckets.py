@@ -140,12 +140,12 @@ class Window:
 class EarlyBuckets:
     """Watches the parameters of buckets while backward runs, and remembers the habits of a trainer.
 
-    Args:
-        group: The process group of the buckets.
+    Attributes:
+        group: The process group of the buckets; None means all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
         self._watched: dict[int, tuple[Tensor, Any, RemovableHandle]] = {}
         self._positions: dict[int, int] = {}
         self._buckets: Sequence[Bucket] = ()
@@ -195,7 +195,8 @@ class EarlyBuckets:
         """The order in which the buckets of the group's first rank became ready, then those that did not."""
         early = [position for position in ready if position < buckets]
         numbers = torch.tensor(early + [p for p in range(buckets) if p not in early], device=self._device)
-        dist.broadcast(numbers, src=dist.get_global_rank(self._group, 0), group=self._group)
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.broadcast(numbers, src=source, group=self.group)
         return [int(n) for n in numbers.tolist()]
 
     def forget(self) -> None:

@@ -70,7 +70,8 @@ class GradientSync:
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
-        self._buckets_group = _group_of_buckets(group)
+        self._own_group: dist.ProcessGroup | None = None
+        """Of the buckets, once there are several."""
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._sent: deque[_SentPoint] = deque()
         self._previous: Point | None = None
@@ -85,7 +86,7 @@ class GradientSync:
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
         self._pending_plan: Plan | None = None
         """Of the parameters as they were in the first backward call since gradients were averaged."""
-        self._early = EarlyBuckets(self._buckets_group)
+        self._early = EarlyBuckets()
         self._step = -1
         self._updates_before = 0
         self._is_small = True
@@ -118,8 +119,10 @@ class GradientSync:
     def close(self) -> None:
         """Training ended as planned: let go of what gloo keeps for the buckets; NCCL's goes with the process."""
         self._early.forget()
-        if dist.get_backend(self._buckets_group) == "gloo":
-            dist.destroy_process_group(self._buckets_group)
+        self._plans.clear()
+        own, self._own_group = self._own_group, None
+        if own is not None and dist.get_backend(own) == "gloo":
+            dist.destroy_process_group(own)
 
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
@@ -165,12 +168,12 @@ class GradientSync:
         position = next(i for i, p in enumerate(self._all) if p is averaged[0])
         points = torch.zeros(self._world_size, NUMBERS + 1, device=averaged[0].device)
         points[self._rank] = torch.tensor([*at.numbers(), position])
-        dist.all_reduce(points, group=self._buckets_group)
+        dist.all_reduce(points, group=self._own_group or self.group)
         if any(row != points[0].tolist() for row in points.tolist()):
             raise parted(self._named(at), self.group)
         key = tuple(map(id, averaged))
         if key not in self._buckets_inside:
-            self._buckets_inside[key] = [Bucket(group, self._buckets_group) for group in grouped(averaged)]
+            self._buckets_inside[key] = [Bucket(g, self._own_group or self.group) for g in grouped(averaged)]
         buckets = self._buckets_inside[key]
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
@@ -205,7 +208,7 @@ class GradientSync:
         others_used = self._exchange(plan, gradient_of, at)
         buckets = [*plan.buckets]
         if any(others_used):
-            seconds = plan.of_others(others_used, self._buckets_group)
+            seconds = plan.of_others(others_used, self._own_group or self.group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
@@ -340,8 +343,11 @@ class GradientSync:
         extra = NUMBERS * self._world_size + 1 + len(others)
         groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
         last = len(groups) - 1
+        if last > 0 and self._own_group is None:
+            self._own_group = self._early.group = _group_of_buckets(self.group)
+        group = self._own_group or self.group
         buckets = [
-            Bucket(g, self._buckets_group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
+            Bucket(g, group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
             for i, g in enumerate(groups)
         ]
         return Plan(buckets, others)

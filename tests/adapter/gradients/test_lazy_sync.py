@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -359,15 +360,19 @@ def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
 
-    for _ in range(3):
-        run = Run()
+    def train() -> None:
+        run = Run(bucket_bytes=1)
         with run.router:
             run.backward()
             run.optimizer.step()
         run.router.close()
         run.router.ended()
+        del run
+        gc.collect()
+
+    train()
     before = threads()
     for _ in range(5):
-        Run().router.ended()
+        train()
 
     assert threads() <= before
