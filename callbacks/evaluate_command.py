@@ -189,17 +189,20 @@ class EvaluateCommand(Hook):
 
     def _tell(self, trainer: pl.Trainer, running: _Running) -> None:
         """Tell the scores of a command that has ended, and begin the next one."""
-        self._running = None
         try:
             scores = running.scores.result()
         except Exception as error:
+            self._running = None
             told = EvaluationError(f"{error} (checkpoint of step {running.record.step})")
             self._failures_in_a_row.note(told)
             self._begin_next()
             raise told from error
         self._failures_in_a_row.clear()
-        self._begin_next()
-        publish_scores(trainer, scores, running.record.step)
+        try:
+            publish_scores(trainer, scores, running.record.step)
+        finally:
+            self._running = None  # retention leaves the checkpoint until its score is known
+            self._begin_next()
 
     def _end(self) -> None:
         """End what runs, and forget what waits; returns once no process is left."""
