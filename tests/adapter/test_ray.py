@@ -61,6 +61,7 @@ def test_only_a_preempted_run_is_to_be_started_again(reason, wanted):
 
 
 def test_a_driver_needs_neither_ray_nor_torch_to_describe_the_job(job):
-    program = "import sys, genlight.adapter.ray as r; r.train_loop(sys.argv[1]); print({'ray', 'torch'} & set(sys.modules))"
+    program = "import sys, genlight.adapter.ray as ours; ours.train_loop(sys.argv[1]);"
+    program += "print({'ray', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program, job()], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
