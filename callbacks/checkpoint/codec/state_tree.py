@@ -296,7 +296,7 @@ class _Checker(_Decoder):
             return object()
         if tag in ("$torch", "$device"):
             if not isinstance(content, str):
-                raise TypeError(f"{tag} is not a text")
+                raise TypeError(f"{tag} is not a string")
             return object()
         if tag == "$size":
             if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):

@@ -59,9 +59,9 @@ def test_further_targets_of_uploads_are_urls():
 
 
 WRONG = [
-    ("run_id", 7, "a text without control characters, but received 7"),
-    ("run_id", "a\nb", "a text without control characters"),
-    ("trainer", ["m:C"], 'a text without control characters, but received ["m:C"]'),
+    ("run_id", 7, "a string without control characters, but received 7"),
+    ("run_id", "a\nb", "a string without control characters"),
+    ("trainer", ["m:C"], 'a string without control characters, but received ["m:C"]'),
     ("trainer_api_version", "v2", 'Expected "v1", but received "v2"'),
     ("max_steps", 0, "an integer >= 1, but received 0"),
     ("max_steps", -1, "an integer >= 1, but received -1"),
