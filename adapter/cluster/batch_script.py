@@ -21,8 +21,8 @@ class BatchScript:
     """What a script asks of Slurm and starts; `text` is the script.
 
     Raises:
-        ValueError: A number is out of range, a string cannot stand in a directive, or a setting needs another one; every
-            fault is listed.
+        ValueError: A number is out of range, a string cannot stand in a directive, or a setting needs another one;
+            every fault is listed.
     """
 
     name: str

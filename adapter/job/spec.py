@@ -137,8 +137,8 @@ class DatasetSpec:
     collate: Annotated[
         NonBlank | None,
         Meta(
-            description="Converts record batches: `torch` gives a dictionary of tensors, `module:function` calls yours. "
-            "By default the trainer gets the record batch.",
+            description="Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; "
+            "by default the trainer gets the record batch.",
             examples=["torch"],
         ),
     ] = None
@@ -238,8 +238,8 @@ class JobSpec:
     checkpoint_weights: Annotated[
         Weights | None,
         Meta(
-            description="Which weights a checkpoint holds. `all`: every weight; those that training does not change are "
-            "written once and shared. `trained`: only those that training changes; a resume takes the others from the "
+            description="Which weights a checkpoint holds. `all`: every weight; those that training does not change "
+            "are written once and shared. `trained`: only those that training changes; a resume takes the others from the "
             "class and verifies them."
         ),
     ] = None
