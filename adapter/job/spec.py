@@ -239,8 +239,8 @@ class JobSpec:
         Weights | None,
         Meta(
             description="Which weights a checkpoint holds. `all`: every weight; those that training does not change "
-            "are written once and shared. `trained`: only those that training changes; a resume takes the others from the "
-            "class and verifies them."
+            "are written once and shared. `trained`: only those that training changes; a resume takes the others from "
+            "the class and verifies them."
         ),
     ] = None
     sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 turns them off.")] = None
