@@ -207,7 +207,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[1]", "holds a list"),
         (b"null", "holds null"),
-        (b'"x"', "holds a text"),
+        (b'"x"', "holds a string"),
         (b"3", "holds a number"),
         (b'{"a": "\xff"}', "is not utf-8"),
         (b"[" * 100_000, "nested too deeply"),
