@@ -153,9 +153,9 @@ class TrainerHook:
 class TrainerHookAdapter(Hook):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
-    The hook's ``critical``, ``run_on_all_ranks``, ``reads`` and ``writes`` are its policy, so that an evaluation runs
-    before the hook that reports its scores, in whatever order they are registered. Under Lightning's own loop the
-    events come with Lightning's: a minibatch is a batch, a training phase an epoch, and there are no rollouts.
+    The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. An evaluation
+    therefore runs before the hook that reports its scores, whatever the order of registration. Under Lightning's own
+    loop the events map to Lightning's: a minibatch is a batch, a training phase is an epoch, and there are no rollouts.
 
     Args:
         hook: A `TrainerHook`, or any object that has one of its events.

@@ -32,31 +32,31 @@ REFERENCE_FACT = "uploaded_checkpoint_ref"
 
 
 class UploadArtifacts(Hook):
-    """Queues every checkpoint, sample and metric of a run for upload, without waiting for the network.
+    """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
-    It works with any LightningModule: files that Lightning's ``ModelCheckpoint`` wrote are found by themselves, and
-    are kept by hard links until they have arrived, whatever it deletes. Checkpoints of genlight's own format are queued
-    with all their files. Metrics are those that genlight's loop read at its cadence, else ``trainer.callback_metrics``
-    at `metric_every`.
+    Works with any LightningModule. Files written by Lightning's ``ModelCheckpoint`` are picked up automatically and
+    kept as hard links until they are delivered, even if ``ModelCheckpoint`` deletes them. Checkpoints in genlight's own
+    format are queued with all their files. Metrics are those that genlight's loop reports at its cadence; for other
+    modules, ``trainer.callback_metrics`` every `metric_every` steps.
 
     Args:
-        uploader: An uploader that the caller starts, settles and closes. None makes one for each fit, which ends when
-            fit ends: required uploads settle, then the terminal message is sent; what could not be delivered makes the
-            fit fail, is kept, and is delivered by the next one first.
-        run_id: Name of the run at the receiver; needed without `uploader`.
-        directory: Folder of the run, in which the spool lies; None means the trainer's ``default_root_dir``.
-        owner: Whose files they are in the file store.
-        metrics_url: Endpoint for metrics. It and the others below default to the environment
-            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``); the token comes from there alone
-            (``TRAINER_CAPABILITY_TOKEN``), so that no YAML holds one.
+        uploader: An uploader that the caller starts, settles and closes. None creates one for each fit. At the end of
+            the fit it waits for required uploads, then sends the terminal message. If something cannot be delivered,
+            the fit fails; the files are kept and the next fit delivers them first.
+        run_id: Name of the run at the receiver; required without `uploader`.
+        directory: Folder of the run, which holds the spool; None means the trainer's ``default_root_dir``.
+        owner: Owner of the files in the file store.
+        metrics_url: Endpoint for metrics. This and the URLs below default to the environment
+            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token can only come from the environment
+            (``TRAINER_CAPABILITY_TOKEN``), so that no configuration file holds one.
         checkpoint_url: Endpoint for checkpoints.
         sample_url: Endpoint for samples.
         terminal_url: Endpoint for the end of the run.
         file_store_url: Base of the file store for bytes.
-        targets: Further destinations of checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
-        metric_every: Cadence of metrics in steps for modules that genlight does not host; 0 turns it off.
-        deadline_s: Seconds that the end of fit waits for uploads.
-        critical: Whether an upload that is refused for good ends the run.
+        targets: Further destinations for checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
+        metric_every: Cadence of metrics in steps, for modules other than `ContractModule`; 0 turns it off.
+        deadline_s: Seconds to wait for uploads at the end of a fit.
+        critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
         ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -37,6 +38,7 @@ __all__ = [
     "fsdp_training_state",
     "group_timeout",
     "is_gradtrackingtensor",
+    "post_accumulate_hooks",
     "protected",
     "require_fsdp",
     "set_engine_run_backward",
@@ -99,6 +101,10 @@ for _owner, _names in _OF_CLASSES:
     require_names("torch", _owner, *_names)
 for _name in ("_foreach_copy_", "_foreach_mul_"):
     protected("torch", _name)
+
+
+post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
 
 
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:

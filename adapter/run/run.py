@@ -199,8 +199,17 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
-    account = account_of(config.events_path)
-    spent = ""
-    if account is not None and account.is_measured:
-        spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"
+    spent = _time_spent(config.events_path)
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)
+
+
+def _time_spent(events_path: Path) -> str:
+    """What a completed run says of its time; nothing where its log, of an earlier attempt say, is damaged."""
+    try:
+        account = account_of(events_path)
+    except EventLogError as error:
+        log.warning("what this run spent its time on is not known: %s", error)
+        return ""
+    if account is None or not account.is_measured:
+        return ""
+    return f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"

@@ -25,12 +25,15 @@ from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
 from .presence import Presence
 
-__all__ = ["RankFailures", "watch_ranks"]
+__all__ = ["LAUNCH_ID", "RankFailures", "watch_ranks"]
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
+LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
+"""Where nothing else tells one launch from the next, what starts the ranks sets this, alike for all."""
 LAUNCH = (
+    LAUNCH_ID,
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID",
