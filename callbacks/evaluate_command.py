@@ -51,7 +51,7 @@ class EvaluateCommand(Hook):
     It runs on rank zero's machine, in a process group of its own, without the variables that make a process a rank.
 
     Args:
-        command: Program and arguments, as a list or as one text that is split as a shell splits it. No shell runs it.
+        command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
         time_limit_s: After how many seconds a command is killed.
         max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.

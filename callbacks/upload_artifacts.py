@@ -83,7 +83,7 @@ class UploadArtifacts(Hook):
         critical: bool = True,
     ) -> None:
         if uploader is None and not run_id.strip():
-            raise ValueError("Invalid `run_id`. Expected a text that is not empty where no `uploader` is given.")
+            raise ValueError("Invalid `run_id`. Expected a non-empty string where no `uploader` is given.")
         if metric_every < 0:
             raise ValueError(f"Invalid `metric_every`. Expected a number >= 0, but received {metric_every}.")
         self.critical = critical
