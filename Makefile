@@ -57,11 +57,12 @@ clean:
 	rm -rf $(VENV) .versions .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
 
 # The stamp is newer than these files only after a complete install, so an interrupted one starts again.
-$(INSTALLED): pyproject.toml constraints.txt examples/guides/requirements.txt examples/rl/requirements.txt
+EXAMPLES := $(wildcard examples/*/requirements.txt)
+$(INSTALLED): pyproject.toml constraints.txt $(EXAMPLES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[tensorboard,completion]" --group dev
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/guides \
-		--requirement examples/guides/requirements.txt --requirement examples/rl/requirements.txt
+		$(EXAMPLES:%=--requirement %)
 	touch $@

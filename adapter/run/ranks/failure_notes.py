@@ -25,12 +25,15 @@ from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
 from .presence import Presence
 
-__all__ = ["RankFailures", "watch_ranks"]
+__all__ = ["LAUNCH_ID", "RankFailures", "launch_id", "watch_ranks"]
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
+LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
+"""Where nothing else tells one launch from the next, what starts the ranks sets this, alike for all."""
 LAUNCH = (
+    LAUNCH_ID,
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID",
@@ -99,7 +102,7 @@ class RankFailures:
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch())
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id())
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
@@ -155,11 +158,11 @@ class RankFailures:
 
     def forget_earlier(self, began_s: float) -> None:
         """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
-        self._since_s = began_s - (LAUNCHED_WITHIN_S if _launch() else 0.0)
+        self._since_s = began_s - (LAUNCHED_WITHIN_S if launch_id() else 0.0)
 
     def _notes(self) -> list[Note]:
         notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
-        return [note for note in notes if note.at_s >= self._since_s and note.launch == _launch()]
+        return [note for note in notes if note.at_s >= self._since_s and note.launch == launch_id()]
 
     def _read(self, path: Path) -> Note | None:
         """A note; None, with a warning, for what no rank of ours can have written."""
@@ -174,6 +177,10 @@ class RankFailures:
                 log.warning("%s is ignored: %s", path, why)
             return None
 
+    def has_others(self) -> bool:
+        """Whether other ranks are there, or were, as far as this one has seen."""
+        return self.expects_ranks or any(self.presence.folder.glob("rank-*"))
+
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
         shutil.rmtree(self.presence.folder, ignore_errors=True)
@@ -186,7 +193,7 @@ def _have_joined() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _launch() -> str:
+def launch_id() -> str:
     """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
 

@@ -361,6 +361,7 @@ def test_each_rank_collects_for_itself_and_all_end_their_passes_together(tmp_pat
     for end in whole:
         assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
         assert end["agent_step"] == 42
+        assert end["minibatches"] == 11, "a hook of the class hears of them on each rank"
     assert said.count("Rank 1 has more than the 3 minibatches") == 1
 
     train_on_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")

@@ -63,7 +63,7 @@ def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two
         ranks[1 - rank].send_signal(signal.SIGTERM)
         job.go()
 
-    assert [process.wait(120) for process in ranks] == [75, 0], (job.folder / "stderr").read_text()
+    assert [process.wait(120) for process in ranks] == [75, 75], (job.folder / "stderr").read_text()
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
