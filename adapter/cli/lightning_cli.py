@@ -41,7 +41,7 @@ from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
 from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
-from .fit_failures import FailureReport, UnusableConfigurationError, text_of_error
+from .fit_failures import FailureReport, UnusableConfigurationError, outlast_rank_zero, text_of_error
 from .fit_results import show_fit_results
 from .parser import CommandParser
 
@@ -280,6 +280,9 @@ class GenlightCLI(LightningCLI):
                 if cause is None:
                     raise
                 raise cause from error
+            except TrainingCanceled:
+                outlast_rank_zero(self.trainer)
+                raise
             finally:
                 signals.before_exit = lambda: None
                 signals.what_next = ""

@@ -31,6 +31,7 @@ from .follower import Follower
 from .outcome import Completion, Outcome
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
+from .ranks.rank_zero_exit import forget_exit_code
 from .ranks.this_rank import is_rank_zero
 from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
@@ -153,6 +154,7 @@ def _open_event_log(config: RunConfig) -> EventLog:
 def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> Attempt:
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
+    forget_exit_code(config.artifacts_dir)
     ranks.forget_earlier(time.time() - process_age_s())
     stop, progress = stop_sources(config, signals), Progress(event_log)
     stop.add_check(ranks.stop_reason)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 
+from ..hook.events import run_state_of
 from .rank_state import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
@@ -20,6 +22,7 @@ from .rank_state import (
     warn_of_loaders_without_position,
     warn_of_lost_rng,
 )
+from .selection import find_checkpoint
 
 __all__ = ["ResumeState", "capture_parts", "stands_between_batches"]
 
@@ -116,6 +119,8 @@ class ResumeState:
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
         self._started_at_s = time.monotonic()
+        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
+            run_state_of(trainer).latest_checkpoint_uri = _uri_of(trainer.ckpt_path)
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
         if self.is_within_epoch and trainer.is_global_zero:
@@ -127,3 +132,11 @@ class ResumeState:
         states, self._rng = self._rng, None
         if states is not None:
             restore_rng_of_rank(states, trainer.global_rank, loader_generators(trainer))
+
+
+def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:
+    """The record that `ckpt_path` means, else itself."""
+    try:
+        return str(find_checkpoint(ckpt_path))
+    except FileNotFoundError:  # a URL
+        return os.fspath(ckpt_path)

@@ -25,7 +25,7 @@ from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
 from .presence import Presence
 
-__all__ = ["LAUNCH_ID", "RankFailures", "watch_ranks"]
+__all__ = ["LAUNCH_ID", "RankFailures", "launch_id", "watch_ranks"]
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class RankFailures:
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch(), restart=_restart())
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id(), restart=_restart())
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
@@ -164,7 +164,7 @@ class RankFailures:
 
     def _notes(self) -> list[Note]:
         notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
-        return [note for note in notes if note.launch == _launch() and note.at_s >= self._since_s(note)]
+        return [note for note in notes if note.launch == launch_id() and note.at_s >= self._since_s(note)]
 
     def _since_s(self, note: Note) -> float:
         is_surely_of_this_launch = note.restart == _restart() and note.launch
@@ -183,6 +183,10 @@ class RankFailures:
                 log.warning("%s is ignored: %s", path, why)
             return None
 
+    def has_others(self) -> bool:
+        """Whether other ranks are there, or were, as far as this one has seen."""
+        return self.expects_ranks or any(self.presence.folder.glob("rank-*"))
+
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
         shutil.rmtree(self.presence.folder, ignore_errors=True)
@@ -195,7 +199,7 @@ def _have_joined() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _launch() -> str:
+def launch_id() -> str:
     """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
 

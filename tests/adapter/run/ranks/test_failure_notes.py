@@ -13,7 +13,7 @@ import pytest
 from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks.failure_notes import RankFailures, watch_ranks
-from genlight.adapter.run.ranks.rank_zero_watch import watch_rank_zero
+from genlight.adapter.run.ranks.rank_zero_watch import RankZero
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
@@ -100,7 +100,7 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
     monkeypatch.setattr(
         "genlight.adapter.run.ranks.rank_zero_watch._is_locked", lambda _: seen.append(next(there)) or seen[-1]
     )
-    watch_rank_zero(tmp_path, lambda: ended.append(len(seen)))
+    RankZero(tmp_path).watch(lambda: ended.append(len(seen)))
     while not ended:
         time.sleep(0.01)
     assert ended == [looks]
@@ -108,8 +108,9 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
 
 def test_a_rank_that_ends_by_itself_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("genlight.adapter.run.ranks.rank_zero_watch.LOOK_EVERY_S", 0.01)
-    stop = watch_rank_zero(tmp_path, lambda: pytest.fail("ended"))
-    stop()
+    rank_zero = RankZero(tmp_path)
+    rank_zero.watch(lambda: pytest.fail("ended"))
+    rank_zero.end_watch()
     time.sleep(0.05)
 
 
