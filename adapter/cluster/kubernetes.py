@@ -130,7 +130,7 @@ class KubernetesJob:
 
     def _texts(self) -> Iterator[str]:
         if not re.fullmatch(r"[!-~]+", self.image):
-            yield f"Invalid `image`. Expected a text without blanks, but received {self.image!r}."
+            yield f"Invalid `image`. Expected a string without blanks, but received {self.image!r}."
         for what in ("cpus", "memory"):
             quantity = getattr(self, what)
             if quantity is not None and not _QUANTITY.fullmatch(quantity):

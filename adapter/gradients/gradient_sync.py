@@ -11,6 +11,7 @@ is equal on all ranks and stays what it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,9 @@ class GradientSync:
         self._pending_plan: Plan | None = None
         """Of the parameters as they were in the first backward call since gradients were averaged."""
         self._early = EarlyBuckets()
+        self._keeps_hook_state = hook is not None and hook.keeps_state
+        self._whole = frozenset(id(p) for p in self._managed.optimized if p.requires_grad)
+        """Ids of what is trained where nothing has been frozen or replaced yet."""
         self._step = -1
         self._updates_before = 0
         self._was_replaced = False
@@ -86,6 +90,8 @@ class GradientSync:
 
     def before_backward(self, at: Point) -> None:
         """A backward call begins, whose gradients may be sent before it ends."""
+        if self._keeps_hook_state:
+            return
         pending = self._pending_plan
         if pending is None:
             self._refresh()
@@ -218,18 +224,16 @@ class GradientSync:
         if self._was_replaced:
             self._was_replaced = False
             check_same(_shapes(self._managed.all), self.group, _REPLACED)
+        if self._keeps_hook_state:
+            return self._exchange_in_order(plan, gradient_of, at)
         *firsts, last = plan.buckets
         window = self._early.window
         order = plan.order(self._place(at))
         for bucket in (firsts[position] for position in order if window is None or position not in window.sent):
             bucket.send_or_take_part(gradient_of)
-        points, repeats, others = torch.split(last.extra, [NUMBERS * self._world_size, 1, len(plan.others)])
-        last.extra.zero_()
-        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        points, repeats, others = self._write_extra(plan, gradient_of, at)
         if window is not None and window.must_repeat():
             repeats.fill_(1)
-        if gradient_of is not None and plan.others:
-            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
         last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
             bucket.wait()
@@ -244,6 +248,40 @@ class GradientSync:
                 bucket.wait()
             self._early.close(plan, self._place(at), repeated=repeated)
         return used
+
+    def _exchange_in_order(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> list[bool]:
+        """As `_exchange`, for a hook that remembers what it was given.
+
+        It is given each bucket once, in the order of the plan, when gradients are wanted on all ranks and some rank has
+        one in it: its memory then depends on the trainer's code alone. One bucket has arrived before the next leaves,
+        because such a hook sends from threads of the process group, which would mix up several.
+        """
+        points, _, others = self._write_extra(plan, gradient_of, at)
+        for bucket in plan.buckets:
+            bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
+            bucket.send_tail()
+        for bucket in plan.buckets:
+            bucket.wait()
+        self._sent.add(at, points)
+        self._sent.check(0)
+        used = [bucket for bucket in plan.buckets if bucket.is_used]
+        for bucket in used:
+            bucket.send_by_hook(is_last=bucket is used[-1])
+            bucket.wait()
+        return [flag > 0 for flag in others.real.tolist()]
+
+    def _write_extra(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last bucket is to tell: where each rank is, whether to repeat, which other tensors are used."""
+        extra = plan.buckets[-1].extra.zero_()
+        points, repeats, others = torch.split(extra, [NUMBERS * self._world_size, 1, len(plan.others)])
+        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        if gradient_of is not None and plan.others:
+            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
+        return points, repeats, others
 
     def _place(self, at: Point) -> Place:
         """Where in its step `at` is; what happens there is likely to happen there in the next step."""
@@ -265,6 +303,7 @@ class GradientSync:
     def _refresh(self) -> None:
         if self._managed.refresh():
             self._was_replaced = True
+            self._whole = frozenset()
             self._plans.clear()
             self._buckets_inside.clear()
             self._early.forget()
@@ -294,10 +333,18 @@ class GradientSync:
             self._own_group = self._early.group = _group_of_buckets(self.group)
         group = self._own_group or self.group
         buckets = [
-            Bucket(g, group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
-            for i, g in enumerate(groups)
+            Bucket(g, group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
+            for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
         ]
         return Plan(buckets, others)
+
+    def _indices(self, groups: Sequence[Sequence[Tensor]]) -> Sequence[int]:
+        """What a hook knows buckets by; one that keeps state, by a number that the same parameters have in each run."""
+        if not self._keeps_hook_state or {id(p) for group in groups for p in group} == self._whole:
+            return range(len(groups))
+        positions = {id(p): position for position, p in enumerate(self._managed.all)}
+        contents = [[(positions[id(p)], *p.shape) for p in group] for group in groups]
+        return [int.from_bytes(blake2b(repr(each).encode(), digest_size=6).digest()) for each in contents]
 
 
 _REPLACED = (

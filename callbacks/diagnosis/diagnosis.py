@@ -307,7 +307,7 @@ def _refuse(limits: Limits, check_interval: int, cool_down_checks: int, scenario
     if check_interval < 0:
         wrong.append(f"`check_interval` {check_interval} (expected a number >= 0)")
     if not scenario:
-        wrong.append("`scenario` '' (expected a text that is not empty)")
+        wrong.append("`scenario` '' (expected a non-empty string)")
     if wrong:
         raise ValueError(f"Invalid arguments of Diagnosis: {', '.join(wrong)}.")
 

@@ -21,6 +21,7 @@ __all__ = [
     "publish_metrics",
     "publish_scores",
     "run_state_of",
+    "share_run_state",
     "timed",
 ]
 
@@ -53,8 +54,13 @@ def run_state_of(trainer: pl.Trainer) -> RunState:
     state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
     if state is None:
         state = RunState()
-        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
+        share_run_state(trainer, state)
     return state
+
+
+def share_run_state(trainer: pl.Trainer, state: RunState) -> None:
+    """Have `run_state_of` return `state` for `trainer`."""
+    setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

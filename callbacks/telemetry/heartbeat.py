@@ -86,7 +86,7 @@ class Heartbeat(Hook):
         count_flops: bool = True,
     ) -> None:
         if not scenario:
-            raise ValueError("Invalid `scenario`. Expected a text that is not empty, but received ''.")
+            raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = interval_steps
         self.count_flops = count_flops
         self._events = RunEvents(scenario, path)

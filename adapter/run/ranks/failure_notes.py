@@ -35,12 +35,13 @@ LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
 LAUNCH = (
     LAUNCH_ID,
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
 """Variables that tell one launch from the next."""
+RESTART = "TORCHELASTIC_RESTART_COUNT"
+"""So does this one among processes of the same agent of torchrun; one that came later has counted fewer restarts."""
 POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
@@ -67,6 +68,7 @@ class Note(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds since 1970."""
     launch: str
+    restart: str = ""
 
     def failure(self) -> Failure:
         """What rank zero reports of it."""
@@ -98,13 +100,13 @@ class RankFailures:
         """Processes of other ranks that this one started."""
         self.presence = Presence(artifacts_dir)
         """Ranks that another launcher started."""
-        self._since_s = 0.0
+        self._began_s = 0.0
         self._told_of: set[str] = set()
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id())
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id(), restart=_restart())
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
@@ -160,11 +162,15 @@ class RankFailures:
 
     def forget_earlier(self, began_s: float) -> None:
         """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
-        self._since_s = began_s - (LAUNCHED_WITHIN_S if launch_id() else 0.0)
+        self._began_s = began_s
 
     def _notes(self) -> list[Note]:
         notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
-        return [note for note in notes if note.at_s >= self._since_s and note.launch == launch_id()]
+        return [note for note in notes if note.launch == launch_id() and note.at_s >= self._since_s(note)]
+
+    def _since_s(self, note: Note) -> float:
+        is_surely_of_this_launch = note.restart == _restart() and note.launch
+        return self._began_s - (LAUNCHED_WITHIN_S if is_surely_of_this_launch else 0.0)
 
     def _read(self, path: Path) -> Note | None:
         """A note; None, with a warning, for what no rank of ours can have written."""
@@ -198,6 +204,10 @@ def _have_joined() -> bool:
 def launch_id() -> str:
     """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
+
+
+def _restart() -> str:
+    return os.environ.get(RESTART, "")
 
 
 def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], None]) -> Callable[[], None]:

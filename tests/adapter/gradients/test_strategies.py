@@ -47,6 +47,7 @@ BLOCKS = [
 ]
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
 
+POWER_SGD = ["Base", "Frozen", "Gan", "Accumulating", "UnusedOnOneRank"]
 OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
 
 
@@ -81,11 +82,14 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in ("Lbfgs", "SparseEmbedding")]
     called_differently = ("FunctionalGradients", "Factored")
     jobs += [{"key": f"refused {name}", "name": name, "strategy": "fsdp"} for name in called_differently]
-    jobs += [{"key": f"interrupted {key}", "interrupted": True, **INTERRUPTED[key]} for key in INTERRUPTED]
+    jobs += [{"key": f"interrupted {key}", "interrupted": 2, **INTERRUPTED[key]} for key in INTERRUPTED]
     jobs += [{"key": f"torch {name}", "name": name, "strategy": "torch's own"} for name in ("Base", "Normalized")]
     for hook in runs.HOOKS:
         jobs += [{"key": hook, "name": "Base", "strategy": hook}]
         jobs += [{"key": f"torch {hook}", "name": "Base", "strategy": "torch's own", "hook": hook}]
+    for name in POWER_SGD:
+        job = {"name": name, "strategy": "powerSGD_hook in small buckets", "durable": True}
+        jobs += [{"key": f"powerSGD {name}", **job}, {"key": f"interrupted powerSGD {name}", "interrupted": 3, **job}]
     return runs.on_two_ranks(tmp_path_factory.mktemp("two_ranks"), jobs + last)
 
 
@@ -130,6 +134,7 @@ def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
         ("fsdp", "fsdp WithEma"),
         ("blocks", "blocks Gan"),
         ("fsdp 16-mixed", "fsdp 16-mixed Accumulating"),
+        *((f"powerSGD {name}",) * 2 for name in POWER_SGD),
     ],
 )
 def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
@@ -148,7 +153,7 @@ def test_two_ranks_agree_with_torchs_own_ddp_norm_statistics_included(two_ranks,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hook", runs.HOOKS)
+@pytest.mark.parametrize("hook", [hook for hook in runs.HOOKS if hook != "powerSGD_hook in small buckets"])
 def test_a_communication_hook_gives_the_bits_that_it_gives_under_torchs_own_ddp(two_ranks, hook):
     for rank in two_ranks:
         hooked, torchs, exact = rank[hook], rank[f"torch {hook}"], rank["ddp Base"]
