@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
+from ...callbacks.tracking import RUNS_FILE
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
@@ -186,6 +187,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
 
 def _start_afresh(config: RunConfig) -> None:
     moved = move_old_artifacts_aside(config)
+    (config.events_path.parent / RUNS_FILE).unlink(missing_ok=True)
     if moved is not None:
         log.info("moved earlier artifacts to %s", moved)
 
