@@ -267,7 +267,7 @@ def _fields_of(hook: Any, name: str) -> tuple[str, ...]:
     """Fields that a hook reads or writes, as the run state names them; live objects are always there.
 
     Raises:
-        TypeError: It is one text instead of several.
+        TypeError: It is one string instead of several.
     """
     fields = getattr(hook, name, ())
     if isinstance(fields, str):

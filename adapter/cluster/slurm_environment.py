@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from .job_context import JobContext, current_job_context, in_srun_task
 
-__all__ = ["SlurmEnvironment", "placed_by_slurm", "placement_fault"]
+__all__ = ["NOT_GIVEN", "SlurmEnvironment", "placed_by_slurm", "placement_fault"]
 
-_NOT_GIVEN = (None, "auto", -1, "-1")
+NOT_GIVEN = (None, "auto", -1, "-1")
+"""What `devices` may be where the launcher decides."""
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -128,7 +129,7 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"plugins": [*plugins, LightningEnvironment()]} if "SLURM_NTASKS" in os.environ else {}
     environment = SlurmEnvironment()
     placed: dict[str, Any] = {"plugins": [*plugins, environment]}
-    if arguments.get("devices") in _NOT_GIVEN and environment.context.local_world_size is not None:
+    if arguments.get("devices") in NOT_GIVEN and environment.context.local_world_size is not None:
         placed["devices"] = environment.context.local_world_size
     if arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in
         placed["num_nodes"] = environment.context.num_nodes

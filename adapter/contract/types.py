@@ -76,7 +76,7 @@ class TrainingJobSpec:
         for name in ("run_id", "trainer_api_version"):
             if not str(getattr(self, name) or "").strip():
                 raise ValueError(
-                    f"Invalid `{name}`. Expected a text that is not empty, but received {getattr(self, name)!r}."
+                    f"Invalid `{name}`. Expected a non-empty string, but received {getattr(self, name)!r}."
                 )
         if self.trainer_api_version != TRAINER_API_VERSION:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +27,14 @@ from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, i
 from .durable_reports import DurableReports, wait_after_failure
 from .earlier_runs import find_ours
 from .format.layout import FINAL_NAME, step_name
-from .format.record import RecordMeta
+from .format.record import CheckpointRecord, RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best_path, own_records
 from .save_meta import meta_of_save, said_to_stay
 from .save_triggers import SaveTriggers
 from .saving import CONTRACT_KEY
+from .score_joining import ScoreJoining
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory, require_cadences, require_choice
@@ -73,7 +74,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         keep_last: How many of the newest step checkpoints are kept; None keeps all. Only checkpoints that this callback
             wrote in the same run count, and none is removed while a link in `dirpath` points to it.
-        keep_best: How many of the best checkpoints are kept, if `monitor` is set.
+        keep_best: How many of the best are kept, if `monitor` is set; a score that comes later counts for its own step.
         keep_every: Checkpoints whose step is a multiple of this are kept; 0 keeps none for that reason.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
         asynchronous: Copy the tensors, then write the checkpoint in the background while training continues.
@@ -133,7 +134,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self._reports = DurableReports()
+        self._reports, self._scores = DurableReports(), ScoreJoining(monitor)
         self._resume = ResumeState()
         self._io: DurableCheckpointIO | None = None
         self._gives_plugin_back = False
@@ -144,8 +145,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_io": None, "_reports": DurableReports(), "_run_state": None}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_io": None, "_reports": DurableReports(), "_run_state": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -192,8 +192,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
-        run_state = self._run_state or run_state_of(trainer)
-        stops = run_state.stop_reason is not None
+        stops = (self._run_state or run_state_of(trainer)).stop_reason is not None
         if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._is_warm = True
@@ -221,6 +220,20 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._saves_after_module_hook:
             self._saves_after_module_hook = False
             self._save_what_is_due(trainer, pl_module)
+
+    @override
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        if trainer.is_global_zero:
+            self._scores.hear(trainer, self.directory, self.run, scores, step, self._last_saved_step)
+
+    @override
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
+    ) -> None:
+        if record.path.parent == self.directory:
+            self._scores.note_durable(record)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -320,12 +333,15 @@ class Checkpoint(Hook, LightningCheckpoint):
         if getattr(trainer, "fast_dev_run", False):
             return path
         assert self._io is not None
-        self._is_overdue, self._is_warm = False, True
-        self._last_saved_step = step
+        self._is_overdue, self._is_warm, self._last_saved_step = False, True, step
         self._triggers.note_save()
         if trainer.is_global_zero:
-            request = self._request(trainer, pl_module, path, began_s, final=final, wait=wait)
-            self._io.expect(path, request)
+            staging, trainer_checkpoint = stage_trainer_files(pl_module, path, step, final)
+            meta = meta_of_save(
+                trainer, self.run, self.retention.monitor, self._resume.elapsed_s, trainer_checkpoint, final=final
+            )
+            on_durable = functools.partial(self._reports.note, retention=self.retention, began_s=began_s)
+            self._io.expect(path, SaveRequest(meta, staging, self.asynchronous and not wait, on_durable))
         else:
             join_in_trainer_files(pl_module, step, final)
         try:
@@ -379,22 +395,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self.when_busy == "newest":
             self._is_overdue = trainer.strategy.broadcast(is_busy)
         return self._is_overdue
-
-    def _request(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, began_s: float, *, final: bool, wait: bool
-    ) -> SaveRequest:
-        """What the plugin has to know of a save that began at `began_s`; the trainer's own files are written here."""
-        staging, trainer_checkpoint = stage_trainer_files(pl_module, path, trainer.global_step, final)
-        meta = meta_of_save(
-            trainer,
-            self.run,
-            final=final,
-            elapsed_s=self._resume.elapsed_s,
-            monitor=self.retention.monitor,
-            trainer_checkpoint=trainer_checkpoint,
-        )
-        on_durable = functools.partial(self._reports.note, retention=self.retention, began_s=began_s)
-        return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
 
 find_ours(Checkpoint)

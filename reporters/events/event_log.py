@@ -166,7 +166,7 @@ class EventLog:
         In the file when this returns.
 
         Raises:
-            TypeError: The value is not one real number, the name is not a text, or the step is not an integer.
+            TypeError: The value is not one real number, the name is not a string, or the step is not an integer.
             ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
@@ -256,7 +256,7 @@ class EventLog:
 
         Raises:
             TypeError: An argument is of the wrong type.
-            ValueError: `step` is negative, or a text empty.
+            ValueError: `step` is negative, or a string empty.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         step = checked_step(step)

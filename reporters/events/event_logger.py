@@ -59,7 +59,7 @@ class EventLogger(Logger):
         save_dir: Root directory of this logger, where Lightning also puts checkpoints.
 
     Raises:
-        TypeError: `run_id` is not a text.
+        TypeError: `run_id` is not a string.
         ValueError: `run_id` is empty.
         EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
     """
@@ -73,9 +73,9 @@ class EventLogger(Logger):
     ) -> None:
         super().__init__()
         if run_id is not None and not isinstance(run_id, str):
-            raise TypeError(f"Invalid `run_id`. Expected a text or None, but received {run_id!r}.")
+            raise TypeError(f"Invalid `run_id`. Expected a string or None, but received {run_id!r}.")
         if run_id == "":
-            raise ValueError("Invalid `run_id`. Expected a text that is not empty or None, but received ''.")
+            raise ValueError("Invalid `run_id`. Expected a non-empty string or None, but received ''.")
         self.run_id = run_id or uuid.uuid4().hex
         self._save_dir = os.fspath(save_dir)
         self.path = Path(save_dir, path)
@@ -376,5 +376,5 @@ def _is_number(name: Any, value: Any) -> bool:
     try:
         finite_float(name, value)
     except TypeError:
-        return not isinstance(name, str)  # a name that is not a text is refused by name
+        return not isinstance(name, str)  # a name that is not a string is refused by name
     return True

@@ -1,19 +1,15 @@
 """Runs trainer classes alone in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
 
 Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the folder has the jobs. A class is named
-``module:Class``, or by its key in `support.trainer_zoo.ZOO`.
+``module:Class``, or by its key in `zoo.small.ZOO`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
-import os
-import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -28,8 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
+from support.rank_environment import Ranks
+from support.rank_processes import run_ranks
 
-TESTS = Path(__file__).parents[1]
 STEPS = 4
 
 
@@ -90,9 +87,9 @@ def trainer_class(name: str) -> Any:
     if colon:
         members = vars(importlib.import_module(module))
         return members.get("ZOO", members).get(attribute) or members[attribute]
-    from support import trainer_zoo
+    from . import small
 
-    return {**trainer_zoo.ZOO, **trainer_zoo.ZOO_OF_FAULTS}[name]
+    return {**small.ZOO, **small.ZOO_OF_FAULTS}[name]
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
@@ -183,34 +180,10 @@ def hosted_run(
     return module, trainer
 
 
-def ranks_environment(rank: int, world_size: int) -> Any:
-    """A cluster environment for ranks that are there already and know each other by a FileStore."""
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    class Environment(LightningEnvironment):
-        @property
-        def creates_processes_externally(self) -> bool:
-            return True
-
-        def local_rank(self) -> int:
-            return rank
-
-        def global_rank(self) -> int:
-            return rank
-
-        def world_size(self) -> int:
-            return world_size
-
-        def set_world_size(self, size: int) -> None:
-            assert size == world_size
-
-    return Environment()
-
-
 def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    environment = ranks_environment(rank, world_size)
+    environment = Ranks(rank, world_size)
     if kind in HOOKS:
         hook = HOOKS[kind]
         return DDPStrategy(
@@ -241,38 +214,6 @@ def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
     return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
 
 
-def run_ranks(program: str, folder: Path, world_size: int, *, timeout_s: float = float("inf")) -> list[int]:
-    """Run ``python -m program RANK WORLD_SIZE folder`` for each rank until all have ended or one has failed.
-
-    Returns the exit code of each, -9 for those that were ended because of another; what a rank printed is in
-    ``folder/rank{rank}.log``.
-    """
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", program, str(rank), str(world_size), str(folder)],
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-                if any(process.poll() not in (None, 0) for process in ranks):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    return [process.returncode for process in ranks]
-
-
 def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: float = 240) -> list[dict[str, Any]]:
     """What each rank made of `jobs`, one after the other: weights by the job's key, or the text of an error.
 
@@ -284,8 +225,7 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes = run_ranks("zoo.runs", folder, 2, timeout_s=timeout_s)
-    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    run_ranks("zoo.runs", folder, timeout_s=timeout_s)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -19,11 +19,11 @@ def write(job, plan=None, **fields):
 
 
 @pytest.fixture
-def ranks(job, fork_server, kill_after, torchrun_environs):
+def ranks(job, kill_after, torchrun_environs):
     """Starts two ranks that another launcher numbered and that nobody watches, as pods and tasks of srun are."""
 
     def started():
-        processes = [fork_server.start(job, "run", str(job.spec), **environ) for environ in torchrun_environs(2)]
+        processes = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
         for process in processes:
             kill_after(process)
         return processes
