@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import torch
@@ -221,6 +223,20 @@ class ReplacesOnOneRank(DensifiesByItsOwnRows):
             old, new = points["mean"], nn.Parameter(points["mean"].detach().clone())
             optimizer.state.pop(old)
             optimizer.param_groups[0]["params"][0] = points["mean"] = new
+        return StepResult({})
+
+
+class KilledInBackward(SkipsTheUpdate):
+    """A rank is killed in the middle of its backward call, while the other exchanges gradients."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        state["optimizer"].zero_grad()
+        if state["calls"] == 3 and ctx.rank == 1:
+            loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+        state["optimizer"].step()
         return StepResult({})
 
 
