@@ -16,6 +16,7 @@ from ..adapter.contract.exceptions import ReplicaDriftError
 from .hook.cadence import Boundaries, StepCadence
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .optimizer_state import named_values
 from .replica_digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
@@ -218,7 +219,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items():
+            for key, value in named_values(state):
                 if isinstance(value, Tensor):
                     yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
 

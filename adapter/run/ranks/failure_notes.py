@@ -48,6 +48,8 @@ PATIENCE_S = 2.0
 ACKNOWLEDGED_WITHIN_S = 15.0
 LOOK_AGAIN_S = 60.0
 """How far apart rank zero looks which ranks there are."""
+ASK_AGAIN_S = 1.0
+"""How far apart it looks whether one of them is lost."""
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have begun, and failed."""
 
@@ -130,7 +132,7 @@ class RankFailures:
         """What to report where rank zero failed at `at_s` (seconds since 1970): an older failure of another rank."""
         if not self.expects_ranks:
             return own
-        lost = self._lost()
+        lost = self.lost()
         if lost is not None:
             return dataclasses.replace(lost, resumable=own.resumable)
         end = time.monotonic() + PATIENCE_S
@@ -138,7 +140,7 @@ class RankFailures:
             time.sleep(POLL_S)
         return own if other is None else dataclasses.replace(other, resumable=own.resumable)
 
-    def _lost(self) -> Failure | None:
+    def lost(self) -> Failure | None:
         """A rank of another launcher that was killed, or whose node was; the others fail because of that."""
         noted = {note.rank for note in self._notes()}
         for rank, host in self.presence.lost().items():
@@ -213,12 +215,15 @@ def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], 
     stopped = threading.Event()
 
     def watch() -> None:
-        looks_again_s = 0.0
+        looks_again_s = asks_again_s = 0.0
         while not stopped.wait(POLL_S):
-            if not failures.children and _have_joined() and time.monotonic() >= looks_again_s:
+            if _have_joined() and time.monotonic() >= looks_again_s:
                 failures.presence.look()
                 looks_again_s = time.monotonic() + LOOK_AGAIN_S
             failure = failures.found()
+            if failure is None and time.monotonic() >= asks_again_s:
+                failure = failures.lost()
+                asks_again_s = time.monotonic() + ASK_AGAIN_S
             if failure is not None:
                 stopped_there = failure.exit_code == EXIT_STOPPED
                 end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)
