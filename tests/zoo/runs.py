@@ -1,7 +1,7 @@
 """Runs trainer classes alone in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
 
 Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the folder has the jobs. A class is named
-``module:Class``, or by its key in `support.trainer_zoo.ZOO`.
+``module:Class``, or by its key in `zoo.small.ZOO`.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def trainer_class(name: str) -> Any:
     if colon:
         members = vars(importlib.import_module(module))
         return members.get("ZOO", members).get(attribute) or members[attribute]
-    from support import trainer_zoo
+    from . import small
 
-    return {**trainer_zoo.ZOO, **trainer_zoo.ZOO_OF_FAULTS}[name]
+    return {**small.ZOO, **small.ZOO_OF_FAULTS}[name]
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
