@@ -143,6 +143,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         ),
         _class("genlight.callbacks.JobProgress"),
         _class("genlight.callbacks.Goodput"),
+        _class("genlight.callbacks.SystemMonitor"),
         _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
