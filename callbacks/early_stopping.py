@@ -121,6 +121,11 @@ class EarlyStopping(Hook):
         self.next_due_step = next_multiple(step, AGREE_EVERY) if is_called_again else NEVER
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._wants_stop = False
+        self._step = trainer.global_step
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.best is None and is_rank_zero(trainer):
             log.warning("%s", self._missing("training ended without it"))

@@ -23,6 +23,7 @@ __all__ = [
     "SHARDED_GRADIENTS",
     "capture_rng",
     "HoldsBareParameters",
+    "clear_gradients",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -204,6 +205,12 @@ def _digest(gradient: torch.Tensor) -> str | None:
 def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[str, torch.Tensor]:
     """What this rank puts back: its own part, and of sharded parameters what rank zero holds."""
     return parts[0] | (parts[rank] if rank < len(parts) else {}) if parts else {}
+
+
+def clear_gradients(module: pl.LightningModule) -> None:
+    """Have no parameter hold a gradient."""
+    for _, parameter in _trained(module):
+        parameter.grad = None
 
 
 def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:

@@ -163,6 +163,10 @@ class CallbackList(Hook):
         self._step = step
         self.next_due_step = next_multiple(step, AGREE_EVERY)
 
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
     def on_train_begin(self, trainer: Any) -> None:
