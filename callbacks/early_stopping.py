@@ -16,6 +16,7 @@ from .hook.cadence import NEVER, crossed, next_multiple
 from .hook.events import callbacks_of, is_rank_zero
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .recovery.recover import Recover
 
 __all__ = ["EarlyStopping"]
 
@@ -148,6 +149,8 @@ class EarlyStopping(Hook):
                 raise self._missing(f"it has not come in {self.patience} steps")
             return
         if not math.isfinite(value):
+            if any(isinstance(callback, Recover) for callback in callbacks_of(trainer)):
+                return  # it decides what becomes of such a step
             raise MonitorError(
                 f"EarlyStopping(monitor={self.monitor!r}): its value at step {step} is {value}. Resume from an earlier "
                 "checkpoint after the cause is mended; `WatchNonfinite` and `Diagnosis` help to find it"
