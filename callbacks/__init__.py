@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
+    from .telemetry.system_monitor import SystemMonitor as SystemMonitor
     from .trainer_hooks import (
         TrainerHook as TrainerHook,
         TrainerHookAdapter as TrainerHookAdapter,
@@ -58,6 +59,7 @@ else:
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
+            ".telemetry.system_monitor": ("SystemMonitor",),
             ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),

@@ -27,11 +27,11 @@ AGREE_EVERY = 10
 
 
 class EarlyStopping(Hook):
-    """Ends training, as completed, when the monitored value has not improved for so many steps.
+    """Ends training as completed when a monitored value has not improved for `patience` steps.
 
-    A trainer class is judged by its metrics at their cadence and by the scores of its evaluation; any other module by
-    what it has logged, every 10 steps and after each validation. Rank zero decides, and all ranks stop after the same
-    step, at most 10 steps later. A resumed run goes on counting.
+    For a trainer class, `monitor` is a metric at its reporting cadence or a score of an evaluation. For any other
+    module it is a logged value, checked every 10 steps and after each validation. Rank zero decides; all ranks stop
+    after the same step, at most 10 steps later. The count continues when a run resumes.
 
     Args:
         monitor: Name of a metric or score as it is reported; ``loss`` finds ``train/loss``.

@@ -22,17 +22,18 @@ __all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
 
 
 class Evaluate(Hook):
-    """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with what it returns.
+    """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with the result.
 
-    The last scores are ``eval_scores`` of the run state, too. `LogMetrics` reports them at the same step. Random
-    numbers that the evaluation draws do not change those of training. On several ranks every rank evaluates, and all
-    report the same: the scores of rank 0, or their mean. One that fails on any rank has failed on all.
+    The latest scores are also available as ``eval_scores`` of the run state, and `LogMetrics` reports them at the same
+    step. Random numbers drawn by the evaluation do not affect training. On several ranks every rank evaluates, and all
+    report the same scores: those of rank 0, or the mean. If the evaluation fails on one rank, it counts as failed on
+    all.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
         average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
-        max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
+        max_failures: Failures in a row after which the callback disables itself for the rest of the fit; 0 never does.
 
     Raises:
         ValueError: A number is negative.

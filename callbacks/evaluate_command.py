@@ -51,7 +51,7 @@ class EvaluateCommand(Hook):
     It runs on rank zero's machine, in a process group of its own, without the variables that make a process a rank.
 
     Args:
-        command: Program and arguments, as a list or as one text that is split as a shell splits it. No shell runs it.
+        command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
         time_limit_s: After how many seconds a command is killed.
         max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
@@ -193,17 +193,20 @@ class EvaluateCommand(Hook):
 
     def _tell(self, trainer: pl.Trainer, running: _Running) -> None:
         """Tell the scores of a command that has ended, and begin the next one."""
-        self._running = None
         try:
             scores = running.scores.result()
         except Exception as error:
+            self._running = None
             told = EvaluationError(f"{error} (checkpoint of step {running.record.step})")
             self._failures_in_a_row.note(told)
             self._begin_next()
             raise told from error
         self._failures_in_a_row.clear()
-        self._begin_next()
-        publish_scores(trainer, scores, running.record.step)
+        try:
+            publish_scores(trainer, scores, running.record.step)
+        finally:
+            self._running = None  # retention leaves the checkpoint until its score is known
+            self._begin_next()
 
     def _end(self) -> None:
         """End what runs, and forget what waits; returns once no process is left."""

@@ -17,12 +17,12 @@ __all__ = ["EvaluateLoader"]
 
 
 class EvaluateLoader(Evaluate):
-    """Calls ``function(pl_module, batches)`` at a cadence, and fires ``on_scores`` with the scores that it returns.
+    """Calls ``function(pl_module, batches)`` at a cadence and fires ``on_scores`` with the scores it returns.
 
-    For any LightningModule. `batches` gives those of the loader from its beginning, on the device of the module and in
-    its precision. The function runs without gradients and in evaluation mode; afterwards every part of the module is in
-    the mode that it was in, and training draws the random numbers that it would have drawn. On several ranks each rank
-    calls it with its own loader, which may have a ``DistributedSampler``; see `Evaluate` for what they report.
+    Works with any LightningModule. `batches` iterates over the loader from its beginning, on the module's device and in
+    its precision. The function runs without gradients and in evaluation mode. Afterwards every submodule is back in its
+    previous mode, and the random state of training is unchanged. On several ranks each rank uses its own loader, which
+    may have a ``DistributedSampler``; see `Evaluate` for how the scores are combined.
 
     Args:
         dataloader: What gives the batches, such as a ``DataLoader``; iterated anew for each evaluation.
@@ -30,7 +30,7 @@ class EvaluateLoader(Evaluate):
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
         average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
-        max_failures: After how many failures in a row it switches itself off for the rest of the fit; 0 never does.
+        max_failures: Failures in a row after which the callback disables itself for the rest of the fit; 0 never does.
 
     Raises:
         ValueError: A number is negative.

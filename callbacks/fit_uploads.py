@@ -13,15 +13,15 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
+from ..adapter.contract.exceptions import StartupContractError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.durable_reports import wait_after_failure
-from .checkpoint.format.record_file import read_record
-from .hook.events import callbacks_of, run_state_of
+from .checkpoint.format.record import CheckpointRecord
+from .hook.events import callbacks_of
 
 __all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
 
@@ -57,20 +57,23 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
     return uploader
 
 
-def settle_fit(uploader: Uploader, trainer: pl.Trainer, error: BaseException | None) -> None:
+def settle_fit(
+    uploader: Uploader, trainer: pl.Trainer, error: BaseException | None, newest: CheckpointRecord | None
+) -> None:
     """Wait for required uploads, then send the terminal message, which says how the fit ended.
 
     Args:
         uploader: Stays open.
         trainer: The trainer whose fit has ended.
         error: What ended it; None where it ended as planned.
+        newest: The newest checkpoint of genlight's own format.
 
     Raises:
         UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
             `error` to end with.
     """
     refusal = uploader.settle(progress=log.info).error()
-    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts)
+    payload = _terminal(trainer, error if error is not None else refusal, uploader.starts, newest)
     unacknowledged = uploader.deliver_terminal(payload).error()  # sent whether or not an upload was refused
     failure = refusal or unacknowledged
     if failure is not None and error is None:
@@ -79,26 +82,19 @@ def settle_fit(uploader: Uploader, trainer: pl.Trainer, error: BaseException | N
         log.error("uploads of the failed run: %s", failure)
 
 
-def _terminal(trainer: pl.Trainer, error: BaseException | None, attempt: int) -> TerminalPayload:
+def _terminal(
+    trainer: pl.Trainer, error: BaseException | None, attempt: int, newest: CheckpointRecord | None
+) -> TerminalPayload:
     """How the run ended, with the text that its event log gets too."""
     step = trainer.global_step
-    newest = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
-    checkpoint = next(filter(None, newest), _reported(run_state_of(trainer).latest_checkpoint_uri))
+    of_lightning = [callback.last_model_path or callback.best_model_path for callback in model_checkpoints(trainer)]
+    own = None if newest is None else str(newest.reported_path)
+    checkpoint = next(filter(None, of_lightning), own)
     if error is None:
         return TerminalPayload("completed", step, checkpoint, attempt=attempt)
     secrets = secrets_of_module(trainer.lightning_module)
     text = describe_failure(error, has_checkpoint=checkpoint is not None, secrets=secrets).text
     return TerminalPayload("failed", step, checkpoint, error=text, attempt=attempt)
-
-
-def _reported(record: str | None) -> str | None:
-    """What uploads call the checkpoint of a record."""
-    if record is None:
-        return None
-    try:
-        return str(read_record(Path(record)).reported_path)
-    except (OSError, BrokenCheckpointError):  # it is gone, or was replaced
-        return record
 
 
 def await_checkpoints(trainer: pl.Trainer) -> None:

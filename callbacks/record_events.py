@@ -18,9 +18,9 @@ __all__ = ["RecordEvents"]
 
 
 class RecordEvents(Hook):
-    """Writes ``started``, ``checkpoint`` and ``sample`` events; the terminal event is the run's own.
+    """Writes ``started``, ``checkpoint`` and ``sample`` events. The run itself writes the terminal event.
 
-    Metrics come from the `EventLogger` that is attached to the same log.
+    Metrics come from the `EventLogger` attached to the same log.
 
     Args:
         event_log: An open log.

@@ -16,6 +16,7 @@ from ..adapter.contract.exceptions import ReplicaDriftError
 from .hook.cadence import Boundaries, StepCadence
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .optimizer_state import named_values
 from .replica_digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
@@ -31,20 +32,20 @@ _LARGEST = 2**62 - 1
 
 
 class ReplicaGuard(Hook):
-    """Compares replicas across the ranks, bit by bit, and ends the run when they differ.
+    """Compares the replicas of all ranks bit by bit and ends the run if they differ.
 
-    Data parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. When they do not,
-    training goes on, silently, with as many models as there are ranks. The usual causes: gradients that are used before
-    they are averaged, random numbers that differ where they must not, such as weight noise, an update that only one
-    rank made, faulty hardware.
+    Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. If they do not,
+    training continues without an error, with a different model on each rank. Typical causes are gradients used before
+    they are averaged, random numbers that differ between ranks where they must not (weight noise, for example), an
+    update made by only one rank, and faulty hardware.
 
-    By default replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison reads each tensor once, on its device, sends 16 bytes over a process group of its own and is
-    read four steps later, so that it costs about as much as a pass over the weights. Optimizer states, most of the
-    bytes, take turns at the steps that double, a quarter each time: one that drifts has its parameter drift with the
-    next update. Then, if there is a difference, the first tensor that differs is looked for, and its values. What a
-    trainer class names in its ``rank_local``, states of optimizers that shard them, and sharded tensors are left out.
-    With one rank nothing is done.
+    By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
+    training. A comparison reads each tensor once, on its device, and exchanges 16 bytes over its own process group. The
+    result is read four steps later, so that a comparison costs about one pass over the weights. Optimizer states make
+    up most of the bytes, so only a quarter of them is compared at each of these steps: a state that differs makes its
+    parameter differ at the next update anyway. If there is a difference, the first tensor that differs is found and
+    reported with its values. Not compared: what the trainer class lists in ``rank_local``, optimizer states that are
+    sharded, and sharded tensors. With one rank the callback does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -224,7 +225,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items():
+            for key, value in named_values(state):
                 if isinstance(value, Tensor):
                     yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
 

@@ -37,22 +37,24 @@ _FACTS = {
     "loss_stats": "loss_stats",
     "eval_scores": "eval_scores",
     "latest_checkpoint_uri": "latest_checkpoint_uri",
+    "stop_rollout": "stop_rollout",
+    "stop_update_epoch": "stop_update_epoch",
 }
 """Fields that are facts of the run state, with their names there."""
-_EXTRA: Mapping[str, Any] = {"latest_wandb_uri": None, "stop_rollout": False, "stop_update_epoch": False}
+_EXTRA: Mapping[str, Any] = {"latest_wandb_uri": None}
 """Fields that are facts without a field of their own in the run state, with what they are at first."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects, which no checkpoint holds."""
-_ALWAYS_THERE = frozenset({*_LIVE, "stop_rollout", "stop_update_epoch"})
+_ALWAYS_THERE = frozenset(_LIVE)
 
 
 class TrainerState:
     """What trainer hooks share: a view of the run state, and the live objects of the training.
 
     Facts are those of the `RunState`, read and written there, so that no fact stands twice and all of them are in
-    checkpoints: ``agent_step, epoch, update_epoch, mb_idx`` (its ``minibatch_index``), ``rollout_stats, loss_stats,
-    eval_scores, latest_checkpoint_uri``; ``latest_wandb_uri, stop_rollout, stop_update_epoch`` are in its ``extra``,
-    where a trainer class finds them, too.
+    checkpoints: ``agent_step, epoch, update_epoch, mb_idx`` (its ``minibatch_index``), ``stop_rollout,
+    stop_update_epoch, rollout_stats, loss_stats, eval_scores, latest_checkpoint_uri``; ``latest_wandb_uri`` is in its
+    ``extra``, where a trainer class finds it, too.
 
     Live objects are ``policy`` (the trainer's ``policy`` or ``model``, else its only module, else the LightningModule),
     ``optimizer`` (the first), and ``experience``, ``timer``, ``stats_tracker`` and ``training_env_id``, as the state of
@@ -151,9 +153,9 @@ class TrainerHook:
 class TrainerHookAdapter(Hook):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
-    The hook's ``critical``, ``run_on_all_ranks``, ``reads`` and ``writes`` are its policy, so that an evaluation runs
-    before the hook that reports its scores, in whatever order they are registered. Under Lightning's own loop the
-    events come with Lightning's: a minibatch is a batch, a training phase an epoch, and there are no rollouts.
+    The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. An evaluation
+    therefore runs before the hook that reports its scores, whatever the order of registration. Under Lightning's own
+    loop the events map to Lightning's: a minibatch is a batch, a training phase is an epoch, and there are no rollouts.
 
     Args:
         hook: A `TrainerHook`, or any object that has one of its events.
@@ -265,7 +267,7 @@ def _fields_of(hook: Any, name: str) -> tuple[str, ...]:
     """Fields that a hook reads or writes, as the run state names them; live objects are always there.
 
     Raises:
-        TypeError: It is one text instead of several.
+        TypeError: It is one string instead of several.
     """
     fields = getattr(hook, name, ())
     if isinstance(fields, str):

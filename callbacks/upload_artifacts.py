@@ -27,36 +27,35 @@ __all__ = ["UploadArtifacts"]
 
 log = logging.getLogger(__name__)
 
-REFERENCE_FACT = "uploaded_checkpoint_ref"
-"""Name in the run state's `extra` of the file store's reference to the newest checkpoint that has arrived."""
-
 
 class UploadArtifacts(Hook):
-    """Queues every checkpoint, sample and metric of a run for upload, without waiting for the network.
+    """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
-    It works with any LightningModule: files that Lightning's ``ModelCheckpoint`` wrote are found by themselves, and
-    are kept by hard links until they have arrived, whatever it deletes. Checkpoints of genlight's own format are queued
-    with all their files. Metrics are those that genlight's loop read at its cadence, else ``trainer.callback_metrics``
-    at `metric_every`.
+    Works with any LightningModule. Files written by Lightning's ``ModelCheckpoint`` are picked up automatically and
+    kept as hard links until they are delivered, even if ``ModelCheckpoint`` deletes them. Checkpoints in genlight's own
+    format are queued with all their files. Metrics are those that genlight's loop reports at its cadence; for other
+    modules, ``trainer.callback_metrics`` every `metric_every` steps. Once the newest checkpoint is delivered,
+    ``latest_checkpoint_uri`` of the run state is its address in the file store or else in the first of `targets`; until
+    then it is its path.
 
     Args:
-        uploader: An uploader that the caller starts, settles and closes. None makes one for each fit, which ends when
-            fit ends: required uploads settle, then the terminal message is sent; what could not be delivered makes the
-            fit fail, is kept, and is delivered by the next one first.
-        run_id: Name of the run at the receiver; needed without `uploader`.
-        directory: Folder of the run, in which the spool lies; None means the trainer's ``default_root_dir``.
-        owner: Whose files they are in the file store.
-        metrics_url: Endpoint for metrics. It and the others below default to the environment
-            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``); the token comes from there alone
-            (``TRAINER_CAPABILITY_TOKEN``), so that no YAML holds one.
+        uploader: An uploader that the caller starts, settles and closes. None creates one for each fit. At the end of
+            the fit it waits for required uploads, then sends the terminal message. If something cannot be delivered,
+            the fit fails; the files are kept and the next fit delivers them first.
+        run_id: Name of the run at the receiver; required without `uploader`.
+        directory: Folder of the run, which holds the spool; None means the trainer's ``default_root_dir``.
+        owner: Owner of the files in the file store.
+        metrics_url: Endpoint for metrics. This and the URLs below default to the environment
+            (``TRAINER_UPLOAD_METRICS_URL`` and so on, ``TENSORHUB_URL``). The token can only come from the environment
+            (``TRAINER_CAPABILITY_TOKEN``), so that no configuration file holds one.
         checkpoint_url: Endpoint for checkpoints.
         sample_url: Endpoint for samples.
         terminal_url: Endpoint for the end of the run.
         file_store_url: Base of the file store for bytes.
-        targets: Further destinations of checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
-        metric_every: Cadence of metrics in steps for modules that genlight does not host; 0 turns it off.
-        deadline_s: Seconds that the end of fit waits for uploads.
-        critical: Whether an upload that is refused for good ends the run.
+        targets: Further destinations for checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
+        metric_every: Cadence of metrics in steps, for modules other than `ContractModule`; 0 turns it off.
+        deadline_s: Seconds to wait for uploads at the end of a fit.
+        critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
         ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.
@@ -64,6 +63,7 @@ class UploadArtifacts(Hook):
 
     reads = ("loss_stats",)  # or a step could be told before it is known that genlight's loop tells it
     optional_reads = ("latest_checkpoint_uri",)
+    writes = ("latest_checkpoint_uri",)
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class UploadArtifacts(Hook):
         critical: bool = True,
     ) -> None:
         if uploader is None and not run_id.strip():
-            raise ValueError("Invalid `run_id`. Expected a text that is not empty where no `uploader` is given.")
+            raise ValueError("Invalid `run_id`. Expected a non-empty string where no `uploader` is given.")
         if metric_every < 0:
             raise ValueError(f"Invalid `metric_every`. Expected a number >= 0, but received {metric_every}.")
         self.critical = critical
@@ -106,7 +106,8 @@ class UploadArtifacts(Hook):
         }
         self._hears_metrics = False
         """Whether events bring the metrics of this fit."""
-        self._awaited: str | None = None
+        self._newest: CheckpointRecord | None = None
+        self._awaits_newest = False
         self._seen_files: dict[str, tuple[int, int] | None] = {}
         self._last_step = 0
 
@@ -168,11 +169,12 @@ class UploadArtifacts(Hook):
         self._seen_files = {path: _written(path) for path in _paths_of(trainer)}  # of the run that is resumed
         self._hears_metrics = False
         self._last_step = trainer.global_step
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, Checkpoint):
-                callback.spare(self._awaited_paths)
+        self._newest, self._awaits_newest = None, False
+        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+        for saver in savers:
+            saver.spare(self._awaited_paths)
         if trainer.ckpt_path is not None:
-            self._queue_resumed(Path(trainer.ckpt_path))
+            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers])
 
     @override
     def on_checkpoint_durable(
@@ -257,10 +259,11 @@ class UploadArtifacts(Hook):
 
     # looking for what is new
 
-    def _queue_resumed(self, path: Path) -> None:
+    def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
         """Queue what the run resumes from: its last process may have been killed before it did.
 
-        What was delivered before is not sent again, and another run's checkpoint is not ours to send.
+        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
+        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
         """
         if self._uploader is None:
             return
@@ -270,27 +273,30 @@ class UploadArtifacts(Hook):
             return
         self._seen_files.pop(str(path), None)
         record = _record_at(found)
-        if record is not None and record.run_id == self._uploader.config.run_id:
+        if record is None:
+            return
+        if record.run_id == self._uploader.config.run_id or (not record.run_id and found.parent in own_directories):
             self._queue_record(record)
 
     def _queue_record(self, record: CheckpointRecord) -> None:
         """Queue a checkpoint of genlight's own format; the run state is told once it has arrived."""
         if self._uploader is None:
             return
+        self._newest = record
         if not record.path.exists():
             log.warning("%s was deleted before it could be queued for upload; keep more checkpoints", record.path)
             return
-        self._awaited = str(record.path)
         _enqueue(self._uploader, record)
+        config = self._uploader.config
+        self._awaits_newest = config.stores_files() or bool(config.targets)
 
     def _note_arrival(self, trainer: pl.Trainer) -> None:
-        """Tell the run state that the newest checkpoint has arrived."""
-        if self._awaited is None or self._uploader is None:
-            return
-        arrived = self._uploader.delivered(self._awaited)
-        if arrived is not None:
-            run_state_of(trainer).extra[REFERENCE_FACT] = arrived.ref
-            self._awaited = None
+        """Tell the run state where the newest checkpoint has arrived."""
+        if self._awaits_newest and self._uploader is not None and self._newest is not None:
+            address = self._uploader.address_of(self._newest.path)
+            if address is not None:
+                run_state_of(trainer).latest_checkpoint_uri = address
+                self._awaits_newest = False
 
     def _look_for_files(self, trainer: pl.Trainer) -> None:
         """Queue what ``ModelCheckpoint`` callbacks have written since the last look."""
@@ -316,8 +322,9 @@ class UploadArtifacts(Hook):
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         assert self._uploader is not None
         try:
-            settle_fit(self._uploader, trainer, error)
+            settle_fit(self._uploader, trainer, error, self._newest)
         finally:
+            self._note_arrival(trainer)
             self._close()
 
     def _close(self) -> None:

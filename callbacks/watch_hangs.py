@@ -33,20 +33,20 @@ MEMORY = 0.9
 
 
 class WatchHangs(Hook):
-    """Dumps the stacks of all threads when no step is finished for a multiple of the time that steps take.
+    """Dumps the stacks of all threads when no step finishes for a multiple of the usual step time.
 
-    Every rank watches itself, in a thread that looks at the loop's own counters, so a step costs it nothing. Each hang
-    gives one file, ``rank-<rank>-<number>.txt``; a step that ends after all begins a new count. Batches of a validation
-    count as progress. What comes before the first step, such as compilation, has only `floor_s`.
+    Every rank watches itself from a thread that reads the loop's own counters, so it adds nothing to a step. Each hang
+    writes one file, ``rank-<rank>-<number>.txt``; if a step finishes after all, the watch starts again. Validation
+    batches count as progress. Before the first step, for example during compilation, only `floor_s` applies.
 
-    With `end_run` the process ends too. Nothing can be raised in a thread that waits inside a collective or a driver,
-    so the watching thread reports the failure itself where a run has set `on_hang`, and leaves by ``os._exit``; the
-    last durable checkpoint is what a restart goes on from. What is reported names the files of all ranks.
+    With `end_run` the process ends as well. An exception cannot be raised in a thread that waits inside a collective or
+    a driver, so the watching thread reports the failure itself (if the run has set ``on_hang``) and calls ``os._exit``.
+    A restart continues from the last durable checkpoint. The report names the files of all ranks.
 
     Args:
         directory: Where the files go; None means ``<default_root_dir>/hangs``.
-        factor: How many times the usual duration of a step count as a hang.
-        floor_s: What counts as a hang at least, in seconds.
+        factor: A step that takes this many times the usual duration counts as a hang.
+        floor_s: Shortest duration that counts as a hang, in seconds.
         end_run: Whether a hang ends the run.
 
     Raises:

@@ -33,30 +33,30 @@ NONFINITE_STEP = "trainer/nonfinite_step"
 
 
 class WatchNonfinite(Hook):
-    """Notices a loss, gradients or weights that became nan or infinite, says so once, and may end the run.
+    """Detects a loss, gradient or weight that became nan or infinite, reports it once, and can end the run.
 
-    At its cadence all weights, their gradients and the losses of the step are looked at together, in one look that
-    waits for the device once; on several ranks, on all of them. What is found is told with the step, and goes to every
-    logger as the metric ``trainer/nonfinite_step``. Gradients do not count where a gradient scaler is at work, which
-    makes them infinite now and then and leaves such updates out. Nor do buffers, in which infinities are common.
+    At its cadence it checks all weights, their gradients and the losses of the step together, with one device
+    synchronization and on all ranks. A finding is reported with its step, and sent to every logger as the metric
+    ``trainer/nonfinite_step``. Gradients are not checked while a gradient scaler is active, because the scaler produces
+    infinite gradients now and then and skips those updates itself. Buffers are not checked, since infinities are common
+    there.
 
-    ``skip`` is for trainer classes. It looks at the loss of each backward call and at the gradients before each
-    ``optimizer.step()``, which then does nothing where one of them is not finite, on all ranks alike; with accumulated
-    gradients that is the update of the whole window. Buffers, such as running statistics, get back what they had before
-    a step whose loss or update was not finite. Schedulers and what the trainer does by hand go on. The first such
-    update is told like the above at the next cadence, their number at the end. Weights that are not finite all the same
-    end the run, and so do a hundred updates in a row that were left out. Beside a wait for the device at each update,
-    it costs a copy of the buffers in each step.
+    ``skip`` is for trainer classes. It checks the loss of each backward call and the gradients before each
+    ``optimizer.step()``. If one of them is not finite, the update is skipped on all ranks; with accumulated gradients
+    that is the update of the whole window. Buffers, such as running statistics, are reset to their values before that
+    step. Schedulers, and what the trainer updates by hand, continue. The first skipped update is reported at the next
+    cadence and the total at the end. The run still ends if a weight is not finite, or after a hundred skipped updates
+    in a row. The cost is one device synchronization per update and a copy of the buffers in each step.
 
     Args:
-        policy: ``warn`` says it and goes on; ``stop`` ends the run with an error that names step and tensor, before a
-            checkpoint of that step is saved; ``skip`` leaves out updates that are not finite.
-        every_n_steps: Cadence in steps; 0 turns it off, but for the skipping.
+        policy: ``warn`` logs a warning and continues. ``stop`` ends the run with an error that names step and tensor,
+            before that step is saved. ``skip`` skips updates that are not finite.
+        every_n_steps: Cadence in steps; 0 turns the checks off, but ``skip`` still skips.
 
     Raises:
         ValueError: `policy` is unknown, or `every_n_steps` negative.
-        ContractError: At the start of the training: `policy` is ``skip``, and the updates are not a trainer class's by
-            optimizers that can leave one out.
+        ContractError: At the start of the training: `policy` is ``skip``, and the module is not a trainer class whose
+            optimizers can skip an update.
     """
 
     ranks: Literal["zero", "all"] = "all"

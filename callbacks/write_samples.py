@@ -83,14 +83,14 @@ class SampleRequest(Mapping[str, Any]):
 
 
 class WriteSamples(Hook):
-    """Has the trainer's ``generate_sample`` make one sample for each request and writes it down.
+    """Calls the trainer's ``generate_sample`` once for each request and stores the results.
 
-    A sample is ``step-00000200-00.json`` (request, seed, what the generator returned, names of its files) and, beside
-    it, the folder ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``, which has a
-    temporary name until they are on disk. The JSON comes last: a sample without it does not count, and what a killed
-    run left of one is removed at the next start. Without a generator the JSON holds the request alone. Without requests
-    there is one text, ``step-00000200.txt``, and the JSON of a generator beside it. Random numbers that sampling draws
-    do not change those of training.
+    A sample is a file ``step-00000200-00.json`` (request, seed, return value, names of its files) and a folder
+    ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``. The folder has a temporary name
+    until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
+    killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. If there
+    are no requests, there is one text file, ``step-00000200.txt``, next to the JSON of the generator. Random numbers
+    drawn by sampling do not affect training.
 
     Args:
         directory: Where samples go.

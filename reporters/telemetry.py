@@ -74,7 +74,7 @@ def write_event(
         success: Whether what the event tells of went well.
         duration_sec: Seconds that it took.
         ttfi_sec: Seconds to the first iteration.
-        artifacts: Anything JSON can hold, by name; paths are written as texts.
+        artifacts: Anything JSON can hold, by name; paths are written as strings.
         error: What went wrong; empty where nothing did.
         run_id: The same for all events of a run; None makes one up.
         epoch: Completed epochs.
@@ -88,11 +88,11 @@ def write_event(
 
     Raises:
         TypeError: A value is of a type that its key does not take; names it.
-        ValueError: A text that must not be empty is, or `epoch` or `step` is negative.
+        ValueError: A string that must not be empty is, or `epoch` or `step` is negative.
         EventLogError: The file cannot be written, or another process holds it.
     """
     if isinstance(suggestions, str):
-        raise TypeError(f"Invalid `suggestions`. Expected a list of texts, but received {suggestions!r}.")
+        raise TypeError(f"Invalid `suggestions`. Expected a list of strings, but received {suggestions!r}.")
     record = {
         "artifacts": _plain("artifacts", {} if artifacts is None else _mapping(artifacts)),
         "duration_sec": _number("duration_sec", duration_sec),
@@ -157,7 +157,7 @@ def _number(name: str, value: Any) -> float | None:
 
 def _safe(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"Invalid `{name}`. Expected a text, but received {value!r}.")
+        raise TypeError(f"Invalid `{name}`. Expected a string, but received {value!r}.")
     return _text(hide_environment(value))
 
 
@@ -167,7 +167,7 @@ def _text(value: str) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """`value` as JSON has it: mappings, lists, texts, numbers, truth values and null."""
+    """`value` as JSON has it: mappings, lists, strings, numbers, booleans and null."""
     if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) <= MAX_STEP):
         return value
     if isinstance(value, str):

@@ -210,7 +210,7 @@ def quiet():
 def fit(quiet):
     """Train for some steps of batches 0, 1, 2, … with the given callbacks; returns trainer and module."""
 
-    def run(plugin, callbacks=(), *, steps=4, job=None, batches=None, module=None, **arguments):
+    def run(plugin, callbacks=(), *, steps=4, job=None, batches=None, module=None, ckpt_path=None, **arguments):
         import lightning.pytorch as pl
 
         from genlight.adapter import ContractModule
@@ -219,7 +219,7 @@ def fit(quiet):
         options = {**quiet, "max_steps": steps, "max_epochs": 1, "callbacks": list(callbacks), **arguments}
         trainer = pl.Trainer(**options)
         module = module or ContractModule(plugin, job)
-        trainer.fit(module, BatchStream(range(1000) if batches is None else batches))
+        trainer.fit(module, BatchStream(range(1000) if batches is None else batches), ckpt_path=ckpt_path)
         return trainer, module
 
     return run

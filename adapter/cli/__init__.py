@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,17 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     code = run_main(arguments)
     if arguments is None and sys.argv[1:2] in (["run"], ["fit"]):
-        _keep_exit_code(code)
+        # How the run ended has been reported by now. A process with torch in it needs a second to end, and a signal in
+        # that time would have its exit code say otherwise.
+        from ...callbacks.stop.signals import exit_on_signal
+
+        exit_on_signal(code)
     return code
-
-
-def _keep_exit_code(code: int) -> None:
-    """Let a stop signal end this process with `code`, at once, from here on.
-
-    How the run ended has been reported by now. A process with torch in it needs a second to end, and a signal in that
-    time would have its exit code say otherwise.
-    """
-    from ...callbacks.stop.signals import REASON_OF_SIGNAL
-
-    for number in REASON_OF_SIGNAL:
-        signal.signal(number, lambda *_: os._exit(code))

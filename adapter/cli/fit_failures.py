@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch.utilities import rank_zero_only
+import lightning.pytorch as pl
 
+from ...callbacks.hook.events import callbacks_of, run_state_of
+from ...callbacks.stop.signals import exit_on_signal
+from ...callbacks.stop.stop_requests import StopRequests
 from ..contract.exceptions import FailureCategory, TrainingCanceled
-from ..plumbing.failures import EXIT_COMPLETED, EXIT_STOPPED, describe_failure
+from ..plumbing.failures import EXIT_STOPPED, describe_failure
 from ..run.outcome import log_failure
 from ..run.traceback_report import FAILURES_DIRECTORY
 
-__all__ = ["FailureReport", "UnusableConfigurationError", "text_of_error"]
+__all__ = ["FailureReport", "UnusableConfigurationError", "outlast_rank_zero", "text_of_error"]
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,18 @@ class FailureReport:
             else "the callback genlight.callbacks.Checkpoint would have saved a checkpoint to go on from"
         )
         log.warning("stopped: %s; %s", stop.reason, way_on)
-        # A launcher ends the other processes when one leaves with an error, rank 0 while it still tidies up.
-        return EXIT_STOPPED if getattr(rank_zero_only, "rank", 0) == 0 else EXIT_COMPLETED
+        return EXIT_STOPPED
+
+
+def outlast_rank_zero(trainer: pl.Trainer) -> None:
+    """On another rank, after a stop: stay until rank zero has ended, which a launcher that sees an error may end."""
+    if trainer.is_global_zero or run_state_of(trainer).stop_reason is None:
+        return
+    exit_on_signal(EXIT_STOPPED)  # this rank is done
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StopRequests):
+            callback.outlast_rank_zero()
+            return
 
 
 def text_of_error(error: Exception) -> str:

@@ -21,8 +21,8 @@ class BatchScript:
     """What a script asks of Slurm and starts; `text` is the script.
 
     Raises:
-        ValueError: A number is out of range, a text cannot stand in a directive, or a setting needs another one; every
-            fault is listed.
+        ValueError: A number is out of range, a string cannot stand in a directive, or a setting needs another one;
+            every fault is listed.
     """
 
     name: str
@@ -74,7 +74,7 @@ class BatchScript:
             if (number := getattr(self, name)) is not None and number < 1
         ]
         faults += [
-            f"Invalid `{name}`. Expected a text without blanks and control characters, but received {text!r}."
+            f"Invalid `{name}`. Expected a string without blanks and control characters, but received {text!r}."
             for name in ("name", "gpus_per_node", "memory", "time", "partition", "account", "qos", "output")
             if (text := getattr(self, name)) is not None and not re.fullmatch(r"[!-~]+", text)
         ]

@@ -22,6 +22,7 @@ from ..plumbing.redaction import text_of
 from .causes import Circumstances
 from .facts import Facts, facts_of
 from .isolation import drops, turn_off_dropout
+from .plain_events import own_events
 from .plain_rollout import rollout_batches
 
 __all__ = ["another_trainer", "plain_steps", "random_states"]
@@ -58,6 +59,8 @@ def plain_steps(
 ) -> Iterator[Facts]:
     """Step `trainer` on its batches; the facts before the first step, then after each.
 
+    Hooks of its own hear of the run's begin and of minibatches, and of phases where it collects its batches.
+
     Args:
         trainer: A trainer that has not been set up.
         ctx: What its hooks get.
@@ -82,11 +85,14 @@ def plain_steps(
     how.batch_statistics = any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
     yield facts_of(discovered, {})
     optimizers = [found.value for found in discovered.optimizers]
+    fire = own_events(trainer, state, ctx, discovered)
+    fire("on_new_training_run")
     at_first = random_states()
-    source = rollout_batches(trainer, state, ctx) if batches is None else batches
+    source = rollout_batches(trainer, state, ctx, fire) if batches is None else batches
     for raw in itertools.islice(source, steps):
         look()
         result = trainer.train_step(trainer.prepare_batch(raw, state, ctx), state, ctx)
+        fire("on_mb_end")
         how.draws = random_states() != at_first
         yield facts_of(discovered, named_scalars(validated_result(result), state, ctx, optimizers))
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from .subject import Subject
 
-__all__ = ["SHARDED", "RanksError", "Refused", "halves", "train_on_ranks"]
+__all__ = ["SHARDED", "RanksError", "Refused", "halves", "start_rank", "train_on_ranks"]
 
 WORLD_SIZE = 2
 SHARDED = "sharded"
@@ -53,32 +53,42 @@ def train_on_ranks(
         RanksError: With the trainer's own error where there is one.
     """
     (folder / "request.pkl").write_bytes(pickle.dumps((subject, jobs)))
-    command = [sys.executable, "-m", __name__, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(WORLD_SIZE)
-    ]
+    ranks = [start_rank(folder, rank) for rank in range(WORLD_SIZE)]
     try:
         _wait(ranks, time.monotonic() + timeout_s)
     finally:
         for process in ranks:
             process.kill()
-        outputs = [process.communicate()[0] for process in ranks]
+            process.wait()
     # A rank that fails takes the others down; the rank that failed first has the reason.
     errors = sorted(folder.glob("rank*.error"), key=lambda file: file.stat().st_mtime_ns)
     if errors:
         raise RanksError(f"rank {errors[0].stem.removeprefix('rank')}: {errors[0].read_text()}")
     for rank, process in enumerate(ranks):
         if process.returncode != 0:
-            raise RanksError(f"rank {rank} ended with code {process.returncode}: {outputs[rank][-500:]}")
+            said = _log(folder, rank).read_text(errors="replace")
+            raise RanksError(f"rank {rank} ended with code {process.returncode}: {said[-500:]}")
     results = [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
     return {
         name: [Refused(result[name]) if isinstance(result[name], str) else result[name] for result in results]
         for name in jobs
     }
+
+
+def start_rank(folder: Path, rank: int) -> subprocess.Popen[bytes]:
+    """Start one rank, which reads its request from `folder` and writes what it says there."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with _log(folder, rank).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, str(folder), str(rank)],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:
@@ -115,7 +125,7 @@ def _cut(batch: Any, start: int, length: int) -> Any:
     return batch[start : start + length]
 
 
-def _wait(ranks: list[subprocess.Popen[str]], deadline: float) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:
     """Until all ranks have ended, or one of them badly: the others would wait for it for ever."""
     while any(process.poll() is None for process in ranks):
         if any(process.poll() not in (None, 0) for process in ranks):

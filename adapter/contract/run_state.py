@@ -40,7 +40,8 @@ class RunState:
     """The last metrics that a cadence read from the device."""
     eval_scores: dict[str, float] | None = None
     latest_checkpoint_uri: str | None = None
-    """The newest checkpoint that is durable: a path, or the address it was uploaded to."""
+    """The newest checkpoint that is durable, or that the run resumed from: the address of its record where it was
+    uploaded, once it has arrived, and its path until then."""
     latest_sample_uris: list[str] | None = None
     stop_reason: str | None = None
     """Why the run is ending early, once that is decided."""

@@ -76,7 +76,7 @@ class TrainingJobSpec:
         for name in ("run_id", "trainer_api_version"):
             if not str(getattr(self, name) or "").strip():
                 raise ValueError(
-                    f"Invalid `{name}`. Expected a text that is not empty, but received {getattr(self, name)!r}."
+                    f"Invalid `{name}`. Expected a non-empty string, but received {getattr(self, name)!r}."
                 )
         if self.trainer_api_version != TRAINER_API_VERSION:
             raise ValueError(
@@ -146,7 +146,7 @@ class TrainerPlugin(Protocol):
     """A trainer class; ``docs`` of each hook in the README.
 
     The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``rollout_state``,
-    ``load_rollout_state``, ``evaluate``) and the optional attribute
+    ``load_rollout_state``, ``evaluate``, ``trainer_hooks``) and the optional attribute
     ``rank_local`` (names of parts of the state that differ by rank) are looked up by name and are not part of the
     protocol, because a class that lacks them conforms.
     """

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ..contract.exceptions import ReplayWriterError
+from .replay_arrow import arrow_layout, batch_of, row_of, rows_of
 from .replay_columns import allocate, row_faults
 from .replay_files import ReplayFiles, SavedReplay
 from .sum_tree import SumTree
@@ -45,7 +47,7 @@ class ReplayBuffer:
 
     Args:
         capacity: Rows that it holds.
-        row: A row by column, for names, dtypes and shapes.
+        row: A row by column, for names, dtypes and shapes; or an Arrow schema of columns of a fixed size.
         seed: Of the generator that samples are drawn with, which belongs to the buffer.
         streams: Environments whose rows take turns, one of each; the rows that `NStep` sums are of the same one.
         n_step: What is summed when sampling; None samples rows as they are.
@@ -55,14 +57,15 @@ class ReplayBuffer:
             process works with; `save` is what lasts.
 
     Raises:
-        ValueError: Arguments are out of range, or `n_step` names columns that are not there; lists every fault.
+        ValueError: Arguments are out of range, `n_step` names columns that are not there, or rows of a column have no
+            fixed size; lists every fault.
         ReplayWriterError: Another buffer, of this process or of another, uses `directory`.
     """
 
     def __init__(
         self,
         capacity: int,
-        row: Mapping[str, Tensor],
+        row: Mapping[str, Tensor] | pa.Schema,
         *,
         seed: int = 0,
         streams: int = 1,
@@ -70,6 +73,10 @@ class ReplayBuffer:
         priority_exponent: float | None = None,
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
+        self.schema = row if isinstance(row, pa.Schema) else None
+        """Of columns that were given as Arrow has them."""
+        if isinstance(row, pa.Schema):
+            row = row_of(row)
         if faults := _faults(capacity, row, streams, n_step, priority_exponent):
             raise ValueError("ReplayBuffer: " + "; ".join(faults))
         self.capacity, self.streams, self.n_step = capacity, streams, n_step
@@ -101,8 +108,10 @@ class ReplayBuffer:
 
     # writing
 
-    def extend(self, rows: Mapping[str, Any]) -> None:
+    def extend(self, rows: Mapping[str, Any] | pa.RecordBatch) -> None:
         """Write rows: each column with one more dimension, in front. New rows have the largest priority so far.
+
+        A record batch is copied once, from Arrow's memory to its place in the columns.
 
         Raises:
             ReplayWriterError: Another thread or process has written before; nothing was changed.
@@ -110,7 +119,10 @@ class ReplayBuffer:
                 lists every fault, and nothing was changed.
         """
         self._claim()
-        given = {name: torch.as_tensor(value) for name, value in rows.items()}
+        if isinstance(rows, pa.RecordBatch):
+            given = rows_of(rows, self.schema)
+        else:
+            given = {name: torch.as_tensor(value) for name, value in rows.items()}
         if faults := row_faults(given, self._row, self.capacity, self.streams):
             raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
         count = len(next(iter(given.values())))
@@ -194,6 +206,14 @@ class ReplayBuffer:
         if weight is not None:
             drawn["weight"] = weight
         return drawn
+
+    def sample_arrow(self, batch_size: int, *, importance_exponent: float = 0.4) -> pa.RecordBatch:
+        """What `sample` would have drawn, as a record batch of the buffer's schema and the columns beside it.
+
+        Raises:
+            ValueError: `batch_size` is below 1, or more than there are rows, or Arrow does not have a column's dtype.
+        """
+        return batch_of(self.sample(batch_size, importance_exponent=importance_exponent), self.schema)
 
     def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
         total = tree.total
@@ -314,6 +334,7 @@ class ReplayBuffer:
             "streams": self.streams,
             "columns": columns,
             "prioritised": self._tree is not None,
+            **({} if self.schema is None else {"arrow": arrow_layout(self.schema)}),
         }
 
     def _range(self, first: int, last: int) -> dict[str, Tensor]:

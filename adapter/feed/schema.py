@@ -16,7 +16,7 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     """`columns`, where they can be meant.
 
     Raises:
-        ValueError: They are one text, none at all, or one of them twice.
+        ValueError: They are one string, none at all, or one of them twice.
     """
     if columns is None:
         return None

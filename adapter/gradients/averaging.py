@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .equal_replicas import BufferSync, average_scalar
 from .gradient_sync import GradientSync
-from .lazy_sync import Accumulation, post_accumulate_hooks
+from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
 from .torch_internals import is_gradtrackingtensor
 
@@ -98,9 +98,8 @@ class Averaging:
         if self._accumulation is not None:
             self._accumulation.before_backward()
             ordinal = self._accumulation.settled
-        if not any(map(post_accumulate_hooks, self._gradients.parameters())):  # they may update in the middle of it
-            at = Point(Why.BACKWARD, self._completed_steps() + 1, ordinal, self._updates)
-            self._gradients.before_backward(at)
+        at = Point(Why.BACKWARD, self._completed_steps() + 1, ordinal, self._updates)
+        self._gradients.before_backward(at)
 
     def leave_backward(self) -> None:
         """A backward call is over, or has raised; the trainer may go on."""

@@ -38,7 +38,7 @@ class Bucket:
         group: Process group; None means all ranks.
         extra: How many numbers are sent along.
         hook: Exchanges the gradients in its own way; the rest is then sent beside them.
-        index: Position of this bucket among those of an exchange.
+        index: What the hook knows this bucket by.
         is_last: Whether it is the last of them.
     """
 
@@ -53,7 +53,7 @@ class Bucket:
         is_last: bool = True,
     ) -> None:
         self.parameters = list(parameters)
-        self._group = group
+        self.group = group
         self._world_size = dist.get_world_size(group)
         first, count = self.parameters[0], len(self.parameters)
         self.device = first.device
@@ -69,11 +69,23 @@ class Bucket:
         self._sparse: list[int] = []
         self._gradients: Gradients = ()
         self._works: list[Any] = []
+        self._averages: torch.futures.Future[Any] | None = None
+        """What the hook has promised."""
         self._hook = hook
         self._index, self._is_last = index, is_last
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any rank has a gradient, once what is sent along has arrived."""
+        return bool(self._used.real.any())
+
     def send(self, gradients: Gradients) -> None:
         """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
+        self.pack(gradients)
+        self.send_as_it_is()
+
+    def pack(self, gradients: Gradients) -> None:
+        """Write the gradients of the parameters into the flat tensor."""
         self._gradients = gradients
         self._missing = [i for i, grad in enumerate(gradients) if grad is None]
         self._sparse = [i for i, grad in enumerate(gradients) if grad is not None and grad.layout is not torch.strided]
@@ -91,7 +103,6 @@ class Bucket:
                 torch._foreach_copy_(self._dense[1], self._dense[0])
             if self._hook is None:
                 self._data.div_(self._world_size)
-        self.send_as_it_is()
 
     def send_or_take_part(self, gradient_of: Callable[[Tensor], Tensor | None] | None) -> None:
         """Send what `gradient_of` gives for each parameter; None takes part without gradients."""
@@ -103,10 +114,19 @@ class Bucket:
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
         if self._hook is None:
-            self._works = [dist.all_reduce(self._flat, group=self._group, async_op=True)]
+            self._works.append(dist.all_reduce(self._flat, group=self.group, async_op=True))
         else:
-            averages = self._hook(HookBucket(self._index, self._data, self.parameters, self._is_last))
-            self._works = [averages, dist.all_reduce(self._tail, group=self._group, async_op=True)]
+            self.send_tail()
+            self.send_by_hook(is_last=self._is_last)
+
+    def send_tail(self) -> None:
+        """Start to send what goes along with gradients that a hook exchanges."""
+        self._works.append(dist.all_reduce(self._tail, group=self.group, async_op=True))
+
+    def send_by_hook(self, *, is_last: bool) -> None:
+        """Have the hook exchange the gradients alone."""
+        assert self._hook is not None
+        self._averages = self._hook(HookBucket(self._index, self._data, self.parameters, is_last))
 
     def _pack_others(self) -> None:
         for i in self._missing:
@@ -126,12 +146,14 @@ class Bucket:
         """Until the averages are here; `extra` can be read then."""
         for work in self._works:
             work.wait()
-        if self._hook is not None:
-            result = self._works[0].value()
+        self._works.clear()
+        future, self._averages = self._averages, None
+        if future is not None:
+            future.wait()
+            result = future.value()
             averages = result if isinstance(result, Tensor) else result[0]
             if averages.data_ptr() != self._data.data_ptr():
                 self._data.copy_(averages)
-        self._works.clear()
 
     def land(self) -> dict[int, Tensor]:
         """Write the averages into the dense gradients; the new gradients of other parameters, by position."""

@@ -16,8 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ...callbacks.lightning_internals import ddp_settings
+from .hook_state import is_hook_state
 
-__all__ = ["CommunicationHook", "HookBucket", "communication_hook", "stateful_hook"]
+__all__ = ["CommunicationHook", "HookBucket", "communication_hook"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,16 @@ class CommunicationHook:
 
     Attributes:
         function: Takes `state` and a bucket with the sums of this rank's gradients; gives a future of their averages.
-        state: Nothing, or the process group that the hook uses.
+        state: Nothing, the process group that the hook uses, or what it keeps from exchange to exchange.
     """
 
     function: Callable[[Any, Any], Any]
     state: Any
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether what it computes depends on what it was given before."""
+        return is_hook_state(self.state)
 
     def __call__(self, bucket: HookBucket) -> torch.futures.Future[Any]:
         """Start to exchange `bucket`."""
@@ -47,7 +53,7 @@ class HookBucket:
     _is_last: bool
 
     def index(self) -> int:
-        """Position of the bucket among those of an exchange."""
+        """A number that the same parameters always have: their position among the buckets, where all are trained."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -83,9 +89,3 @@ def communication_hook(strategy: Any) -> CommunicationHook | None:
     if settings.communication_wrapper is not None:
         function = settings.communication_wrapper(function)
     return CommunicationHook(function, settings.communication_state)
-
-
-def stateful_hook(strategy: DDPStrategy) -> str | None:
-    """The class of a hook's state that would have to be in every checkpoint for a resume to be exact; None without."""
-    state = ddp_settings(strategy).communication_state
-    return None if state is None or isinstance(state, torch.distributed.ProcessGroup) else type(state).__name__

@@ -50,6 +50,8 @@ class Plan:
 
     buckets: list[Bucket]
     others: list[Tensor]
+    mark: int = 0
+    """A number of `MARKS` that tells which parameters are trained."""
     habits: dict[Place, Habit] = field(default_factory=dict)
     """What was learned about when gradients are wanted, by the place in a step."""
     _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
@@ -138,30 +140,22 @@ class Window:
 
 
 class EarlyBuckets:
-    """Watches the parameters of buckets while backward runs, and remembers the habits of a trainer.
-
-    Attributes:
-        group: The process group of the buckets; None means all ranks.
-    """
+    """Watches the parameters of buckets while backward runs, and remembers the habits of a trainer."""
 
     def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
         self._watched: dict[int, tuple[Tensor, Any, RemovableHandle]] = {}
         self._positions: dict[int, int] = {}
         self._buckets: Sequence[Bucket] = ()
-        self._device = torch.device("cpu")
         self.window: Window | None = None
 
     def before_backward(self, plan: Plan, place: Place) -> None:
         """A backward call begins.
 
         Args:
-            plan: Of the parameters that it may give gradients to.
+            plan: Of the parameters that it may give gradients to; has several buckets.
             place: Where in a step this is; all ranks must give the same.
         """
         if self.window is None:
-            if len(plan.buckets) < 2:  # nothing would be sent before gradients are wanted
-                return
             self._watch(plan.buckets)
             self.window = Window(plan.buckets, plan.habits.setdefault(place, Habit()))
         self.window.before_backward()
@@ -185,18 +179,21 @@ class EarlyBuckets:
         if window is not None:
             habit.calls = window.calls
         if habit.order is None:
-            habit.order = self._agreed_order([] if window is None else window.ready, len(plan.buckets) - 1)
+            habit.order = self._agreed_order([] if window is None else window.ready, plan)
 
     def abandon(self) -> None:
         """The step failed; what was sent is left to itself."""
         self.window = None
 
-    def _agreed_order(self, ready: Sequence[int], buckets: int) -> list[int]:
+    def _agreed_order(self, ready: Sequence[int], plan: Plan) -> list[int]:
         """The order in which the buckets of the group's first rank became ready, then those that did not."""
-        early = [position for position in ready if position < buckets]
-        numbers = torch.tensor(early + [p for p in range(buckets) if p not in early], device=self._device)
-        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast(numbers, src=source, group=self.group)
+        firsts = range(len(plan.buckets) - 1)
+        early = [position for position in ready if position in firsts]
+        late = [position for position in firsts if position not in early]
+        first = plan.buckets[0]
+        numbers = torch.tensor(early + late, device=first.device)
+        source = 0 if first.group is None else dist.get_global_rank(first.group, 0)
+        dist.broadcast(numbers, src=source, group=first.group)
         return [int(n) for n in numbers.tolist()]
 
     def forget(self) -> None:
@@ -210,7 +207,6 @@ class EarlyBuckets:
         if buckets is self._buckets:
             return
         self._buckets = buckets
-        self._device = buckets[0].device
         self._positions = {id(p): position for position, bucket in enumerate(buckets) for p in bucket.parameters}
         for parameter in (p for bucket in buckets for p in bucket.parameters):
             if id(parameter) not in self._watched:

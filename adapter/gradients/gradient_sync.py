@@ -10,30 +10,25 @@ is equal on all ranks and stays what it is.
 
 from __future__ import annotations
 
-import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .averaged_parameters import AveragedParameters
+from .bucket_plans import Plans
+from .buckets import Bucket, grouped, read_gradient, write_gradient
 from .communication_hooks import CommunicationHook
 from .early_buckets import EarlyBuckets, Place, Plan
 from .equal_replicas import check_same
-from .rank_points import NUMBERS, Point, are_together, parted
-from .torch_internals import group_timeout
+from .rank_points import MARKS, NUMBERS, Point, parted
+from .sent_points import LATE_CALLS, SentPoints
+from .torch_internals import post_accumulate_hooks
 
 __all__ = ["GradientSync"]
-
-LATE_CALLS = 8
-"""How many calls a GPU may be behind the host before the host waits for it."""
 
 
 class GradientSync:
@@ -62,50 +57,50 @@ class GradientSync:
         bucket_bytes: int | None = None,
         hook: CommunicationHook | None = None,
     ) -> None:
-        self._hook = hook
-        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self._first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
-        self._discovered = discovered
-        self._rank_local = rank_local
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
-        self._own_group: dist.ProcessGroup | None = None
-        """Of the buckets, once there are several."""
-        self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
-        self._sent: deque[_SentPoint] = deque()
-        self._previous: Point | None = None
-        self._optimized: list[Tensor] | None = None
-        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._candidates: list[Tensor] = []
-        self._others: list[Tensor] = []
-        self._all: list[Tensor] = []
-        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._managed = AveragedParameters(discovered, rank_local)
+        self._sent = SentPoints(group, self._named)
+        self._plans = Plans(self._managed, group, bucket_bytes, hook)
         self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
         self._averaged_inside: set[int] = set()
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
         self._pending_plan: Plan | None = None
         """Of the parameters as they were in the first backward call since gradients were averaged."""
         self._early = EarlyBuckets()
+        self._keeps_hook_state = hook is not None and hook.keeps_state
         self._step = -1
         self._updates_before = 0
-        self._is_small = True
         self._was_replaced = False
-        self.by_hand: frozenset[int] = frozenset()
-        """Ids of the tensors that no optimizer updates."""
+        self._last_plan: Plan | None = None
+        self._agreed = {self._plans.mark_now(self._averaged_inside)}
+        """Marks of the plans that all ranks are known to have; they were built alike."""
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
-        self.parameters()
+
+    @property
+    def by_hand(self) -> frozenset[int]:
+        """Ids of the tensors that no optimizer updates."""
+        return self._managed.by_hand
 
     def before_backward(self, at: Point) -> None:
         """A backward call begins, whose gradients may be sent before it ends."""
-        if self._pending_plan is None:
+        if self._keeps_hook_state:
+            return
+        pending = self._pending_plan
+        if pending is None:
             self._refresh()
-            if not self._is_small:
-                plan = self._current_plan()
-                self._pending_plan = plan if len(plan.buckets) > 1 else None
-        if self._pending_plan is not None:
-            self._early.before_backward(self._pending_plan, self._place(at))
+        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
+            return
+        if any(map(post_accumulate_hooks, self._managed.all)):  # they may update in the middle of it
+            return
+        if pending is None:
+            pending = self._plans.now(self._averaged_inside)
+            if len(pending.buckets) < 2 or pending.mark not in self._agreed:
+                return
+            self._pending_plan = pending
+        self._early.before_backward(pending, self._place(at))
 
     def after_backward(self) -> None:
         """A backward call has ended or failed."""
@@ -119,10 +114,7 @@ class GradientSync:
     def close(self) -> None:
         """Training ended as planned: let go of what gloo keeps for the buckets; NCCL's goes with the process."""
         self._early.forget()
-        self._plans.clear()
-        own, self._own_group = self._own_group, None
-        if own is not None and dist.get_backend(own) == "gloo":
-            dist.destroy_process_group(own)
+        self._plans.close()
 
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
@@ -161,19 +153,19 @@ class GradientSync:
         """
         self._refresh()
         mine = {id(p) for p in parameters}
-        averaged = [p for p in self._all if id(p) in mine and p.requires_grad]
+        averaged = [p for p in self._managed.all if id(p) in mine and p.requires_grad]
         if not averaged:
             return
         # Ranks whose graphs differ come here with other parameters, of other sizes: first of all they compare notes.
-        position = next(i for i, p in enumerate(self._all) if p is averaged[0])
+        position = next(i for i, p in enumerate(self._managed.all) if p is averaged[0])
         points = torch.zeros(self._world_size, NUMBERS + 1, device=averaged[0].device)
         points[self._rank] = torch.tensor([*at.numbers(), position])
-        dist.all_reduce(points, group=self._own_group or self.group)
+        dist.all_reduce(points, group=self._plans.group)
         if any(row != points[0].tolist() for row in points.tolist()):
             raise parted(self._named(at), self.group)
         key = tuple(map(id, averaged))
         if key not in self._buckets_inside:
-            self._buckets_inside[key] = [Bucket(g, self._own_group or self.group) for g in grouped(averaged)]
+            self._buckets_inside[key] = [Bucket(g, self._plans.group) for g in grouped(averaged)]
         buckets = self._buckets_inside[key]
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
@@ -208,7 +200,7 @@ class GradientSync:
         others_used = self._exchange(plan, gradient_of, at)
         buckets = [*plan.buckets]
         if any(others_used):
-            seconds = plan.of_others(others_used, self._own_group or self.group)
+            seconds = plan.of_others(others_used, self._plans.group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
@@ -216,35 +208,58 @@ class GradientSync:
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
+    def _agree_on(self, plan: Plan, at: Point) -> None:
+        """Learn whether all ranks go over to `plan`, which is new.
+
+        One that does not would send tensors of other sizes, by which gloo ends the process, and others mix up
+        gradients. So the plan that was used last is used once more, for nothing but what its last bucket tells.
+
+        Raises:
+            ContractError: They train different parameters.
+        """
+        if plan.mark in self._agreed and not self._was_replaced:
+            return
+        mark = MARKS - 1 if self._was_replaced else plan.mark
+        if self._last_plan is not None:
+            self._send_and_wait(self._last_plan, None, at._replace(mark=mark))
+            self._sent.check(0)
+        if self._was_replaced:
+            self._was_replaced = False
+            check_same(_shapes(self._managed.all), self.group, _REPLACED)
+            self._agreed.clear()
+        self._agreed.add(plan.mark)
+
     def _exchange(self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
         """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds.
 
         Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
         sent again, on this rank or another.
         """
-        if self._was_replaced:
-            self._was_replaced = False
-            check_same(_shapes([*self._candidates, *self._others]), self.group, _REPLACED)
+        self._agree_on(plan, at)
+        at = at._replace(mark=plan.mark)
+        self._last_plan = plan
+        return self._send_and_wait(plan, gradient_of, at)
+
+    def _send_and_wait(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> list[bool]:
+        if self._keeps_hook_state:
+            return self._exchange_in_order(plan, gradient_of, at)
         *firsts, last = plan.buckets
         window = self._early.window
         order = plan.order(self._place(at))
         for bucket in (firsts[position] for position in order if window is None or position not in window.sent):
             bucket.send_or_take_part(gradient_of)
-        points, repeats, others = torch.split(last.extra, [NUMBERS * self._world_size, 1, len(plan.others)])
-        last.extra.zero_()
-        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        points, repeats, others = self._write_extra(plan, gradient_of, at)
         if window is not None and window.must_repeat():
             repeats.fill_(1)
-        if gradient_of is not None and plan.others:
-            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
         last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
             bucket.wait()
-        self._sent.append(_SentPoint(at, self._previous, *_to_host(points)))
-        self._previous = at
+        self._sent.add(at, points)
         # What ranks tell each other travels in the type of the gradients, which may be complex.
         used = [flag > 0 for flag in others.real.tolist()]
-        self._check_points(0 if used or firsts or self._sent[-1].ready is None else LATE_CALLS)
+        self._sent.check(0 if used or firsts else LATE_CALLS)
         if firsts:
             repeated = repeats.real.item() > 0
             for bucket in firsts if repeated else ():
@@ -253,113 +268,68 @@ class GradientSync:
             self._early.close(plan, self._place(at), repeated=repeated)
         return used
 
+    def _exchange_in_order(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> list[bool]:
+        """As `_exchange`, for a hook that remembers what it was given.
+
+        It is given each bucket once, in the order of the plan, when gradients are wanted on all ranks and some rank has
+        one in it: its memory then depends on the trainer's code alone. One bucket has arrived before the next leaves,
+        because such a hook sends from threads of the process group, which would mix up several.
+        """
+        points, _, others = self._write_extra(plan, gradient_of, at)
+        for bucket in plan.buckets:
+            bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
+            bucket.send_tail()
+        for bucket in plan.buckets:
+            bucket.wait()
+        self._sent.add(at, points)
+        self._sent.check(0)
+        used = [bucket for bucket in plan.buckets if bucket.is_used]
+        for bucket in used:
+            bucket.send_by_hook(is_last=bucket is used[-1])
+            bucket.wait()
+        return [flag > 0 for flag in others.real.tolist()]
+
+    def _write_extra(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last bucket is to tell: where each rank is, whether to repeat, which other tensors are used."""
+        extra = plan.buckets[-1].extra.zero_()
+        points, repeats, others = torch.split(extra, [NUMBERS * self._world_size, 1, len(plan.others)])
+        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
+        if gradient_of is not None and plan.others:
+            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
+        return points, repeats, others
+
     def _place(self, at: Point) -> Place:
         """Where in its step `at` is; what happens there is likely to happen there in the next step."""
         if at.step != self._step:
             self._step, self._updates_before = at.step, at.updates
         return at.updates - self._updates_before, at.ordinal
 
-    def _check_points(self, most_left: int) -> None:
-        """Compare where the ranks were; on a GPU some calls later, so that the host need not wait for the device.
-
-        All ranks look at a call after the same number of others, so that all raise the error in the same call.
-        """
-        while len(self._sent) > most_left:
-            sent = self._sent.popleft()
-            if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
-                sent.ready.synchronize()
-            if not are_together(sent.numbers.real.reshape(-1, NUMBERS).tolist()):
-                before = "" if sent.before is None else str(self._named(sent.before))
-                raise parted(self._named(sent.point)._replace(before=before), self.group)
-
     def _named(self, point: Point) -> Point:
         """`point` with the path of its parameter, which is looked for only for a message."""
-        paths = {id(p): path for path, p in self._outside_of_optimizers()}
-        what = point.what
-        return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))
+        paths = {id(p): path for path, p in self._managed.outside_of_optimizers()}
+        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._managed.all if p.requires_grad)
+        named = what if isinstance(what, str) else paths.get(id(what), "a parameter")
+        return point._replace(what=named, trained=tuple(trained))
 
     def parameters(self) -> list[Tensor]:
         """The tensors whose gradients are averaged, as they are now; the same list while they are the same."""
         self._refresh()
-        return self._all
+        return self._managed.all
 
     def _refresh(self) -> None:
-        """Follow parameters that were added, or that took the place of others with the same names."""
-        optimized = [
-            p for found in self._discovered.optimizers for group in found.value.param_groups for p in group["params"]
-        ]
-        before = self._optimized
-        if (
-            before is not None
-            and len(before) == len(optimized)
-            and all(map(operator.is_, before, optimized))
-            and all(slots.get(name) is parameter for slots, name, parameter in self._slots)
-        ):
-            return
-        self._was_replaced = before is not None
-        self._optimized = optimized
-        self._plans.clear()
-        self._buckets_inside.clear()
-        self._early.forget()
-        left_out = self._foreign | self._rank_local.ids(self._discovered)
-        held = {id(p) for p in optimized}
-        others = [p for _, p in self._outside_of_optimizers() if id(p) not in held]
-        unique = {id(p): p for p in (*optimized, *others) if id(p) not in left_out and not isinstance(p, DTensor)}
-        self._candidates = [p for p in unique.values() if id(p) in held]
-        self._others = [p for p in unique.values() if id(p) not in held]
-        self.by_hand = frozenset(id(p) for p in self._others)
-        if not self._discovered.optimizers:
-            self._candidates, self._others = self._others, []
-        modules = [m for found in self._discovered.modules for m in found.value.modules()]
-        self._all = self._candidates + self._others
-        self._is_small = sum(p.numel() * p.element_size() for p in self._all) <= self._first_bytes
-        self._slots = [
-            (m._parameters, name, p)
-            for m in modules
-            for name, p in m._parameters.items()
-            if p is not None and id(p) in self.by_hand
-        ]
-
-    def _outside_of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
-        for found in self._discovered.modules:
-            yield from self._rank_local.parameters(found)
-        yield from self._rank_local.bare(self._discovered)
+        if self._managed.refresh():
+            self._was_replaced = True
+            self._plans.forget()
+            self._buckets_inside.clear()
+            self._early.forget()
 
     def _current_plan(self) -> Plan:
         self._refresh()
-        # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
-        inside = self._averaged_inside
-        pattern = tuple([p.requires_grad and id(p) not in inside for p in self._all])
-        plan = self._plans.get(pattern)
-        if plan is None:
-            # Backward makes the last parameters' gradients first; so does the order of the buckets.
-            wanted = [p for p in reversed(self._candidates) if p.requires_grad and id(p) not in inside]
-            others = [p for p in self._others if p.requires_grad and id(p) not in inside]
-            plan = self._plan(wanted or others, others if wanted else [])
-            self._plans[pattern] = plan
-        return plan
-
-    def _plan(self, always: list[Tensor], others: list[Tensor]) -> Plan:
-        extra = NUMBERS * self._world_size + 1 + len(others)
-        groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
-        last = len(groups) - 1
-        if last > 0 and self._own_group is None:
-            self._own_group = self._early.group = _group_of_buckets(self.group)
-        group = self._own_group or self.group
-        buckets = [
-            Bucket(g, group, extra if i == last else 0, hook=self._hook, index=i, is_last=i == last)
-            for i, g in enumerate(groups)
-        ]
-        return Plan(buckets, others)
-
-
-class _SentPoint(NamedTuple):
-    """Where this rank was, the numbers of all ranks on their way through the device, and when they can be read."""
-
-    point: Point
-    before: Point | None
-    numbers: Tensor
-    ready: torch.cuda.Event | None
+        return self._plans.now(self._averaged_inside)
 
 
 _REPLACED = (
@@ -369,32 +339,5 @@ _REPLACED = (
 )
 
 
-def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks for gradients alone.
-
-    They are sent inside of backward, where they could come before or after a collective of the trainer (of a
-    synchronized BatchNorm, say): in a group of their own the order does not matter.
-    """
-    parent = group or dist.group.WORLD
-    assert parent is not None
-    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
-    return made
-
-
 def _shapes(tensors: Iterable[Tensor]) -> list[str]:
     return [f"{tuple(t.shape)} of {t.dtype}" for t in tensors]
-
-
-def _replicated_by_themselves(discovered: Discovered) -> Iterator[nn.Module]:
-    for found in discovered.modules:
-        yield from (m for m in found.value.modules() if isinstance(m, DistributedDataParallel))
-
-
-def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and what to wait for before it is read."""
-    if value.device.type != "cuda":
-        return value, None
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record()
-    return host, ready

@@ -12,7 +12,6 @@ earlier, so that a resumed run does the same sums.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +19,9 @@ from torch import Tensor, nn
 
 from .buckets import read_gradient, write_gradient
 from .rank_points import Why
-from .torch_internals import disabled_torch_function
+from .torch_internals import disabled_torch_function, post_accumulate_hooks
 
-__all__ = ["Accumulation", "post_accumulate_hooks"]
-
-post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
+__all__ = ["Accumulation"]
 
 
 class Accumulation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from ...callbacks.lightning_internals import SUPPORTED, require_names
 
 __all__ = [
+    "POWER_SGD_MEMORY",
     "NormBase",
     "TensorBase",
     "WrappedHook",
@@ -37,6 +39,8 @@ __all__ = [
     "fsdp_training_state",
     "group_timeout",
     "is_gradtrackingtensor",
+    "post_accumulate_hooks",
+    "power_sgd_state_class",
     "protected",
     "require_fsdp",
     "set_engine_run_backward",
@@ -101,9 +105,32 @@ for _name in ("_foreach_copy_", "_foreach_mul_"):
     protected("torch", _name)
 
 
+post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
+
+
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:
     """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
     setattr(torch.autograd, _ENGINE, entry)
+
+
+POWER_SGD_MEMORY = (
+    *("error_dict", "p_memory_dict", "q_memory_dict", "iter", "next_stats_report"),
+    *("total_numel_before_compression", "total_numel_after_compression"),
+)
+"""What a ``PowerSGDState`` keeps from exchange to exchange, beside its generator ``rng``."""
+
+
+@functools.cache
+def power_sgd_state_class() -> type[Any]:
+    """The class of the state of torch's PowerSGD hook.
+
+    Raises:
+        ImportError: It lacks something that genlight saves; names the release that is installed, and those to install.
+    """
+    state: type[Any] = protected("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "PowerSGDState")
+    require_names("torch", state, *POWER_SGD_MEMORY, "rng")
+    return state
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

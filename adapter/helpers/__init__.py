@@ -57,7 +57,7 @@ def to_float_scalar(value: Any) -> float:
     A tensor on a device is waited for; call this at a cadence, not in every step.
 
     Raises:
-        TypeError: `value` is not a number, such as a text or None.
+        TypeError: `value` is not a number, such as a string or None.
         ValueError: It has several elements, or none.
     """
     shape = tuple(getattr(value, "shape", ()))

@@ -40,7 +40,7 @@ def load_components(
     Args:
         directory: The model folder.
         device: Where the tensors go; each is read there without a copy of the whole file in between.
-        dtype: ``fp32``, ``bf16`` or ``fp16``, or torch's own; integers and truth values keep their type.
+        dtype: ``fp32``, ``bf16`` or ``fp16``, or torch's own; integers and booleans keep their type.
 
     Raises:
         InputError: There is no safetensors file, or one is broken, missing, or repeats a tensor of another.

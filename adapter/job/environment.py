@@ -30,15 +30,15 @@ def _text(text: str) -> str:
     try:
         os.fsencode(text)  # what is no UTF-8 may still be a path
     except UnicodeEncodeError:
-        raise ValueError("a text that the system can encode") from None
+        raise ValueError("a string that the system can encode") from None
     if any(ord(character) < 32 for character in text):
-        raise ValueError("a text without control characters")
+        raise ValueError("a string without control characters")
     return text
 
 
 def _token(text: str) -> str:
     if not text.isascii() or not text.isprintable():
-        raise ValueError("a text of printable ASCII characters")
+        raise ValueError("a string of printable ASCII characters")
     return text
 
 
@@ -140,7 +140,7 @@ def _shown(text: str) -> str:
 
     Variables get mixed up, and then this one holds a token.
     """
-    return text if NUMBER_LIKE.fullmatch(text) else f"a text of length {len(text)}"
+    return text if NUMBER_LIKE.fullmatch(text) else f"a string of length {len(text)}"
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:

@@ -77,7 +77,7 @@ def digest_of_fields(fields: Mapping[str, str]) -> str:
 
 
 def numbers_of(hyperparams: Mapping[str, Any]) -> dict[str, float | bool]:
-    """The hyperparameters that are numbers or truth values, under no secret name, by dotted name."""
+    """The hyperparameters that are numbers or booleans, under no secret name, by dotted name."""
     return {
         name: value
         for name, value in _leaves("", {"hyperparams": _public(hyperparams)})

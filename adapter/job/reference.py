@@ -120,7 +120,7 @@ def _what(key: Key) -> str:
         return "an object, below"
     if key.item is not None:
         return (
-            "a list; each an object, below, or a text" if key.item.block else f"a list; each {key.item.rule.expected}"
+            "a list; each an object, below, or a string" if key.item.block else f"a list; each {key.item.rule.expected}"
         )
     return key.rule.expected.replace("|", "\\|")
 

@@ -55,11 +55,11 @@ def _rule(expected: str, holds: Callable[[Any], bool] = lambda _: True, **more: 
     return {"rule": Rule(expected, holds, **more)}
 
 
-Text: TypeAlias = Annotated[str, Meta(extra=_rule("a text without control characters", is_storable))]
+Text: TypeAlias = Annotated[str, Meta(extra=_rule("a string without control characters", is_storable))]
 NonBlank: TypeAlias = Annotated[
-    str, Meta(extra=_rule("a text that is not empty", lambda text: bool(text.strip()) and is_storable(text)))
+    str, Meta(extra=_rule("a non-empty string", lambda text: bool(text.strip()) and is_storable(text)))
 ]
-Prose: TypeAlias = Annotated[str, Meta(extra=_rule("a text", is_utf8))]
+Prose: TypeAlias = Annotated[str, Meta(extra=_rule("a string", is_utf8))]
 Flag: TypeAlias = Annotated[bool, Meta(extra=_rule("true or false"))]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=LARGEST, extra=_rule("an integer >= 0"))]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=LARGEST, extra=_rule("an integer >= 1"))]
@@ -78,7 +78,7 @@ Seconds: TypeAlias = Annotated[
 ]
 Token: TypeAlias = Annotated[
     str,
-    Meta(extra=_rule("a text of printable ASCII characters", lambda t: t.isascii() and is_storable(t), secret=True)),
+    Meta(extra=_rule("a string of printable ASCII characters", lambda t: t.isascii() and is_storable(t), secret=True)),
 ]
 Url: TypeAlias = Annotated[
     str,
@@ -95,7 +95,7 @@ Version: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Which Parquet files are trained on, and how their rows become batches."""
+    """The Parquet files to train on, and how their rows become batches."""
 
     parquet_paths: Annotated[
         tuple[NonBlank, ...],
@@ -109,18 +109,18 @@ class DatasetSpec:
     filters: Annotated[
         Annotated[list[Any], Meta(extra=_rule("a list of [column, operator, value]"))] | None,
         Meta(
-            description="Rows to keep: all conditions of a list must hold, any list of a list of lists.",
+            description="Rows to keep. All conditions of a list must hold; of a list of lists, any one list.",
             examples=[[["label", "<", 5]]],
         ),
     ] = None
     shuffle: Annotated[Flag, Meta(description="A different order in each epoch.")] = False
-    seed: Annotated[Count, Meta(description="The order depends on this and the number of the epoch alone.")] = 0
+    seed: Annotated[Count, Meta(description="Seed of the order, which depends only on this and the epoch.")] = 0
     epochs: Annotated[
         Positive | None,
         Meta(description="Passes over the data; by default it repeats until `max_steps`.", examples=[3]),
     ] = None
     drop_last: Annotated[
-        Flag, Meta(description="Leave out the rows of an epoch that do not fill a step of all ranks.")
+        Flag, Meta(description="Drop the rows at the end of an epoch that do not fill a step of all ranks.")
     ] = False
     shard: Annotated[
         Shard | None,
@@ -129,14 +129,16 @@ class DatasetSpec:
             "`row_groups` (each rank decodes its own part)."
         ),
     ] = None
-    shuffle_window: Annotated[Positive, Meta(description="Rows that are permuted among each other.")] = 65_536
+    shuffle_window: Annotated[
+        Positive, Meta(description="Size of the window, in rows, within which rows are shuffled.")
+    ] = 65_536
     readahead_bytes: Annotated[Positive, Meta(description="Decoded bytes kept ready.")] = 256 << 20
     workers: Annotated[Count, Meta(description="Processes that decode and collate; 0 uses the training process.")] = 0
     collate: Annotated[
         NonBlank | None,
         Meta(
-            description="What a record batch becomes: `torch` for a dictionary of tensors, or `module:function`; by "
-            "default the trainer gets the record batch.",
+            description="Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; "
+            "by default the trainer gets the record batch.",
             examples=["torch"],
         ),
     ] = None
@@ -144,25 +146,25 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class InputsSpec:
-    """References that are brought to this machine before training; a URL may hold a credential, so none is shown.
+    """Inputs to download before training. URLs may hold credentials and are never shown.
 
     Each key may also end in ``_url`` instead of ``_ref``, ``_urls`` instead of ``_refs``.
     """
 
     base_model_ref: Annotated[
-        Text | None, Meta(description="A model, handed to the trainer in `ctx.model_handles`.", examples=["owner/name"])
+        Text | None, Meta(description="A model, passed to the trainer in `ctx.model_handles`.", examples=["owner/name"])
     ] = field(default=None, repr=False)
     dataset_parquet_refs: Annotated[
         tuple[NonBlank, ...], Meta(description="Parquet files to train on, instead of `dataset.parquet_paths`.")
     ] = field(default=(), repr=False)
     resume_checkpoint_ref: Annotated[
-        Text | None, Meta(description="A checkpoint record to resume from; its files are beside it.")
+        Text | None, Meta(description="A checkpoint record to resume from; its files lie next to it.")
     ] = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class UploadUrls:
-    """Where results are posted, None meaning not at all; a URL may hold a credential, so none is shown."""
+    """Where results are uploaded; None means nowhere. URLs may hold credentials and are never shown."""
 
     metrics_url: Annotated[Url | None, Meta(description="Gets a POST with the metrics at each cadence.")] = field(
         default=None, repr=False
@@ -179,7 +181,7 @@ class UploadUrls:
     targets: Annotated[
         tuple[Target, ...],
         Meta(
-            description="Further destinations of checkpoints and samples.",
+            description="Further destinations for checkpoints and samples.",
             examples=[["hf://owner/name", "s3://bucket/folder"]],
         ),
     ] = field(default=(), repr=False)
@@ -191,7 +193,7 @@ UPLOAD_URLS = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url")
 
 @dataclass(frozen=True)
 class ValidateSpec:
-    """When the trainer's own ``evaluate`` is called."""
+    """When to call the trainer's own ``evaluate``."""
 
     every_n_steps: Annotated[Count, Meta(description="Steps between evaluations.", examples=[100])] = 0
     critical: Annotated[Flag, Meta(description="Whether a failure of `evaluate` ends the run.")] = False
@@ -202,10 +204,10 @@ class ValidateSpec:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample that is drawn at every sample cadence; a text alone is its prompt."""
+    """A sample to generate at every sample cadence. A plain string is short for its prompt."""
 
-    name: Annotated[Text, Meta(description="Names the sample's files; its place in the list by default.")]
-    task: Annotated[Text, Meta(description="What kind of sample it is.")] = "t2i"
+    name: Annotated[Text, Meta(description="Name of the sample's files; by default its index in the list.")]
+    task: Annotated[Text, Meta(description="Kind of sample, passed to the generator.")] = "t2i"
     prompt: Annotated[Prose, Meta(description="The prompt.")] = ""
     negative_prompt: Annotated[Prose, Meta(description="What the sample should not show.")] = ""
     instruction: Annotated[Prose, Meta(description="An instruction for edits.")] = ""
@@ -215,7 +217,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job as its file says it; None where the file says nothing."""
+    """A job as its file describes it; None for what the file leaves out."""
 
     run_id: Annotated[
         Text | None, Meta(description="Name of the run; also accepted as `request_id`.", examples=["digits-1"])
@@ -223,72 +225,76 @@ class JobSpec:
     trainer: Annotated[
         Text | None,
         Meta(
-            description="Import path of the trainer class, found beside the job file.", examples=["my_trainer:Trainer"]
+            description="Import path of the trainer class; modules next to the job file are found.",
+            examples=["my_trainer:Trainer"],
         ),
     ] = None
     trainer_api_version: Annotated[Version | None, Meta(description="Version of the trainer contract.")] = None
     max_steps: Annotated[Positive | None, Meta(description="Steps to train.", examples=[1000])] = None
     metric_every: Annotated[Count | None, Meta(description="Steps between metrics; 0 turns them off.")] = None
     checkpoint_every: Annotated[
-        Count | None, Meta(description="Steps between checkpoints; 0 saves the final one alone.")
+        Count | None, Meta(description="Steps between checkpoints; 0 saves only the final one.")
     ] = None
     checkpoint_weights: Annotated[
         Weights | None,
         Meta(
-            description="Which weights a checkpoint holds: `all`, of which those that training does not change are "
-            "written once and shared, or only the `trained` ones, where a resume takes the others from the class, and "
-            "proves that they are the same."
+            description="Which weights a checkpoint holds. `all`: every weight; those that training does not change "
+            "are written once and shared. `trained`: only those that training changes; a resume takes the others from "
+            "the class and verifies them."
         ),
     ] = None
-    sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 draws none.")] = None
+    sample_every: Annotated[Count | None, Meta(description="Steps between samples; 0 turns them off.")] = None
     on_nonfinite: Annotated[
         Nonfinite | None,
         Meta(
-            description="What a loss, gradient or weight that is nan or infinite does: `warn` says it "
-            "once, with the step, `stop` ends the run there, `skip` leaves out the updates that it would spoil."
+            description="What to do when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, "
+            "with the step; `stop` ends the run; `skip` skips the affected updates."
         ),
     ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
-    release_ref: Annotated[Text | None, Meta(description="What the trainer was released as; handed to it.")] = None
+    release_ref: Annotated[
+        Text | None, Meta(description="Release of the trainer; passed to it as `ctx.job.release_ref`.")
+    ] = None
     tags: Annotated[
         tuple[Text, ...],
         Meta(
-            description="Tags to find the run by; in its events and in every checkpoint record.",
+            description="Tags for finding the run, stored in its events and checkpoint records.",
             examples=[["baseline"]],
         ),
     ] = ()
     notes: Annotated[
         Prose | None,
         Meta(
-            description="Notes on the run; in its events and in every checkpoint record.",
+            description="Notes on the run, stored in its events and checkpoint records.",
             examples=["wider layers"],
         ),
     ] = None
     hyperparams: Annotated[
-        Object, Meta(description="Handed to the trainer as `ctx.job.hyperparams`.", examples=[{"lr": 0.001}])
+        Object, Meta(description="Passed to the trainer as `ctx.job.hyperparams`.", examples=[{"lr": 0.001}])
     ] = field(default_factory=dict)
     dataset: DatasetSpec | None = None
     mock_batches: Annotated[
         Annotated[list[Any], Meta(extra=_rule("a list"))] | None,
-        Meta(description="Raw batches written in the job itself, for one pass; instead of a dataset."),
+        Meta(description="Raw batches, written in the job itself instead of a dataset; used for one pass."),
     ] = None
     inputs: InputsSpec = InputsSpec()
     resume_from_latest: Annotated[
-        Flag | None, Meta(description="Whether a start resumes from the newest whole checkpoint.")
+        Flag | None, Meta(description="Whether to resume from the newest intact checkpoint.")
     ] = None
     resume_checkpoint_path: Annotated[Text | None, Meta(description="A checkpoint record to resume from.")] = None
     sample_prompts: Annotated[
-        tuple[SampleRequest, ...], Meta(description="Samples to draw at each sample cadence.", examples=[["a cat"]])
+        tuple[SampleRequest, ...], Meta(description="Samples to generate at each sample cadence.", examples=[["a cat"]])
     ] = ()
-    sample_seed: Annotated[Count | None, Meta(description="Seed of samples that have none of their own.")] = None
+    sample_seed: Annotated[Count | None, Meta(description="Seed for samples without one of their own.")] = None
     capability_token: Annotated[
-        Token | None, Meta(description="Bearer token; better in `TRAINER_CAPABILITY_TOKEN` than in a file.")
+        Token | None, Meta(description="Bearer token; prefer `TRAINER_CAPABILITY_TOKEN` to a file.")
     ] = field(default=None, repr=False)
     orchestrated: Annotated[Flag | None, Meta(description="Strict startup: a token is required.")] = None
     max_runtime_seconds: Annotated[
-        Seconds | None, Meta(description="Limit from process start, inputs included; 0 means none.", examples=[3600])
+        Seconds | None,
+        Meta(description="Time limit from process start, including downloads; 0 means none.", examples=[3600]),
     ] = None
-    cancel_file_path: Annotated[Text | None, Meta(description="A file whose appearance asks the run to stop.")] = None
+    cancel_file_path: Annotated[Text | None, Meta(description="A file that stops the run when it appears.")] = None
     uploads: UploadUrls = UploadUrls()
     lightning: Annotated[
         Object,

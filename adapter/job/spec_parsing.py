@@ -146,10 +146,10 @@ def _convert_list(name: str, value: Any, key: Key, item: Key, errors: ConfigErro
 
 
 def _convert_sample(name: str, value: Any, item: Key, errors: ConfigErrors) -> Any:
-    """A sample request; a text is its prompt, and its place in the list the name of one that has none."""
+    """A sample request; a string is its prompt, and its place in the list the name of one that has none."""
     given = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(given, dict):
-        errors.invalid(name, "a text or an object", value)
+        errors.invalid(name, "a string or an object", value)
         return None
     assert item.block is not None
     place = int(name.rpartition("[")[2].rstrip("]"))

@@ -23,12 +23,13 @@ HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout_state": (("state",), ()),
     "load_rollout_state": (("state", "payload", "ctx"), ()),
     "evaluate": (("state", "ctx"), ()),
+    "trainer_hooks": (("state", "ctx"), ()),
 }
 """Positional and keyword arguments with which each hook is called."""
 
 OPTIONAL_NAMES = (
     *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
-    *("generate_sample", "rank_local"),
+    *("generate_sample", "rank_local", "trainer_hooks"),
 )
 ALIKE = 0.85
 """How near a name has to be to that of a hook, from 0 to 1, to be taken for a misspelling; `evaluate_loss` is not."""

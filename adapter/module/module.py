@@ -34,6 +34,7 @@ from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
 from .finders import host_finders
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
+from .own_hooks import attach_own_hooks
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
 from .rank_state import collect_from_ranks
 from .rehearsal import Rehearsal
@@ -247,6 +248,7 @@ class ContractModule(ReportingModule):
         self.ctx = filled_in(self.ctx, self.job, given, self, self.trainer, keeps_dtype=keeps_dtype)
         if not self.configured:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
+        attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
         self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
@@ -395,5 +397,4 @@ class ContractModule(ReportingModule):
         return self._rollouts
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        """Let the trainer's ``save_checkpoint`` write its own files, as the function of that name says."""
         return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)

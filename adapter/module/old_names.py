@@ -132,7 +132,7 @@ class TrainerSubprocessContractV1:
             raise ValueError(f"Invalid `contract_version`. Expected 'v1', but received {self.contract_version!r}.")
         for name in ("trainer_plugin", "job_spec_path"):
             if not getattr(self, name):
-                raise ValueError(f"Invalid `{name}`. Expected a text that is not empty.")
+                raise ValueError(f"Invalid `{name}`. Expected a non-empty string.")
 
     def to_json(self) -> dict[str, Any]:
         """All fields by name."""

@@ -29,7 +29,10 @@ __all__ = [
     "optional_hook",
 ]
 
-_OPTIONAL_HOOKS = ("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate")
+_OPTIONAL_HOOKS = (
+    *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
+    "trainer_hooks",
+)
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
 _STUBS = tuple(
     stub

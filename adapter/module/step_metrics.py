@@ -36,7 +36,7 @@ def metric_name(name: object) -> str:
     Case and outer blanks count only where the name is not an alias.
 
     Raises:
-        ContractError: `name` is not a text, or is empty.
+        ContractError: `name` is not a string, or is empty.
     """
     if not isinstance(name, str) or not name:
         raise ContractError(f"train_step returned a metric named {name!r}; a name is a non-empty string")
@@ -74,7 +74,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
 
     Raises:
-        ContractError: A name is not a text or is empty, or a value is neither a number nor a tensor of one element.
+        ContractError: A name is not a string or is empty, or a value is neither a number nor a tensor of one element.
     """
     scalars: dict[str, float] = {}
     for name, value in result.metrics.items():

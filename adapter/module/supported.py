@@ -22,7 +22,7 @@ from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
 from ..contract.exceptions import StartupContractError
 from ..contract.types import TrainingJobSpec
-from ..gradients.communication_hooks import stateful_hook
+from ..gradients.hook_state import fault_of_hook_state
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
 from .finders import fault_of_finder
 from .late_setup import faults_of_callbacks
@@ -83,13 +83,9 @@ def check_strategy(strategy: Strategy) -> None:
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
             raise _refusal(name, f"start_method={settings.start_method!r}: {ENDS_WITH_ITS_PROCESSES}")
-        state = stateful_hook(strategy)
-        if state is not None:
-            raise _refusal(
-                name,
-                f"its communication hook keeps a {state} between steps, which no checkpoint holds, so that no resume "
-                "would be exact. Use a hook without state (fp16_compress_hook, bf16_compress_hook), or none",
-            )
+        fault = fault_of_hook_state(strategy)
+        if fault is not None:
+            raise _refusal(name, fault)
         if settings.model_averaging_period is not None:
             raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
     elif isinstance(strategy, ModelParallelStrategy):

@@ -20,6 +20,7 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, discover
 from ..discovery.wrapped_optimizers import KeptByWrapper
 from ..gradients.fsdp.sharding import shard_copies, whole_payload
+from ..gradients.hook_state import kept_hook_state
 from .deferred_optimizers import restore_set_aside, set_aside
 from .late_setup import without_masks
 from .plugin_loading import optional_hook
@@ -78,13 +79,16 @@ def payload_of(plugin: TrainerPlugin, state: Any, *, is_sharded: bool) -> dict[s
 def unmanaged_by_lightning(
     discovered: Discovered, kept_by_wrappers: Sequence[KeptByWrapper], trainer: pl.Trainer
 ) -> Iterator[tuple[str, Any]]:
-    """What Lightning does not save: gradient scalers, further schedulers, what wrappers of optimizers keep."""
+    """What Lightning does not save: scalers, further schedulers, what wrappers of optimizers and a hook of DDP keep."""
     managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
     kept: list[Found[Any]] = [*discovered.scalers, *discovered.schedulers]
     for found in kept:
         if id(found.value) not in managed:
             yield found.path, found.value
     yield from ((kept.path, kept) for kept in kept_by_wrappers)
+    hook_state = kept_hook_state(trainer.strategy)
+    if hook_state is not None:
+        yield "strategy.ddp_comm_state", hook_state
 
 
 def put_into_checkpoint(

@@ -43,6 +43,7 @@ from ..plumbing.reference_page import reference_for
 from .progress import Progress
 from .ranks.child_processes import RankProcesses
 from .ranks.failure_notes import RankFailures
+from .ranks.rank_zero_exit import leave_exit_code
 from .traceback_report import FAILURES_DIRECTORY, report_traceback
 from .uploads import settle
 
@@ -156,7 +157,7 @@ class Outcome:
         except EventLogError as error:
             log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
             return EXIT_FAILED
-        self.rank_failures.clear()  # what a rank of a killed attempt has left
+        self._tell_ranks(EXIT_COMPLETED)
         return EXIT_COMPLETED
 
     def fail(self, error: BaseException) -> int:
@@ -239,8 +240,14 @@ class Outcome:
             self.event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except EventLogError as problem:
             log.error("the failure could not be recorded: %s", problem)  # noqa: TRY400
-        self.rank_failures.clear()
+        self._tell_ranks(failure.exit_code)
         return failure.exit_code
+
+    def _tell_ranks(self, exit_code: int) -> None:
+        """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
+        if self.rank_failures.has_others():
+            leave_exit_code(self.config.artifacts_dir, exit_code)
+        self.rank_failures.clear()
 
     def _tell_completed(self, completion: Completion) -> None:
         if self.uploader is None:

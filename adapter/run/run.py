@@ -31,6 +31,7 @@ from .follower import Follower
 from .outcome import Completion, Outcome
 from .progress import Progress
 from .ranks.failure_notes import RankFailures
+from .ranks.rank_zero_exit import forget_exit_code
 from .ranks.this_rank import is_rank_zero
 from .results import newest_picture, show_results
 from .resume import move_old_artifacts_aside
@@ -153,6 +154,7 @@ def _open_event_log(config: RunConfig) -> EventLog:
 def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event_log: EventLog) -> Attempt:
     """Everything after the event log is open; leaves exactly one terminal event."""
     ranks = RankFailures(config.artifacts_dir, expects_ranks=False)
+    forget_exit_code(config.artifacts_dir)
     ranks.forget_earlier(time.time() - process_age_s())
     stop, progress = stop_sources(config, signals), Progress(event_log)
     stop.add_check(ranks.stop_reason)
@@ -199,8 +201,17 @@ def _show_results(config: RunConfig, completion: Completion) -> None:
         "a picture to open": newest_picture(config.samples_dir),
     }
     stopped = f" ({completion.stopped})" if completion.stopped else ""
-    account = account_of(config.events_path)
-    spent = ""
-    if account is not None and account.is_measured:
-        spent = f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"
+    spent = _time_spent(config.events_path)
     show_results(f"run {config.run_id} completed at step {completion.step}{stopped}{spent}", places)
+
+
+def _time_spent(events_path: Path) -> str:
+    """What a completed run says of its time; nothing where its log, of an earlier attempt say, is damaged."""
+    try:
+        account = account_of(events_path)
+    except EventLogError as error:
+        log.warning("what this run spent its time on is not known: %s", error)
+        return ""
+    if account is None or not account.is_measured:
+        return ""
+    return f"; {account.goodput:.0%} of {account.wall_s:,.0f} s were steps whose work was kept"

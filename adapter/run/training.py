@@ -31,7 +31,7 @@ from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
-from .ranks.child_processes import RankProcesses
+from .ranks.child_processes import RankProcesses, watching_node
 from .ranks.failure_notes import watch_ranks
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_announced
@@ -191,15 +191,19 @@ class Training:
     @contextlib.contextmanager
     def _watching_ranks(self, trainer: pl.Trainer) -> Iterator[None]:
         """End the run when another rank fails, also while this one hangs in a collective."""
-        if self.outcome is None or trainer.world_size == 1:
+        if trainer.world_size == 1:
             yield
+            return
+        children = RankProcesses(trainer)
+        self.stop.signals.before_exit = children.kill_at_once
+        if self.outcome is None:
+            with watching_node(children, self.end_now):
+                yield
             return
         ranks = self.outcome.rank_failures
         ranks.expects_ranks = True
-        children = RankProcesses(trainer)
         ranks.children = children
         self.outcome.children = children
-        self.stop.signals.before_exit = children.kill_at_once
         stop = watch_ranks(ranks, self.outcome.fail_and_exit)
         try:
             with rank_zero_announced(), watching_paused_ranks(children.ids, self.stop.is_stopping, self.end_now):

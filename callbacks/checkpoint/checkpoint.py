@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +27,14 @@ from .checkpoint_io import DurableCheckpointIO, SaveRequest, give_back_plugin, i
 from .durable_reports import DurableReports, wait_after_failure
 from .earlier_runs import find_ours
 from .format.layout import FINAL_NAME, step_name
-from .format.record import RecordMeta
+from .format.record import CheckpointRecord, RecordMeta
 from .remote import local_directory
 from .resume_state import ResumeState, capture_parts, stands_between_batches
 from .retention import Retention, best_path, own_records
 from .save_meta import meta_of_save, said_to_stay
 from .save_triggers import SaveTriggers
 from .saving import CONTRACT_KEY
+from .score_joining import ScoreJoining
 from .selection import list_checkpoints
 from .sharded.strategy import save_through_plugin, sharded_url_faults
 from .start_checks import check_directory, require_cadences, require_choice
@@ -45,46 +46,46 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(Hook, LightningCheckpoint):
-    """Saves whole, durable checkpoints from which a run resumes to the same bits.
+    """Saves durable checkpoints from which a run resumes bit for bit.
 
-    Works in any ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])``: it brings its own
-    `DurableCheckpointIO`, stores the random state of every rank and the gradients of an unfinished accumulation window,
-    and restores them with ``ckpt_path``. Every callback hears of a durable checkpoint by ``on_checkpoint_durable``, in
-    the training thread of rank zero. Before a stop that the ranks agreed on (``stop_reason`` of the run state), the
-    step that was reached is saved.
+    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. The callback installs
+    `DurableCheckpointIO`. It also stores the random state of every rank and the gradients of an unfinished accumulation
+    window, and restores them when you pass ``ckpt_path``. When a checkpoint is durable, every callback receives
+    ``on_checkpoint_durable``, in the training thread of rank zero. When the ranks agree to stop (``stop_reason`` of the
+    run state), the current step is saved first.
 
-    On several ranks rank zero writes, and gets what differs from rank to rank from the others. Tensors that are sharded
-    under ``ModelParallelStrategy`` are not gathered: each rank writes its slices, and the checkpoint exists once all
-    parts are durable. Any number of ranks, sharded or not, resumes from it, and each reads what it needs. What is not
-    sharded, such as buffers, is rank zero's; of a `ContractModule`, what other ranks have otherwise is stored too, and
-    each gets its own back. What is sharded twice in one dimension (FSDP within tensor parallel) is gathered.
+    On several ranks, rank zero writes the checkpoint, including state that differs between ranks. Tensors sharded by
+    ``ModelParallelStrategy`` are not gathered: each rank writes its own slices, and the checkpoint exists once all
+    slices are durable. You can resume on any number of ranks, sharded or not; each rank reads only what it needs. State
+    that is not sharded, such as buffers, is taken from rank zero. For a `ContractModule`, values that differ on other
+    ranks are stored as well and restored on those ranks. Tensors sharded twice along one dimension (FSDP within tensor
+    parallel) are gathered.
 
-    `dirpath` has to be on a file system that all nodes share where tensors are sharded, which is looked at before
-    training; else for a resume, because every rank reads the checkpoint.
+    All nodes must share `dirpath` to resume, because every rank reads the checkpoint. With sharded tensors they must
+    share it to save, too; this is checked before training starts.
 
     Args:
         dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
         every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
         every_n_epochs: Save at the end of every such epoch; 0 never does.
-        every_minutes: Save when so many minutes have passed since the last save, by rank zero's clock; 0 never does.
-        save_on_improvement: Save when `monitor` is better than ever; on several ranks at most 10 steps later.
-        monitor: Metric that `keep_best` goes by, as logged.
+        every_minutes: Save when this many minutes have passed since the last save, by rank zero's clock; 0 never does.
+        save_on_improvement: Save when `monitor` reaches a new best; on several ranks at most 10 steps later.
+        monitor: Logged metric that decides what `keep_best` keeps.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
-        keep_last: How many of the newest step checkpoints stay; None keeps all. Only what this callback wrote in the
-            same run counts and is ever removed, and not while a link in `dirpath` points to it.
-        keep_best: How many of the best stay, where `monitor` is set.
-        keep_every: Checkpoints whose step is a multiple of this stay; 0 means none for that reason.
+        keep_last: How many of the newest step checkpoints are kept; None keeps all. Only checkpoints that this callback
+            wrote in the same run count, and none is removed while a link in `dirpath` points to it.
+        keep_best: How many of the best are kept, if `monitor` is set; a score that comes later counts for its own step.
+        keep_every: Checkpoints whose step is a multiple of this are kept; 0 keeps none for that reason.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
-        asynchronous: Training goes on while a checkpoint is written, after its tensors were copied.
-        when_busy: What a save does while the one before it is still being written: ``wait`` for it, or save the
-            ``newest`` state as soon as it is done, leaving out those in between.
+        asynchronous: Copy the tensors, then write the checkpoint in the background while training continues.
+        when_busy: What a save does while the previous one is still being written: ``wait`` for it, or skip this state
+            and save the ``newest`` one as soon as the writer is free.
         on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
-        save_gradients: Whether gradients are stored; None means where an unfinished accumulation window needs them.
-        replace_existing: Whether training may begin at step 0 although `dirpath` holds checkpoints of another process's
-            run, which are then replaced; otherwise that is refused.
-        weights: Whether a checkpoint holds ``all`` weights, of which those that training does not change are written
-            once and shared, or only the ``trained`` ones: a resume takes the others from the class, and proves that
-            they are the same.
+        save_gradients: Whether to store gradients; None stores them when an unfinished accumulation window needs them.
+        replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
+            them. By default this is refused.
+        weights: ``all`` stores every weight; those that training does not change are written once and shared.
+            ``trained`` stores only the others: a resume takes the rest from the class and verifies its digests.
 
     Raises:
         ValueError: An argument is out of range.
@@ -131,7 +132,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self.reports = DurableReports()
+        self.reports, self._scores = DurableReports(), ScoreJoining(monitor)
         self._resume = ResumeState()
         self._io: DurableCheckpointIO | None = None
         self._gives_plugin_back = False
@@ -142,8 +143,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_io": None, "reports": DurableReports(), "_run_state": None}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_io": None, "reports": DurableReports(), "_run_state": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -190,10 +190,9 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
-        run_state = self._run_state or run_state_of(trainer)
-        stops = run_state.stop_reason is not None
-        if run_state.rolls_back:
+        if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint, which is then saved anew
+        stops = run_state.stop_reason is not None
         if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._is_warm = True
@@ -221,6 +220,20 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._saves_after_module_hook:
             self._saves_after_module_hook = False
             self._save_what_is_due(trainer, pl_module)
+
+    @override
+    def on_scores(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
+    ) -> None:
+        if trainer.is_global_zero:
+            self._scores.hear(trainer, self.directory, self.run, scores, step, self._last_saved_step)
+
+    @override
+    def on_checkpoint_durable(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
+    ) -> None:
+        if record.path.parent == self.directory:
+            self._scores.note_durable(record)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -320,12 +333,15 @@ class Checkpoint(Hook, LightningCheckpoint):
         if getattr(trainer, "fast_dev_run", False):
             return path
         assert self._io is not None
-        self._is_overdue, self._is_warm = False, True
-        self._last_saved_step = step
+        self._is_overdue, self._is_warm, self._last_saved_step = False, True, step
         self.triggers.note_save()
         if trainer.is_global_zero:
-            request = self._request(trainer, pl_module, path, began_s, final=final, wait=wait)
-            self._io.expect(path, request)
+            staging, trainer_checkpoint = stage_trainer_files(pl_module, path, step, final)
+            meta = meta_of_save(
+                trainer, self.run, self.retention.monitor, self._resume.elapsed_s, trainer_checkpoint, final=final
+            )
+            on_durable = functools.partial(self.reports.note, retention=self.retention, began_s=began_s)
+            self._io.expect(path, SaveRequest(meta, staging, self.asynchronous and not wait, on_durable))
         else:
             join_in_trainer_files(pl_module, step, final)
         try:
@@ -379,22 +395,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self.when_busy == "newest":
             self._is_overdue = trainer.strategy.broadcast(is_busy)
         return self._is_overdue
-
-    def _request(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, began_s: float, *, final: bool, wait: bool
-    ) -> SaveRequest:
-        """What the plugin has to know of a save that began at `began_s`; the trainer's own files are written here."""
-        staging, trainer_checkpoint = stage_trainer_files(pl_module, path, trainer.global_step, final)
-        meta = meta_of_save(
-            trainer,
-            self.run,
-            final=final,
-            elapsed_s=self._resume.elapsed_s,
-            monitor=self.retention.monitor,
-            trainer_checkpoint=trainer_checkpoint,
-        )
-        on_durable = functools.partial(self.reports.note, retention=self.retention, began_s=began_s)
-        return SaveRequest(meta, staging, self.asynchronous and not wait, on_durable)
 
 
 find_ours(Checkpoint)

@@ -53,20 +53,21 @@ class SaveRequest:
 
 
 class DurableCheckpointIO(CheckpointIO):
-    """Writes each checkpoint whole or not at all, proves it when loading, and stores no pickle.
+    """Writes each checkpoint completely or not at all, verifies it on loading, and stores no pickle.
 
-    ``Trainer(plugins=[DurableCheckpointIO()])`` is all that any LightningModule needs: ``ModelCheckpoint`` and
-    ``ckpt_path`` work as they do with Lightning's own plugin. A checkpoint at the path ``P.ckpt`` is a record file
-    ``P.ckpt`` beside a folder ``P/``, or ``P~1/`` where something else has that name, also at a URL that fsspec opens.
-    A ``.ckpt`` file of stock Lightning is loaded too, with ``weights_only=True`` whatever the caller asks for, because
-    only then can it run no code.
+    ``Trainer(plugins=[DurableCheckpointIO()])`` works for any LightningModule; ``ModelCheckpoint`` and ``ckpt_path``
+    behave as with Lightning's own plugin. The checkpoint ``P.ckpt`` consists of a record file ``P.ckpt`` and a folder
+    ``P/`` next to it (``P~1/`` if that name is taken). ``P`` may be a URL that fsspec can open. ``.ckpt`` files of
+    stock Lightning can be loaded too, always with ``weights_only=True``, whatever the caller asks for, so that loading
+    never executes code.
 
-    Once this class is imported, Lightning loads its checkpoints also where it opens a file by itself, as in
-    ``load_from_checkpoint`` or in a Trainer without this plugin. ``torch.load`` of one says what to do instead.
+    Importing this class also teaches Lightning to read these checkpoints where it opens a file itself, for example in
+    ``load_from_checkpoint`` or in a Trainer without this plugin. ``torch.load`` fails with a message that says what to
+    use instead.
 
     Args:
-        asynchronous: Copy the tensors and write in the background. One save is in flight and the next waits for it;
-            a failed save is raised by the next call.
+        asynchronous: Copy the tensors and write in the background. The next save waits for the one in flight; a failed
+            save is raised by the next call.
     """
 
     def __init__(self, *, asynchronous: bool = False) -> None:

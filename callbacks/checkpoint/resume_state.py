@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 
+from ..hook.events import run_state_of
 from .rank_state import (
     SHARDED_GRADIENTS,
     capture_rng_of_ranks,
@@ -18,7 +20,9 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
     warn_of_loaders_without_position,
+    warn_of_lost_rng,
 )
+from .selection import find_checkpoint
 
 __all__ = ["ResumeState", "capture_parts", "stands_between_batches"]
 
@@ -93,13 +97,14 @@ class ResumeState:
     def load(self, trainer: pl.Trainer, parts: dict[str, Any]) -> None:
         """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
-        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
+        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
         self.is_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
-            restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
+            lost = restore_rng_of_rank(parts["rng"], trainer.global_rank)
+            warn_of_lost_rng(lost, len(parts["rng"]), trainer.global_rank, trainer.world_size)
             if parts.get("is_between_batches"):
                 self._rng = parts["rng"]
 
@@ -114,6 +119,8 @@ class ResumeState:
     def begin_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put gradients back, and say on rank zero which loaders begin with their first batch again."""
         self._started_at_s = time.monotonic()
+        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
+            run_state_of(trainer).latest_checkpoint_uri = _uri_of(trainer.ckpt_path)
         gradients, self._gradients = self._gradients, {}
         restore_gradients(pl_module, gradients)
         if self.is_within_epoch and trainer.is_global_zero:
@@ -124,4 +131,12 @@ class ResumeState:
         """Put random states back; once, at the point from which a run draws as it did before."""
         states, self._rng = self._rng, None
         if states is not None:
-            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size, loader_generators(trainer))
+            restore_rng_of_rank(states, trainer.global_rank, loader_generators(trainer))
+
+
+def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:
+    """The record that `ckpt_path` means, else itself."""
+    try:
+        return str(find_checkpoint(ckpt_path))
+    except FileNotFoundError:  # a URL
+        return os.fspath(ckpt_path)

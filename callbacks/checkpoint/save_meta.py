@@ -13,6 +13,7 @@ import torch
 from ..hook.events import run_state_of
 from .format.record import RecordMeta
 from .retention import WRITER
+from .score_joining import comes_late
 
 __all__ = ["meta_of_save", "said_to_stay"]
 
@@ -22,21 +23,21 @@ log = logging.getLogger(__name__)
 def meta_of_save(
     trainer: pl.Trainer,
     run: RecordMeta,
+    monitor: str | None,
+    elapsed_s: float,
+    trainer_checkpoint: Mapping[str, Any] | None,
     *,
     final: bool,
-    elapsed_s: float,
-    monitor: str | None,
-    trainer_checkpoint: Mapping[str, Any] | None,
 ) -> RecordMeta:
     """`run` with what is true of this moment of `trainer`.
 
     Args:
         trainer: The trainer that saves.
         run: What every record of the run says.
-        final: Whether it is the end of the run.
-        elapsed_s: Training time so far, over all attempts.
         monitor: Name of the metric to record; None records none, and one that was not logged is warned of.
+        elapsed_s: Training time so far, over all attempts.
         trainer_checkpoint: What the trainer's ``save_checkpoint`` hook returned.
+        final: Whether it is the end of the run.
     """
     parameters = list(trainer.lightning_module.named_parameters(remove_duplicate=False))
     return replace(
@@ -62,6 +63,8 @@ def said_to_stay(module: pl.LightningModule) -> dict[str, torch.Tensor]:
 
 
 def _monitored(trainer: pl.Trainer, name: str) -> dict[str, float]:
+    if comes_late(trainer, name):
+        return {}  # what there is now is of an older step
     state = run_state_of(trainer)
     for source in (trainer.callback_metrics, state.eval_scores or {}, state.loss_stats or {}):
         if name in source:

@@ -77,14 +77,14 @@ class Callback:
 
 
 class CallbackList(Hook):
-    """Calls all six hooks of its callbacks, in order; a Lightning callback that brings them into any ``Trainer``.
+    """Calls the six hooks of its callbacks in order, as a Lightning callback that works in any ``Trainer``.
 
-    It can also be called by a loop of one's own: each of the six takes that loop's trainer and hands it on.
+    You can also call it from your own loop: each of the six methods takes your trainer object and passes it on.
 
     Args:
         callbacks: Callbacks of the six-hook style.
-        defaults: Whether a `LoggingCallback`, and a `CheckpointCallback` where the trainer has no other checkpoint
-            callback, join those that are given, when a fit is set up.
+        defaults: Whether to add a `LoggingCallback`, and a `CheckpointCallback` if the trainer has no other checkpoint
+            callback, when a fit is set up.
 
     Raises:
         TypeError: Something in `callbacks` has none of the six hooks, or is a Lightning callback.

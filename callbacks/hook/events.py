@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from ...adapter.contract.run_state import RunState
 
 __all__ = [
     "HOOK_EVENTS",
+    "Figures",
     "callbacks_of",
     "fire",
     "is_own_loop",
@@ -21,6 +22,7 @@ __all__ = [
     "publish_metrics",
     "publish_scores",
     "run_state_of",
+    "share_run_state",
     "timed",
 ]
 
@@ -31,6 +33,7 @@ HOOK_EVENTS = (
     "on_module_batch_end",
     "on_metrics",
     "on_scores",
+    "on_figures",
     "on_mb_end",
     "on_train_phase_end",
     "on_epoch_end",
@@ -46,6 +49,9 @@ HOOK_EVENTS = (
 )
 """Events that Lightning's callbacks do not have."""
 
+Figures = Callable[[], Mapping[str, float]]
+"""Gives figures by the names of their metrics; called when they are sent."""
+
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _RANK_ZERO_ATTRIBUTE = "_genlight_is_rank_zero"
 
@@ -55,8 +61,13 @@ def run_state_of(trainer: pl.Trainer) -> RunState:
     state: RunState | None = getattr(trainer, _RUN_STATE_ATTRIBUTE, None)
     if state is None:
         state = RunState()
-        setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
+        share_run_state(trainer, state)
     return state
+
+
+def share_run_state(trainer: pl.Trainer, state: RunState) -> None:
+    """Have `run_state_of` return `state` for `trainer`."""
+    setattr(trainer, _RUN_STATE_ATTRIBUTE, state)
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -27,7 +27,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
 from ..diagnosis.readings import Fault
-from .events import callbacks_of, is_rank_zero, note_rank, run_state_of
+from .events import Figures, callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 from .run_context import RunContext
 
@@ -153,6 +153,11 @@ class Hook(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
         """An evaluation after `step` gave `scores`."""
+
+    def on_figures(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Figures, step: int, waits: bool
+    ) -> None:
+        """A hook has `figures` for the record of `step`, or, where they may wait, for the next at the cadence."""
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A minibatch was trained."""

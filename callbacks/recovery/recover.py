@@ -31,52 +31,51 @@ log = logging.getLogger(__name__)
 
 
 class Recover(Hook):
-    """Recovers a training from faults, by a ladder of measures; off unless it is among the callbacks.
+    """Recovers from faults in training: skips updates, lowers the learning rate, rolls back to a checkpoint.
 
-    It looks at every update before it is made, on all ranks alike, and an update with a fault is never made. Running
-    statistics get back what they had before that step. Then comes the next rung of the ladder:
+    Every update is checked before it is made, and an update with a fault is never made, on any rank. Buffers, such as
+    running statistics, are reset to their values before that step. Then the next rung of the ladder is taken:
 
-    - ``skip``: nothing else. The step counts, and training goes on with the next batch.
-    - ``lower_lr``: the next `lower_lr_steps` steps are made at `lr_factor` times the learning rate. Schedules see
-      nothing of it, and each further time in an incident lowers it again.
-    - ``roll_back``: weights, optimizers, schedulers, scalers, what the class keeps, random numbers, callbacks and the
-      count of steps go back to the last checkpoint from before the incident that proves whole and has finite weights.
-      The data does not: the batches since then are passed over, all of them, because which of them had prepared the
-      fault cannot be told. So an epoch has fewer steps, and a run that `max_steps` ends sees more data. What was saved
-      in between is removed, and the state is saved anew, under the step it went back to, with the new place in the
-      data. Before the first checkpoint this rung is like ``skip``.
+    - ``skip``: nothing more. The step counts, and training continues with the next batch.
+    - ``lower_lr``: the learning rate is multiplied by `lr_factor` for the next `lower_lr_steps` steps. Schedulers are
+      not affected. If the rung is taken again while it holds, the rate is lowered again.
+    - ``roll_back``: model, optimizers, schedulers, scalers, the state of the class, random states, callbacks and the
+      step counter are restored from the newest checkpoint that was saved before the incident, is whole and has finite
+      weights. The data is not rewound: all batches since that checkpoint are skipped, because it is not known which of
+      them led to the fault. So an epoch has fewer steps, and a run limited by `max_steps` uses more data. Checkpoints
+      saved in between are removed, and the restored state is saved again under its step, with the new position in the
+      data. Before the first checkpoint this rung does the same as ``skip``.
 
-    Each fault takes the next rung; the last rung is taken again while there are attempts. The ladder begins anew once
-    `good_steps` steps have been trained beyond the furthest fault, and the lowered rate has ended. When `max_attempts`
-    rungs were taken without that, the run fails and says what was tried.
+    Each fault takes the next rung; the last rung is repeated. An incident ends, and the ladder starts again at the
+    first rung, when `good_steps` steps beyond the last fault were trained without a fault and the learning rate is back
+    to normal. After `max_attempts` rungs in one incident the run fails with an error that lists what was tried.
 
-    Each rung is a ``recovery`` event of WASR telemetry with step, rung, attempt, fault and the place in the data, and
-    so are the end of an incident and of a lowered rate. Loggers get ``recover/attempt`` (0 when an incident is over),
-    ``recover/lr_factor`` and, after each rung, how often it was taken (``recover/skip`` and so on); a roll-back also
-    ``trainer/rolled_back_to_step``, after which steps are told once more. All this is kept in checkpoints: a resumed
-    run stands on the same rung, and gives the same weights as one that was not interrupted.
+    Each rung is written as a ``recovery`` event of WASR telemetry, with step, rung, attempt, fault and position in the
+    data. So are the end of an incident and of a lowered rate. Loggers receive ``recover/attempt`` (0 when the incident
+    has ended), ``recover/lr_factor``, the number of times each rung was taken (``recover/skip`` and so on) and, for a
+    roll-back, ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every
+    checkpoint: a resumed run continues on the same rung and gives the same weights as an uninterrupted one.
 
-    For trainer classes in a `ContractModule`. It waits for the device at each update and copies the buffers in each
-    step; several ranks exchange two numbers in each step. Under 16-mixed an overflow that the scaler leaves out is no
-    fault, only a loss is.
+    It works with a trainer class in a `ContractModule`. Costs: the device is synchronized at each update, buffers are
+    copied in each step, and several ranks reduce two numbers in each step. With 16-mixed, an overflow handled by the
+    scaler is not a fault; a loss that is not finite is.
 
     Args:
-        ladder: The rungs, from the bottom: ``skip``, ``lower_lr`` and ``roll_back``, any of them more than once.
-        faults: What is a fault: ``nonfinite`` (a loss or gradient is nan or infinite), ``loss_spike`` and
-            ``exploding_gradients``, as `Diagnosis` tells them. The last two may be noise of a sound run, so they are
-            to be asked for.
-        lr_factor: By what ``lower_lr`` multiplies the learning rate.
-        lower_lr_steps: For how many steps.
-        good_steps: After how many steps without a fault an incident is over.
-        max_attempts: How many rungs an incident may take.
-        spike_deviations: How many standard deviations above the median of the last 256 losses a loss is a spike.
-        gradient_max_norm: Gradients explode where their norm is above this, or above 100 times what is usual.
-        scenario: What the run does, as events say it.
+        ladder: The rungs in order: ``skip``, ``lower_lr`` and ``roll_back``. A rung may be repeated or left out.
+        faults: What counts as a fault: ``nonfinite`` (a loss or gradient is nan or infinite), ``loss_spike`` and
+            ``exploding_gradients``, with the rules of `Diagnosis`. The last two can also occur in a healthy run.
+        lr_factor: Factor for the learning rate.
+        lower_lr_steps: Number of steps with the lowered rate.
+        good_steps: Number of steps without a fault that end an incident.
+        max_attempts: Number of rungs that an incident may take.
+        spike_deviations: A loss is a spike if it is this many standard deviations above the median of the last 256.
+        gradient_max_norm: Gradients explode above this norm, or above 100 times the usual norm.
+        scenario: The scenario in the events.
         path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
 
     Raises:
-        ValueError: Arguments make no sense; all that do are named.
-        RecoveryError: Before the first step: the run has no means to be recovered so; names all that is missing.
+        ValueError: Arguments are invalid; the message lists all of them.
+        RecoveryError: Before the first step: the run cannot be recovered this way; the message lists all reasons.
     """
 
     critical = True

@@ -14,7 +14,7 @@ from typing import Any
 from ...adapter.cluster.time_limit import announces_time_limit, job_end_time_s, stop_grace_s
 from ...adapter.contract.exceptions import StopReason
 
-__all__ = ["REASON_OF_SIGNAL", "StopSignals"]
+__all__ = ["REASON_OF_SIGNAL", "StopSignals", "exit_on_signal"]
 
 _REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 
@@ -156,6 +156,13 @@ class StopSignals:
             # What it has not read yet belongs to what has ended, not to the next fit. A process that was
             # forked off in C may keep the other end of its pipe open: then it stays.
             watch.join(LEFT_AFTER_S)
+
+
+def exit_on_signal(exit_code: int) -> None:
+    """From here on let a stop signal end this process at once, with `exit_code`; from the main thread alone."""
+    if threading.current_thread() is threading.main_thread():
+        for number in REASON_OF_SIGNAL:
+            signal.signal(number, lambda *_: os._exit(exit_code))
 
 
 def _say(number: int, what_next: str) -> None:

@@ -34,26 +34,26 @@ _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempt
 
 
 class StopRequests(Hook):
-    """Watches for requests to stop and writes the reason they agree on to ``stop_reason`` of the run state.
+    """Watches for stop requests and sets ``stop_reason`` of the run state when all ranks agree.
 
-    Sources are a flag, a cancel file, a runtime limit, signals (SIGTERM, SIGUSR1, SIGINT), and callables that others
-    add. All ranks stop after the same step, also if one alone was told: about every 50 ms they agree on what they were
-    told, by an asynchronous all-reduce that is begun in one step and read in the next. Under genlight's loop that loop
-    then raises `TrainingCanceled`, after all callbacks have seen the step; under Lightning's own, this callback does
-    before the next step.
+    A stop can come from a flag, a cancel file, a time limit, a signal (SIGTERM, SIGUSR1, SIGINT), or a callable added
+    by other code. All ranks stop after the same step, even if only one received the request: about every 50 ms they
+    exchange what they know in an asynchronous all-reduce that starts in one step and is read in the next. genlight's
+    loop then raises `TrainingCanceled` once all callbacks have seen the step. Under Lightning's own loop this callback
+    raises it before the next step.
 
-    A fit that follows a stopped one is not stopped by the same request; a cancel file that is still there stops it too.
+    A request stops one fit; the next fit of the same process is not affected, unless a cancel file still exists.
 
-    From ``setup`` on, worker processes of torch data loaders heed no signal: those to the whole process group must not
-    take the batches from a training process that finishes its step.
+    From ``setup`` on, worker processes of torch data loaders ignore these signals. Otherwise a signal to the whole
+    process group would kill the workers while the training process still needs their batches to finish its step.
 
     Args:
-        cancel_file: A file that asks for a stop as soon as it is there and is empty or holds a true word; one that
-            cannot be read counts as asking.
-        max_runtime_s: Limit in seconds since the process started; None means no limit. Slurm's end time is a limit too.
-            The run stops so much earlier that a save of the duration measured so far still fits in.
-        canceled: Whether the run is cancelled before it starts.
-        signals: Signals already handled by the caller; None handles them while training.
+        cancel_file: A file that requests a stop once it exists and is empty or holds a true value such as ``1``. A file
+            that cannot be read also counts as a request.
+        max_runtime_s: Time limit in seconds since the process started; None means no limit. Slurm's end time is a limit
+            too. The run stops early enough to save, going by the longest save so far.
+        canceled: Whether the run is canceled before it starts.
+        signals: Signal handlers that the caller has already installed; None installs them while training.
 
     Raises:
         ValueError: `max_runtime_s` is negative.
@@ -114,6 +114,11 @@ class StopRequests(Hook):
         if self._requested is not None:
             self._wake()
         return self._requested
+
+    def outlast_rank_zero(self) -> None:
+        """After an agreed stop, on another rank: stay until rank zero has ended, which a launcher might cut short."""
+        if self._agreement is not None:
+            self._agreement.outlast_rank_zero()
 
     def _stops(self, pl_module: pl.LightningModule) -> bool:
         """Whether a stop was asked for, of a module that may be fitted again, by a trainer without this callback."""

@@ -13,12 +13,13 @@ import torch
 from typing_extensions import override
 
 from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from .batch_sizes import samples_in, tokens_in
 from .device_peaks import number_type, peak_flops
 from .power import PowerMeter
-from .run_events import RunEvents, log_to_loggers
+from .run_events import RunEvents
 from .step_flops import StepFlops
 
 __all__ = ["Heartbeat"]
@@ -72,6 +73,7 @@ class Heartbeat(Hook):
         ValueError: `interval_steps` is negative, or `scenario` is empty.
     """
 
+    writes = (FIGURES_FIELD,)
     interval_steps = StepCadence()
     _of_this_process = frozenset({"_power", "_flops"})
     _power: PowerMeter | None = None
@@ -86,7 +88,7 @@ class Heartbeat(Hook):
         count_flops: bool = True,
     ) -> None:
         if not scenario:
-            raise ValueError("Invalid `scenario`. Expected a text that is not empty, but received ''.")
+            raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = interval_steps
         self.count_flops = count_flops
         self._events = RunEvents(scenario, path)
@@ -185,7 +187,8 @@ class Heartbeat(Hook):
             flops_per_watt=flops / watts if flops is not None and watts else None,
             artifacts=figures,
         )
-        log_to_loggers(trainer, {f"perf/{name}": value for name, value in figures.items() if value is not None})
+        sent = {f"perf/{name}": value for name, value in figures.items() if value is not None}
+        publish_figures(trainer, lambda: sent)
 
     def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
         per_step = None if self._flops is None else self._flops.per_step

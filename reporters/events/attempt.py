@@ -81,12 +81,14 @@ def check_run_id(run_id: Any) -> None:
     """Raise unless `run_id` can be written.
 
     Raises:
-        TypeError: It is not a text.
+        TypeError: It is not a string.
         ValueError: UTF-8 cannot hold it.
     """
     if not isinstance(run_id, str):
-        raise TypeError(f"Invalid `run_id`. Expected a text, but received {run_id!r}.")
+        raise TypeError(f"Invalid `run_id`. Expected a string, but received {run_id!r}.")
     try:
         run_id.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"Invalid `run_id`. Expected a text that UTF-8 can hold, but received {run_id!r}.") from error
+        raise ValueError(
+            f"Invalid `run_id`. Expected a string that UTF-8 can hold, but received {run_id!r}."
+        ) from error

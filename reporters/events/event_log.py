@@ -57,15 +57,16 @@ _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 class EventLog:
     """Writes the events of one attempt; conforms to `TrainingReporter`.
 
-    ``started``, then any number of ``metric``, ``checkpoint`` and ``sample``, then one of ``completed`` and
-    ``failed``, after which the attempt is over. ``failed`` may also come first, from an attempt that never started.
-    Started, checkpoint, completed and failed are durable when the call returns, with all lines before them, the others
-    within about a second: a power cut takes none that a run which resumes from a durable checkpoint would not report
-    again. Lines reach the file in the order of the calls. Where `metrics` is called more than once in `flush_every_s`,
-    its lines wait for the end of that time, for 256 such calls or for any other event: a process that is killed loses
-    no more than those.
-    Any thread may call, and none waits for the disk on account of another. In a forked child the log is closed, and so
-    is a copy.
+    The order is ``started``, any number of ``metric``, ``checkpoint`` and ``sample``, then one ``completed`` or
+    ``failed``, which ends the attempt. ``failed`` may also come first, from an attempt that never started. ``started``,
+    ``checkpoint``, ``completed`` and ``failed`` are durable when the call returns, together with all lines before them.
+    Metrics and samples become durable within about a second. A power cut therefore loses only events that a run reports
+    again when it resumes from a durable checkpoint. Lines are written in the order of the calls. If ``metrics`` is
+    called more than once within `flush_every_s`, its lines are held back until that time is over, 256 calls have been
+    made, or another event comes; a killed process loses no more than those.
+
+    Any thread may call these methods, and no thread waits for another thread's disk writes. In a forked child the log
+    is closed, and so is a copy of it.
 
     Args:
         path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
@@ -166,7 +167,7 @@ class EventLog:
         In the file when this returns.
 
         Raises:
-            TypeError: The value is not one real number, the name is not a text, or the step is not an integer.
+            TypeError: The value is not one real number, the name is not a string, or the step is not an integer.
             ValueError: The name is empty, the step negative, or an integer value beyond the range of a float.
             EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
                 the line could not be written.
@@ -258,7 +259,7 @@ class EventLog:
 
         Raises:
             TypeError: An argument is of the wrong type.
-            ValueError: `step` is negative, or a text empty.
+            ValueError: `step` is negative, or a string empty.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         step = checked_step(step)

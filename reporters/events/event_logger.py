@@ -40,17 +40,18 @@ class EventLogger(Logger):
 
     Works in any ``Trainer(logger=…)`` and LightningCLI YAML, with any LightningModule:
 
-    - ``started`` when a fit begins, and ``trainer/resumed_from_step`` where it does not begin at step 0;
-    - ``metric`` for every number that is logged (texts are for other loggers), at the step that every logger gets
-      (Lightning's own loop counts the first batch as step 0); of its automatic columns ``epoch`` is left out, because
-      it is not a measurement, and would double the log of a model with one metric;
+    - ``started`` when a fit begins, and ``trainer/resumed_from_step`` if it does not begin at step 0;
+    - ``metric`` for every number that is logged, at the step that every logger gets (Lightning's own loop counts the
+      first batch as step 0). Texts are left to other loggers. The automatic column ``epoch`` is left out: it is not a
+      measurement, and would double the log of a model with one metric;
     - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable;
-    - ``checkpoint`` for what a ``ModelCheckpoint`` wrote, once it is on disk and its step's metrics are in the log.
-      Lightning logs a step's metrics after its checkpoints, so the event comes with the next metrics or at the end.
-      Metrics that are logged later still, at a step whose checkpoint is in the log, are left out with a warning;
-    - ``completed`` or ``failed`` when the fit ends; its step is that of the completed optimizer steps.
+    - ``checkpoint`` for each file of a ``ModelCheckpoint``, once it is on disk and the metrics of its step are in the
+      log. Lightning logs the metrics of a step after its checkpoints, so the event is written with the next metrics or
+      at the end. Metrics that arrive even later, for a step whose checkpoint was already reported, are dropped with a
+      warning;
+    - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps.
 
-    Each fit is one attempt of the run. ``validate`` and ``test`` are an attempt of their own if they log something.
+    Each fit is one attempt of the run. ``validate`` and ``test`` are attempts of their own if they log something.
 
     Args:
         path: The log, relative to `save_dir`.
@@ -58,7 +59,7 @@ class EventLogger(Logger):
         save_dir: Root directory of this logger, where Lightning also puts checkpoints.
 
     Raises:
-        TypeError: `run_id` is not a text.
+        TypeError: `run_id` is not a string.
         ValueError: `run_id` is empty.
         EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
     """
@@ -72,9 +73,9 @@ class EventLogger(Logger):
     ) -> None:
         super().__init__()
         if run_id is not None and not isinstance(run_id, str):
-            raise TypeError(f"Invalid `run_id`. Expected a text or None, but received {run_id!r}.")
+            raise TypeError(f"Invalid `run_id`. Expected a string or None, but received {run_id!r}.")
         if run_id == "":
-            raise ValueError("Invalid `run_id`. Expected a text that is not empty or None, but received ''.")
+            raise ValueError("Invalid `run_id`. Expected a non-empty string or None, but received ''.")
         self.run_id = run_id or uuid.uuid4().hex
         self._save_dir = os.fspath(save_dir)
         self.path = Path(save_dir, path)
@@ -375,5 +376,5 @@ def _is_number(name: Any, value: Any) -> bool:
     try:
         finite_float(name, value)
     except TypeError:
-        return not isinstance(name, str)  # a name that is not a text is refused by name
+        return not isinstance(name, str)  # a name that is not a string is refused by name
     return True

@@ -6,10 +6,12 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
-from .lines import RESUMED_METRIC
-from .reader import read_events
+import msgspec
+
+from .lines import MAX_STEP, RESUMED_METRIC
+from .reader import decode_blocks
 
 __all__ = ["METRIC_PREFIX", "PARTS", "Account", "account_of"]
 
@@ -29,6 +31,49 @@ PARTS = {
     "idle": "between two attempts, or after the last sign of one that was killed",
 }
 """What each part is, in the order in which they are shown."""
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+
+
+class _Event(msgspec.Struct, tag_field="event", gc=False):
+    """What the account needs of a line."""
+
+    timestamp_ms: _Number
+
+
+class _Started(_Event, tag="started"):
+    pass
+
+
+class _Stepped(_Event):
+    step: _Number
+
+
+class _Metric(_Stepped, tag="metric"):
+    name: str
+    value: float | None
+
+
+class _Checkpoint(_Stepped, tag="checkpoint"):
+    pass
+
+
+class _Sample(_Stepped, tag="sample"):
+    pass
+
+
+class _Completed(_Stepped, tag="completed"):
+    pass
+
+
+class _Failed(_Stepped, tag="failed"):
+    pass
+
+
+_Line = _Started | _Metric | _Checkpoint | _Sample | _Completed | _Failed
+_METRICS_OF_THE_ACCOUNT = (METRIC_PREFIX, RESUMED_METRIC)
+_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 
 
 @dataclass(frozen=True)
@@ -57,7 +102,6 @@ class Account:
 class _Figures:
     """What an attempt had spent when it said so."""
 
-    at_s: float
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -65,11 +109,18 @@ class _Figures:
 @dataclass
 class _Attempt:
     started_s: float
+    newest: _Line
     resumed_from: int = 0
-    last_s: float = 0.0
     last_step: int = 0
-    ended: bool = False
     figures: list[_Figures] = field(default_factory=list)
+
+    @property
+    def last_s(self) -> float:
+        return self.newest.timestamp_ms / 1000
+
+    @property
+    def ended(self) -> bool:
+        return isinstance(self.newest, _Completed | _Failed)
 
     @property
     def start_up_s(self) -> float:
@@ -84,11 +135,12 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
     """Add up the event log at `path`; None where no attempt has started.
 
     Where an attempt was killed, what it did since its last event is counted as ``idle``: nothing tells when it ended.
+    A last line without its newline is left out, as by `read_events`.
 
     Raises:
-        EventLogError: The file cannot be read.
+        EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
     """
-    attempts = _attempts(read_events(path))
+    attempts = _attempts(itertools.chain.from_iterable(decode_blocks(path, _decoder, "an event")))
     if not attempts:
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -106,7 +158,7 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     """The parts of one attempt; they sum to the time from the start of its process to its last event."""
     span_s = attempt.last_s - attempt.started_s
-    last = attempt.figures[-1] if attempt.figures else _Figures(attempt.started_s, attempt.resumed_from)
+    last = attempt.figures[-1] if attempt.figures else _Figures(attempt.resumed_from)
     spent = {part: spent_s for part, spent_s in last.seconds.items() if part != "start_up"}
     rest_s = span_s - sum(spent.values())
     part = "ending" if attempt.ended and attempt.last_step <= last.step else "steps"
@@ -138,30 +190,25 @@ def _share_after(attempt: _Attempt, step: int) -> float:
     return 0.0
 
 
-def _attempts(events: Iterable[Mapping[str, Any]]) -> list[_Attempt]:
+def _attempts(events: Iterable[_Line]) -> list[_Attempt]:
     attempts: list[_Attempt] = []
     for event in events:
-        at_s = event["timestamp_ms"] / 1000
-        if event["event"] == "started":
-            attempts.append(_Attempt(at_s, last_s=at_s))
-        if not attempts:  # it failed before it started
-            continue
-        attempt = attempts[-1]
-        attempt.last_s = at_s
-        attempt.ended = event["event"] in ("completed", "failed")
-        step = event.get("step")
-        if isinstance(step, int):
-            attempt.last_step = max(attempt.last_step, step)
-        if event["event"] == "metric":
-            _take_metric(attempt, event, at_s)
+        if isinstance(event, _Started):
+            attempts.append(_Attempt(event.timestamp_ms / 1000, event))
+        elif attempts:  # else it failed before it started
+            attempt = attempts[-1]
+            if event.step > attempt.last_step:
+                attempt.last_step = event.step
+            if isinstance(event, _Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
+                _take_metric(attempt, event)
+            attempt.newest = event
     return attempts
 
 
-def _take_metric(attempt: _Attempt, event: Mapping[str, Any], at_s: float) -> None:
-    name, value, step = event["name"], event["value"], event["step"]
-    if name == RESUMED_METRIC:
-        attempt.resumed_from = attempt.last_step = step
-    elif name.startswith(METRIC_PREFIX) and isinstance(value, int | float):
-        if not attempt.figures or attempt.figures[-1].step != step:
-            attempt.figures.append(_Figures(at_s, step))
-        attempt.figures[-1].seconds[name.removeprefix(METRIC_PREFIX)] = float(value)
+def _take_metric(attempt: _Attempt, event: _Metric) -> None:
+    if event.name == RESUMED_METRIC:
+        attempt.resumed_from = attempt.last_step = event.step
+    elif event.value is not None:
+        if not attempt.figures or attempt.figures[-1].step != event.step:
+            attempt.figures.append(_Figures(event.step))
+        attempt.figures[-1].seconds[event.name.removeprefix(METRIC_PREFIX)] = event.value

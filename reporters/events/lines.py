@@ -169,13 +169,13 @@ def checked_text(field: str, value: Any) -> str:
     """`value` as a plain, non-empty text.
 
     Raises:
-        TypeError: It is not a text.
+        TypeError: It is not a string.
         ValueError: It is empty.
     """
     if not isinstance(value, str):
-        raise TypeError(f"Invalid `{field}`. Expected a text, but received {value!r}.")
+        raise TypeError(f"Invalid `{field}`. Expected a string, but received {value!r}.")
     if not value:
-        raise ValueError(f"Invalid `{field}`. Expected a text that is not empty, but received ''.")
+        raise ValueError(f"Invalid `{field}`. Expected a non-empty string, but received ''.")
     return str.__str__(value)
 
 

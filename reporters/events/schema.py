@@ -67,9 +67,9 @@ def _one_of(*values: str) -> _Field:
     return lambda value: isinstance(value, str) and value in values, " or ".join(repr(value) for value in values)
 
 
-_TEXT: Final[_Field] = (lambda value: isinstance(value, str), "a text")
-_NAME: Final[_Field] = (lambda value: isinstance(value, str) and value != "", "a text that is not empty")
-_NAME_OR_NULL: Final[_Field] = (lambda value: value is None or _NAME[0](value), "a text that is not empty, or null")
+_TEXT: Final[_Field] = (lambda value: isinstance(value, str), "a string")
+_NAME: Final[_Field] = (lambda value: isinstance(value, str) and value != "", "a non-empty string")
+_NAME_OR_NULL: Final[_Field] = (lambda value: value is None or _NAME[0](value), "a non-empty string, or null")
 _NUMBER_OR_NULL: Final[_Field] = (lambda value: value is None or _is_number(value), "a number or null")
 _BOOLEAN: Final[_Field] = (lambda value: isinstance(value, bool), "true or false")
 _STEP: Final = _integer(0, MAX_STEP)
@@ -144,7 +144,7 @@ def _failed_faults(event: Mapping[str, Any]) -> list[str]:
     if category in STOP_REASONS and error != category:
         return [f"`error`: expected {category!r}, the reason of the stop, found {_show(error)}"]
     if category in FAILURE_CATEGORIES and not error.startswith(f"{category}:"):
-        return [f"`error`: expected a text that begins with '{category}:', found {_show(error)}"]
+        return [f"`error`: expected a string that begins with '{category}:', found {_show(error)}"]
     return []
 
 

@@ -80,9 +80,9 @@ class UploadConfig:
 
     def __post_init__(self) -> None:
         if not self.run_id.strip():
-            raise ValueError(f"Invalid `run_id`. Expected a text that is not empty, but received {self.run_id!r}.")
+            raise ValueError(f"Invalid `run_id`. Expected a non-empty string, but received {self.run_id!r}.")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            received = f"a text of length {len(self.token)}"
+            received = f"a string of length {len(self.token)}"
             raise ValueError(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
         for name in ("deadline_s", "backoff_base_s", "backoff_cap_s"):
             if getattr(self, name) < 0:

@@ -258,23 +258,34 @@ class Delivery:
 
     def _remember(self, entry: Entry, artifact: Artifact) -> None:
         """Under the name that the message reports, and under that of the record, which may differ."""
-        content = self._content_digest(entry, artifact)
+        content, address = self._content_digest(entry, artifact), self._address(entry, artifact)
         main = len(artifact.files) - 1
         if artifact.main != artifact.local_path and artifact.files[main].layout == Path(artifact.main).name:
-            about_main = self._receipt_of(self._facts_of(entry, artifact, main), self._uploaded(entry, main), content)
+            facts, uploaded = self._facts_of(entry, artifact, main), self._uploaded(entry, main)
+            about_main = _receipt_of(facts, uploaded, content, address)
             self._spool.add_receipt(receipt_key(entry.kind, artifact.main), about_main)
-        about_subject = self._receipt_of(*self._subject(entry, artifact), content)
+        about_subject = _receipt_of(*self._subject(entry, artifact), content, address)
         self._spool.add_receipt(receipt_key(entry.kind, artifact.local_path), about_subject)
 
-    @staticmethod
-    def _receipt_of(facts: FileFacts, uploaded: UploadedFile | None, content: str) -> dict[str, Any]:
-        return {
-            "content": content,
-            "ref": uploaded.ref if uploaded else None,
-            "sha256": uploaded.sha256 if uploaded else facts.sha256,
-            "size_bytes": facts.size_bytes,
-        }
+    def _address(self, entry: Entry, artifact: Artifact) -> str | None:
+        """Where the file that the others hang on lies now: in the file store, else at the first target."""
+        uploaded = self._uploaded(entry, len(artifact.files) - 1)
+        if uploaded is not None:
+            return uploaded.ref
+        for target in self._targets.values():
+            return target.address(self._config.run_id, f"{entry.kind}s", artifact.files[-1].layout)
+        return None
 
     def _let_go(self, artifact: Artifact) -> None:
         if artifact.held:
             release(self._spool.directory, artifact.files[-1].location(self._root))
+
+
+def _receipt_of(facts: FileFacts, uploaded: UploadedFile | None, content: str, address: str | None) -> dict[str, Any]:
+    return {
+        "address": address,
+        "content": content,
+        "ref": uploaded.ref if uploaded else None,
+        "sha256": uploaded.sha256 if uploaded else facts.sha256,
+        "size_bytes": facts.size_bytes,
+    }

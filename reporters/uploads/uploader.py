@@ -158,6 +158,18 @@ class Uploader:
             return None
         return UploadedFile(receipt["ref"], receipt["sha256"] or "", receipt["size_bytes"])
 
+    def address_of(self, path: StrPath) -> str | None:
+        """Where the record of a checkpoint that was delivered can be had: the file store's reference, else at a target.
+
+        None while it has not arrived, and where its bytes are sent nowhere.
+        """
+        stored = stored_path(path, self._root)
+        if any(entry.body.get("main") == stored for entry in self._spool.entries("checkpoint")):
+            return None  # what was delivered is an older one of the same name
+        receipt = self._spool.receipt(receipt_key("checkpoint", stored))
+        address = None if receipt is None else receipt.get("address")
+        return address if isinstance(address, str) else None
+
     @property
     def failure(self) -> UploadError | None:
         """The first required upload that was refused for good in this attempt; None while there is none."""

@@ -48,8 +48,8 @@ PUBLIC = {
     "genlight.callbacks": """
         Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand EvaluateLoader
         Goodput Guarded Heartbeat Hook
-        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests TrainerHook TrainerHookAdapter
-        TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
+        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests SystemMonitor
+        TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
 }

@@ -15,7 +15,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
-from genlight.callbacks.checkpoint import Checkpoint, CheckpointRecord, DurableCheckpointIO, RecordMeta, save
+from genlight.callbacks.checkpoint import (
+    Checkpoint,
+    CheckpointRecord,
+    DurableCheckpointIO,
+    RecordMeta,
+    read_record,
+    save,
+)
 from genlight.callbacks.hook.events import fire, publish_metrics, run_state_of
 from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
@@ -404,12 +411,60 @@ def test_the_run_state_tells_where_the_newest_checkpoint_has_arrived(fit, tmp_pa
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
             for _ in range(12_000 if trainer.global_step == 4 else 0):
-                if upload._uploader.delivered(run_state_of(trainer).latest_checkpoint_uri):
+                if upload._uploader.delivered(tmp_path / "run" / "own" / "step-00000003.json"):
                     return
                 time.sleep(0.01)
 
-    trainer = fit(every=100, callbacks=[Reports(tmp_path / "run" / "own"), Patient()])
-    assert run_state_of(trainer).extra["uploaded_checkpoint_ref"] == "ref-step-00000003-step-00000003.json"
+    class Sees(Hook):
+        optional_reads = ("latest_checkpoint_uri",)
+
+        def __init__(self):
+            self.seen = {}
+
+        def on_train_batch_end(self, trainer, *_):
+            self.seen[trainer.global_step] = run_state_of(trainer).latest_checkpoint_uri
+
+    fit(every=100, callbacks=[sees := Sees(), Reports(tmp_path / "run" / "own"), Patient()])
+    assert sees.seen[2] is None
+    assert sees.seen[5] == sees.seen[6] == "ref-step-00000003-step-00000003.json"
+
+
+def test_a_target_is_where_a_checkpoint_has_arrived_whose_bytes_go_to_no_file_store(fit, tmp_path, monkeypatch):
+    monkeypatch.delenv("TENSORHUB_URL")
+    saves = Checkpoint(tmp_path / "run" / "own", every_n_steps=3)
+    trainer = fit(every=100, callbacks=[saves], targets=[f"file://{tmp_path}/archive"])
+    address = run_state_of(trainer).latest_checkpoint_uri
+    assert address == f"file://{tmp_path}/archive/run-1/checkpoints/final.json"
+    assert read_record(Path(address.removeprefix("file://"))).step == 6
+
+
+def test_where_no_bytes_are_sent_the_newest_checkpoint_is_its_path(fit, tmp_path, monkeypatch):
+    monkeypatch.delenv("TENSORHUB_URL")
+    own = tmp_path / "run" / "own"
+    trainer = fit(every=100, callbacks=[Checkpoint(own, every_n_steps=3)])
+    assert run_state_of(trainer).latest_checkpoint_uri == str(own / "final.json")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_a_resumed_run_knows_where_the_checkpoint_is_that_it_resumed_from(fit, chaos, tmp_path):
+    """That checkpoint was saved before it was durable, so its own run state cannot name it."""
+    own = tmp_path / "run" / "own"
+
+    class Sees(Hook):
+        optional_reads = ("latest_checkpoint_uri",)
+        first = None
+
+        def on_train_start(self, trainer, *_):
+            self.first = run_state_of(trainer).latest_checkpoint_uri
+
+    def saves():
+        return Checkpoint(own, every_n_steps=2, keep_last=None, save_final=False)
+
+    fit(steps=4, every=100, callbacks=[saves()])
+    trainer = fit(steps=5, every=100, callbacks=[saves(), sees := Sees()], ckpt_path=own / "step-00000004.json")
+    assert sees.first == str(own / "step-00000004.json")
+    assert run_state_of(trainer).latest_checkpoint_uri == "ref-step-00000004-step-00000004.json"
+    assert chaos.messages("/terminal")[-1]["final_checkpoint"] == str(own / "step-00000004.json")
 
 
 def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):

@@ -52,7 +52,9 @@ def run(folder: Path, *settings: str) -> int:
     return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, timeout=280).returncode
 
 
-@pytest.mark.parametrize(("module", "name", "after"), [("ppo", "PPO", 34), ("dqn", "DQN", 134)])
+@pytest.mark.parametrize(
+    ("module", "name", "after"), [("ppo", "PPO", 34), ("dqn", "DQN", 134), ("composed", "Composed", 34)]
+)
 def test_a_run_killed_in_the_middle_of_a_rollout_ends_with_the_same_bits(tmp_path, module, name, after):
     """Weights, optimizer and whatever the environments and the buffer lead to in the rollouts that follow."""
     job = json.loads((RL / f"{module}.json").read_text())
@@ -70,7 +72,7 @@ def test_a_run_killed_in_the_middle_of_a_rollout_ends_with_the_same_bits(tmp_pat
         assert value.equal(again["state_dict"][key]), key
     events = list(read_events(tmp_path / "again" / "metrics" / "events.jsonl"))
     (resumed,) = [event["step"] for event in events if event.get("name") == "trainer/resumed_from_step"]
-    period = {"ppo": 20, "dqn": 128}[module]
+    period = {"ppo": 20, "dqn": 128, "composed": 20}[module]
     assert 0 < resumed < after
     assert resumed % period, "the newest checkpoint was to lie within a phase"
     expected = losses(tmp_path / "whole")
@@ -99,9 +101,31 @@ def test_ppo_learns_and_its_curve_is_drawn(tmp_path):
     assert "12,800 environment steps" in (tmp_path / "curve.svg").read_text()
 
 
+def test_losses_hooks_and_callbacks_hear_of_the_same_training(tmp_path):
+    """What losses report is in the metrics, and hooks of the project find it, in whatever order they are registered."""
+    job = json.loads((RL / "composed.json").read_text())
+    job |= {"max_steps": 60, "metric_every": 1}
+    job["hyperparams"]["kl_limit"] = 0.002
+    (job["lightning"]["callbacks"][1]["init_args"]["hook"])["init_args"] = {"every_n_epochs": 2}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert run(tmp_path, "artifacts_dir=run") == 0
+
+    events = list(read_events(tmp_path / "run" / "metrics" / "events.jsonl"))
+    last = {event["name"]: event["value"] for event in events if event.get("step") == 60 and event["event"] == "metric"}
+    reported = {"ppo/approx_kl", "ppo/clip_fraction", "ppo/stopped_updates", "value/error", "entropy/entropy"}
+    assert reported | {"dynamics/error", "train/loss", "trainer/agent_step"} <= last.keys()
+    phases = [json.loads(line) for line in (tmp_path / "phases.jsonl").read_text().splitlines()]
+    assert [phase["epoch"] for phase in phases] == list(range(1, len(phases) + 1))
+    assert [phase["agent_step"] for phase in phases] == [256 * phase["epoch"] for phase in phases]
+    assert last["ppo/stopped_updates"] >= 1, "the limit was to end an update early"
+    assert len(phases) > 3
+    assert [phase["eval_scores"] is not None for phase in phases[:3]] == [False, True, True]
+    assert reported <= phases[-1]["loss_stats"].keys()
+
+
 def test_the_page_names_files_and_commands_that_are_there():
     """Its commands are those of the tests, with the jobs as they are."""
     shell = "".join(text for language, _, text in blocks(RL / "README.md") if language == "sh")
-    for name in ("ppo.json", "dqn.json", "plot.py", "requirements.txt"):
+    for name in ("ppo.json", "dqn.json", "composed.json", "plot.py", "requirements.txt"):
         assert name in shell
         assert (RL / name).is_file()

@@ -3,22 +3,14 @@
 `GENLIGHT_LONG_FAULTS=1` asks for the long versions, which ``make faults`` runs.
 """
 
-import contextlib
 import errno
-import json
 import os
 import random
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
 MUTATING = ("write", "writev", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "link")
 """Calls that change what is on the disk, or what a power cut would leave of it; opening to create counts too."""
 
@@ -30,81 +22,6 @@ class Crash(BaseException):
 @pytest.fixture(scope="session")
 def is_long():
     return os.environ.get("GENLIGHT_LONG_FAULTS") == "1"
-
-
-class ForkServer:
-    """A process of ``fork_server.py``: starts processes as `subprocess.Popen` does, from one that has all loaded."""
-
-    def __init__(self, folder):
-        self.socket, self.log = folder / "socket", folder / "log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, HERE / "fork_server.py", self.socket],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        assert self.process.stdout.readline() == b"ready\n", self.log.read_text()
-
-    def start(self, job, *arguments, program="genlight.adapter.cli", **environ):
-        """A process in the job's folder, with its environment; what it says goes to the file ``stderr`` there."""
-        return Forked(
-            self.socket,
-            program=program,
-            arguments=arguments,
-            environ=job.process_environ(**environ),
-            folder=str(job.folder),
-            log=str(job.folder / "stderr"),
-        )
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
-
-
-class Forked:
-    """A process of the fork server, which leads a session of its own."""
-
-    def __init__(self, server, **wanted):
-        self.returncode = None
-        self.connection = socket.socket(socket.AF_UNIX)
-        self.connection.connect(str(server))
-        self.connection.sendall(json.dumps(wanted).encode() + b"\n")
-        self.answers = self.connection.makefile()
-        self.pid = int(self.answers.readline())
-
-    def poll(self):
-        return self.returncode if self._has_ended(0) else None
-
-    def wait(self, timeout=None):
-        if not self._has_ended(timeout):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        return self.returncode
-
-    def _has_ended(self, timeout):
-        if self.returncode is None and select.select([self.connection], [], [], timeout)[0]:
-            self.returncode = int(self.answers.readline())
-            self.answers.close()
-            self.connection.close()
-        return self.returncode is not None
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill_session(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.wait()
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory):
-    started = ForkServer(tmp_path_factory.mktemp("server"))
-    yield started
-    started.close()
 
 
 @pytest.fixture

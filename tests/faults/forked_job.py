@@ -1,4 +1,4 @@
-"""Stands for a job that ``fork_server.py`` runs: ends as it ends, and when this is killed, so is the job.
+"""Stands for a job that ``support/fork_server.py`` runs: ends as it ends, and when this is killed, so is the job.
 
     python forked_job.py SOCKET LOG JOB_SPEC FOLDER
 

@@ -22,6 +22,7 @@ import pytest
 from genlight.callbacks.checkpoint import list_checkpoints, verify
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
+from support.forked import fork_server
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits"
@@ -34,8 +35,6 @@ LIMIT_S = 180
 class Run:
     """One artifacts directory, from the first start to the end."""
 
-    server: object
-    """The fork server."""
     spec: Path
     artifacts: Path
     started_pids: set = field(default_factory=set)
@@ -46,7 +45,7 @@ class Run:
         for note in self.processes.iterdir():
             note.unlink()
         self.log = self.artifacts.with_name(f"{self.artifacts.name}-log")
-        job = [self.server.socket, self.log, self.spec, self.processes]
+        job = [fork_server(), self.log, self.spec, self.processes]
         command = [sys.executable, HERE / "forked_job.py", *job]
         environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
         return subprocess.Popen(command, env=environ)
@@ -169,11 +168,9 @@ def assert_nothing_is_left(run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # The long run kills 1,000 times.
-def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(
-    fork_server, ranks, spec, tmp_path, kills, report
-):
+def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks, spec, tmp_path, kills, report):
     def new_run(name):
-        return Run(fork_server, spec, tmp_path / name)
+        return Run(spec, tmp_path / name)
 
     reference = new_run("reference")
     assert reference.attempt()

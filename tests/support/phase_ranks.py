@@ -34,7 +34,13 @@ class Collector:
 
     def setup(self, ctx):
         torch.manual_seed(7 + ctx.rank)
-        self.position, self.rollouts = float(ctx.rank), 0
+        self.position, self.rollouts, self.minibatches = float(ctx.rank), 0, 0
+
+    def trainer_hooks(self, state, ctx):
+        return [self]
+
+    def on_mb_end(self, trainer_state):
+        self.minibatches += 1
 
     def configure(self, ctx):
         model = torch.nn.Linear(2, 1)
@@ -65,10 +71,10 @@ class Collector:
         return StepResult({"loss": loss.detach()})
 
     def rollout_state(self, state):
-        return {"position": self.position, "rollouts": self.rollouts}
+        return {"position": self.position, "rollouts": self.rollouts, "minibatches": self.minibatches}
 
     def load_rollout_state(self, state, payload, ctx):
-        self.position, self.rollouts = payload["position"], payload["rollouts"]
+        self.position, self.rollouts, self.minibatches = (payload[n] for n in ("position", "rollouts", "minibatches"))
 
     def state_dict(self, state):
         return {}
@@ -96,7 +102,9 @@ def main(rank, world_size, folder, directory, what):
     trainer.fit(module, ckpt_path=newest_valid(directory)[0].path if what == "resume" else None)
     state = module.contract_state
     torch.save(dict(state["model"].state_dict()), f"{folder}/rank{rank}.pt")
-    end = {"agent_step": run_state_of(trainer).agent_step, "seen": state["seen"], "position": module.plugin.position}
+    plugin = module.plugin
+    end = {"position": plugin.position, "minibatches": plugin.minibatches, "seen": state["seen"]}
+    end["agent_step"] = run_state_of(trainer).agent_step
     Path(folder, f"end{rank}.json").write_text(json.dumps(end))
     dist.destroy_process_group()
 

@@ -1,38 +1,60 @@
-"""Starts the programs of this folder that are one rank each."""
+"""Starts programs that are one rank each."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import tempfile
+import time
+from pathlib import Path
 
 from support import SUPPORT
+from support.forked import Forked
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "run_ranks_to_their_ends"]
 
 
 def run_ranks(program: str, *arguments: object, world_size: int = 2, code: int = 0, timeout_s: float = 200) -> str:
     """What the ranks of ``PROGRAM RANK WORLD_SIZE ARGUMENTS…`` wrote to their terminals.
 
+    Args:
+        program: A file of this folder, or a module that is imported from the folder of the tests.
+        arguments: What follows the world size.
+        world_size: How many ranks there are.
+        code: What each has to end with.
+        timeout_s: After this long all are killed.
+
     Raises:
         RuntimeError: One did not end with `code`; holds what all of them wrote.
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, SUPPORT / program, str(rank), str(world_size), *map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    codes = [process.returncode for process in ranks]
+    codes, outputs = run_ranks_to_their_ends(program, *arguments, world_size=world_size, code=code, timeout_s=timeout_s)
     if codes != [code] * world_size:
         raise RuntimeError("\n".join([f"the ranks ended with {codes}", *outputs]))
     return "".join(outputs)
+
+
+def run_ranks_to_their_ends(
+    program: str, *arguments: object, world_size: int, code: int = 0, timeout_s: float = float("inf")
+) -> tuple[list[int], list[str]]:
+    """Run all ranks until they have ended or one has ended with another code than `code`.
+
+    Returns the code of each, -9 for those that were killed because of another, and what each wrote.
+    """
+    program = str(SUPPORT / program) if program.endswith(".py") else program
+    path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    deadline = time.monotonic() + timeout_s
+    ranks: list[Forked] = []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(world_size)]
+        try:
+            for rank, log in enumerate(logs):
+                numbers = (rank, world_size)
+                ranks.append(Forked(program, *numbers, *arguments, environ=environ, folder=Path.cwd(), log=log))
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+                if any(rank.poll() not in (None, code) for rank in ranks):
+                    break
+                time.sleep(0.02)
+        finally:
+            for rank in ranks:
+                rank.kill_session()
+        return [rank.wait() for rank in ranks], [log.read_text(errors="replace") for log in logs]

@@ -2,6 +2,7 @@
 
 Reads phases from its first argument (a JSON file): each forks its ranks, which know each other by a file, do a list of
 jobs in order, and leave what each gave in ``<folder>/<phase>-rank<rank>.pt``. A forked rank has imported everything.
+What each phase ended with is a line of ``<folder>/ended.jsonl``.
 """
 
 import contextlib
@@ -349,7 +350,8 @@ def main(file):
         ranks = [fork(rank, phase, folder) for rank in range(phase["world_size"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
         left = {job["key"]: sorted(os.listdir(job["directory"])) for job in phase["jobs"] if "kill_at" in job}
-        print(json.dumps({"phase": phase["name"], "codes": codes, "left": left}), flush=True)
+        with (folder / "ended.jsonl").open("a") as ended:
+            ended.write(json.dumps({"phase": phase["name"], "codes": codes, "left": left}) + "\n")
 
 
 if __name__ == "__main__":

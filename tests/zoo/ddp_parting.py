@@ -189,6 +189,41 @@ class DensifiesByItsOwnRows(Base):
         return StepResult({})
 
 
+class FreezesOnOneRank(SkipsTheUpdate):
+    """One rank alone freezes its first layer in the middle of the training."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 3 and ctx.rank == 1:
+            state["model"][0].requires_grad_(False)
+        return Base.train_step(self, batch, state, ctx)
+
+
+class FreezesFromTheStartOnOneRank(Base):
+    """One rank alone builds its first layer frozen."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"][0].requires_grad_(ctx.rank != 1)
+        return state
+
+
+class ReplacesOnOneRank(DensifiesByItsOwnRows):
+    """Points are replaced on one rank alone, by as many as there were."""
+
+    def train_step(self, batch, state, ctx):
+        points, optimizer = state["points"], state["optimizer"]
+        state["calls"] += 1
+        optimizer.zero_grad()
+        torch.cdist(batch["x"], points["mean"]).min(1).values.mean().backward()
+        optimizer.step()
+        if state["calls"] == 2 and ctx.rank == 1:
+            old, new = points["mean"], nn.Parameter(points["mean"].detach().clone())
+            optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][0] = points["mean"] = new
+        return StepResult({})
+
+
 RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
 """Equal to one process over the whole batch."""
 
@@ -208,6 +243,15 @@ REFUSED = {
         r"\(at .*ddp_parting\.py:\d+, in train_step\).*between its backward calls on some ranks only"
     ),
     UpdatesByHandOnOneRank: r"rank 0 calls torch\.autograd\.grad \(at .*\) in step 2, while rank 1 has ended the step",
+    FreezesOnOneRank: (
+        r'Ranks train different parameters in step 3: rank 0 trains state\["model"\]\.0\.bias, '
+        r'state\["model"\]\.0\.weight, rank 1 does not\. What is frozen'
+    ),
+    FreezesFromTheStartOnOneRank: (
+        r"Ranks 0 and 1 built different things: rank 0 has state\[.model.\]\.0\.weight \(12, 6\) torch.float32, "
+        r"rank 1 has .* torch.float32 frozen"
+    ),
+    ReplacesOnOneRank: r"one of the ranks 0 and 1 has replaced parameters, the other has not",
     DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
 }
 """Ended on both ranks, with what the error says."""

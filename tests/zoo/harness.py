@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .runs import run_ranks
+from support.rank_processes import run_ranks_to_their_ends
 
 STRATEGIES = ("one", "ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16-mixed", "16-mixed")
@@ -95,9 +95,9 @@ def _results(file: Path) -> list[Cell]:
 def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str, bool]], world_size: int) -> str:
     """Run until all jobs are done or a process has died; what it said last, then."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes = run_ranks("zoo.worker", folder, world_size)
-    died = [rank for rank, code in enumerate(codes) if code not in (0, -9)]
-    return " ".join((folder / f"rank{died[0]}.log").read_text().split()) if died else ""
+    codes, said = run_ranks_to_their_ends("zoo.worker", folder, world_size=world_size)
+    died = [text for code, text in zip(codes, said, strict=True) if code not in (0, -9)]
+    return " ".join(died[0].split()) if died else ""
 
 
 def _worst(cells: Sequence[Cell]) -> Cell:

@@ -1,40 +1,58 @@
 """Runs trainer classes alone in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
 
 Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the folder has the jobs. A class is named
-``module:Class``, or by its key in `support.trainer_zoo.ZOO`.
+``module:Class``, or by its key in `zoo.small.ZOO`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
-import os
-import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
+from support.rank_environment import Ranks
+from support.rank_processes import run_ranks
 
-TESTS = Path(__file__).parents[1]
 STEPS = 4
-HOOKS: dict[str, tuple[Any, Any]] = {
-    "fp16_compress_hook": (default_hooks.fp16_compress_hook, None),
-    "fp16_compress_wrapper": (default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
+
+
+class Hook(NamedTuple):
+    """A communication hook of DDP."""
+
+    function: Any
+    wrapper: Any = None
+    state: Any = lambda: None
+    bucket_cap_mb: float = 1e-6
+    """Under genlight; a parameter for each bucket."""
+
+
+def power_sgd() -> PowerSGDState:
+    """That compresses from the third exchange on, even the small layers of the zoo."""
+    return PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+HOOKS = {
+    "fp16_compress_hook": Hook(default_hooks.fp16_compress_hook),
+    "fp16_compress_wrapper": Hook(default_hooks.allreduce_hook, default_hooks.fp16_compress_wrapper),
+    # One bucket, as torch's DDP makes: what PowerSGD computes depends on what travels together.
+    "powerSGD_hook": Hook(powerSGD_hook, state=power_sgd, bucket_cap_mb=25),
+    "powerSGD_hook in fp16": Hook(powerSGD_hook, default_hooks.fp16_compress_wrapper, power_sgd, bucket_cap_mb=25),
+    "powerSGD_hook in small buckets": Hook(powerSGD_hook, state=power_sgd),
 }
-"""Communication hooks of DDP, and what is wrapped around them."""
 ROWS = 8
 """In a step, over all ranks."""
 
@@ -69,9 +87,9 @@ def trainer_class(name: str) -> Any:
     if colon:
         members = vars(importlib.import_module(module))
         return members.get("ZOO", members).get(attribute) or members[attribute]
-    from support import trainer_zoo
+    from . import small
 
-    return {**trainer_zoo.ZOO, **trainer_zoo.ZOO_OF_FAULTS}[name]
+    return {**small.ZOO, **small.ZOO_OF_FAULTS}[name]
 
 
 def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
@@ -127,6 +145,7 @@ def hosted_run(
     callbacks: Any = (),
     policy: Any = None,
     resume: Path | None = None,
+    resume_after: int = 2,
     save: Path | None = None,
     **trainer_args: Any,
 ) -> tuple[Any, Any]:
@@ -139,7 +158,7 @@ def hosted_run(
     trainer = pl.Trainer(
         max_steps=steps,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=list(callbacks),
@@ -153,44 +172,28 @@ def hosted_run(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
         warnings.filterwarnings("ignore", ".*configure_optimizers. returned .None")
-        first = 2 if resume else 0
-        trainer.fit(module, Shares(rank, world_size, steps, first), ckpt_path=resume, weights_only=False)
+        trainer.fit(
+            module, Shares(rank, world_size, steps, resume_after if resume else 0), ckpt_path=resume, weights_only=False
+        )
         if save:
             trainer.save_checkpoint(save)
     return module, trainer
 
 
-def ranks_environment(rank: int, world_size: int) -> Any:
-    """A cluster environment for ranks that are there already and know each other by a FileStore."""
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    class Environment(LightningEnvironment):
-        @property
-        def creates_processes_externally(self) -> bool:
-            return True
-
-        def local_rank(self) -> int:
-            return rank
-
-        def global_rank(self) -> int:
-            return rank
-
-        def world_size(self) -> int:
-            return world_size
-
-        def set_world_size(self, size: int) -> None:
-            assert size == world_size
-
-    return Environment()
-
-
 def strategy_of(kind: str, rank: int, world_size: int) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    environment = ranks_environment(rank, world_size)
+    environment = Ranks(rank, world_size)
     if kind in HOOKS:
-        hooks = {"ddp_comm_hook": HOOKS[kind][0], "ddp_comm_wrapper": HOOKS[kind][1]}
-        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", bucket_cap_mb=1e-6, **hooks)
+        hook = HOOKS[kind]
+        return DDPStrategy(
+            cluster_environment=environment,
+            process_group_backend="gloo",
+            bucket_cap_mb=hook.bucket_cap_mb,
+            ddp_comm_hook=hook.function,
+            ddp_comm_wrapper=hook.wrapper,
+            ddp_comm_state=hook.state(),
+        )
     if kind in ("ddp", "small buckets"):
         # A parameter for each bucket, so that everything that can travel early does.
         settings: Any = {"bucket_cap_mb": 1e-6} if kind == "small buckets" else {}
@@ -211,51 +214,18 @@ def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
     return {"plugins": HalfPrecision(name) if name == "bf16-true" else Precision()}
 
 
-def run_ranks(program: str, folder: Path, world_size: int, *, timeout_s: float = float("inf")) -> list[int]:
-    """Run ``python -m program RANK WORLD_SIZE folder`` for each rank until all have ended or one has failed.
-
-    Returns the exit code of each, -9 for those that were ended because of another; what a rank printed is in
-    ``folder/rank{rank}.log``.
-    """
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context((folder / f"rank{rank}.log").open("w")) for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", program, str(rank), str(world_size), str(folder)],
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-                if any(process.poll() not in (None, 0) for process in ranks):
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    return [process.returncode for process in ranks]
-
-
 def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: float = 240) -> list[dict[str, Any]]:
     """What each rank made of `jobs`, one after the other: weights by the job's key, or the text of an error.
 
     Args:
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted`` to save after two steps and go on in a new
-            run.
+            ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted``, after how many steps to save and go on in
+            a new run, and ``durable`` to save in genlight's format.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes = run_ranks("zoo.runs", folder, 2, timeout_s=timeout_s)
-    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text() for rank in range(2))
+    run_ranks("zoo.runs", folder, timeout_s=timeout_s)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -276,8 +246,9 @@ def _plain_ddp_run(name: str, rank: int, world_size: int, hook: str | None) -> W
     state = trainer.configure(ctx)
     wrapped = {**state, "model": nn.parallel.DistributedDataParallel(state["model"])}
     if hook is not None:
-        function, wrapper = HOOKS[hook]
-        wrapped["model"].register_comm_hook(None, function if wrapper is None else wrapper(function))
+        function, wrapper, state_of_hook, _ = HOOKS[hook]
+        function = function if wrapper is None else wrapper(function)
+        wrapped["model"].register_comm_hook(state_of_hook(), function)
     for batch in Shares(rank, world_size, STEPS):
         trainer.train_step(batch, wrapped, ctx)
     return weights(state, trainer)
@@ -287,12 +258,17 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     if job.get("strategy") == "torch's own":
         return _plain_ddp_run(job["name"], rank, world_size, job.get("hook"))
 
-    from genlight.callbacks import WatchNonfinite
+    from genlight.callbacks import Checkpoint, WatchNonfinite
+    from genlight.callbacks.checkpoint import newest_valid
+
+    checkpoints = folder / f"{job['key']} checkpoints"
+    callbacks: list[Any] = [WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else []
+    callbacks += [Checkpoint(checkpoints)] if job.get("durable") else []
 
     def run(**more: Any) -> tuple[Any, Any]:
         return hosted_run(
             job["name"],
-            callbacks=[WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else (),
+            callbacks=callbacks,
             rank=rank,
             world_size=world_size,
             devices=world_size,
@@ -303,10 +279,13 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
         )
 
     resume = None
-    if job.get("interrupted"):
+    steps = int(job.get("interrupted", 0))
+    if steps:
         resume = folder / f"{job['key']}.ckpt"
-        run(steps=2, save=resume)
-    module, trainer = run(resume=resume)
+        run(steps=steps, save=None if job.get("durable") else resume)
+        if job.get("durable"):
+            resume = newest_valid(checkpoints)[0].path
+    module, trainer = run(resume=resume, resume_after=steps)
     assert trainer.global_step == STEPS
     result = whole(weights(module.contract_state, module.plugin))
     if module._router is not None and module._router.scales:

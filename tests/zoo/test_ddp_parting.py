@@ -14,7 +14,9 @@ from zoo import ddp_parting, runs
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     names = [f"zoo.ddp_parting:{cls.__name__}" for cls in (*ddp_parting.RIGHT, *ddp_parting.REFUSED)]
-    return runs.on_two_ranks(tmp_path_factory.mktemp("parting"), [{"key": name, "name": name} for name in names])
+    jobs = [{"key": name, "name": name} for name in names]
+    jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in names]
+    return runs.on_two_ranks(tmp_path_factory.mktemp("parting"), jobs)
 
 
 @pytest.mark.slow
@@ -29,11 +31,12 @@ def test_ranks_that_may_go_different_ways_agree_with_one_process(together: list[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("buckets", ["", "small buckets "])
 @pytest.mark.parametrize("cls", ddp_parting.REFUSED)
 def test_ranks_that_part_ways_are_ended_together_with_rank_parameter_and_line(
-    together: list[dict[str, Any]], cls: Any
+    together: list[dict[str, Any]], cls: Any, buckets: str
 ) -> None:
     for rank in together:
-        outcome = rank[f"zoo.ddp_parting:{cls.__name__}"]
+        outcome = rank[f"{buckets}zoo.ddp_parting:{cls.__name__}"]
         assert isinstance(outcome, str), "trained to the end in silence"
         assert re.search(ddp_parting.REFUSED[cls], outcome), outcome

@@ -18,8 +18,7 @@ def two_ranks(tmp_path_factory):
     jobs = [{"key": name, "name": f"{MODULE}:{name}", "strategy": "fsdp"} for name in NAMES]
     jobs += [{**job, "key": f"blocks {job['key']}", "policy": "Linear"} for job in jobs]
     jobs += [
-        {"key": f"resumed {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "interrupted": True}
-        for name in RESUMED
+        {"key": f"resumed {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "interrupted": 2} for name in RESUMED
     ]
     jobs += [
         {"key": f"half {name}", "name": f"{MODULE}:{name}", "strategy": "fsdp", "precision": "16-mixed"}

@@ -25,25 +25,31 @@ from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
 from .presence import Presence
 
-__all__ = ["RankFailures", "watch_ranks"]
+__all__ = ["LAUNCH_ID", "RankFailures", "launch_id", "watch_ranks"]
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
+LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
+"""Where nothing else tells one launch from the next, what starts the ranks sets this, alike for all."""
 LAUNCH = (
+    LAUNCH_ID,
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
 """Variables that tell one launch from the next."""
+RESTART = "TORCHELASTIC_RESTART_COUNT"
+"""So does this one among processes of the same agent of torchrun; one that came later has counted fewer restarts."""
 POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
 ACKNOWLEDGED_WITHIN_S = 15.0
 LOOK_AGAIN_S = 60.0
 """How far apart rank zero looks which ranks there are."""
+ASK_AGAIN_S = 1.0
+"""How far apart it looks whether one of them is lost."""
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have begun, and failed."""
 
@@ -62,6 +68,7 @@ class Note(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds since 1970."""
     launch: str
+    restart: str = ""
 
     def failure(self) -> Failure:
         """What rank zero reports of it."""
@@ -93,13 +100,13 @@ class RankFailures:
         """Processes of other ranks that this one started."""
         self.presence = Presence(artifacts_dir)
         """Ranks that another launcher started."""
-        self._since_s = 0.0
+        self._began_s = 0.0
         self._told_of: set[str] = set()
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=_launch())
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id(), restart=_restart())
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
@@ -125,7 +132,7 @@ class RankFailures:
         """What to report where rank zero failed at `at_s` (seconds since 1970): an older failure of another rank."""
         if not self.expects_ranks:
             return own
-        lost = self._lost()
+        lost = self.lost()
         if lost is not None:
             return dataclasses.replace(lost, resumable=own.resumable)
         end = time.monotonic() + PATIENCE_S
@@ -133,7 +140,7 @@ class RankFailures:
             time.sleep(POLL_S)
         return own if other is None else dataclasses.replace(other, resumable=own.resumable)
 
-    def _lost(self) -> Failure | None:
+    def lost(self) -> Failure | None:
         """A rank of another launcher that was killed, or whose node was; the others fail because of that."""
         noted = {note.rank for note in self._notes()}
         for rank, host in self.presence.lost().items():
@@ -155,11 +162,15 @@ class RankFailures:
 
     def forget_earlier(self, began_s: float) -> None:
         """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
-        self._since_s = began_s - (LAUNCHED_WITHIN_S if _launch() else 0.0)
+        self._began_s = began_s
 
     def _notes(self) -> list[Note]:
         notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
-        return [note for note in notes if note.at_s >= self._since_s and note.launch == _launch()]
+        return [note for note in notes if note.launch == launch_id() and note.at_s >= self._since_s(note)]
+
+    def _since_s(self, note: Note) -> float:
+        is_surely_of_this_launch = note.restart == _restart() and note.launch
+        return self._began_s - (LAUNCHED_WITHIN_S if is_surely_of_this_launch else 0.0)
 
     def _read(self, path: Path) -> Note | None:
         """A note; None, with a warning, for what no rank of ours can have written."""
@@ -174,6 +185,10 @@ class RankFailures:
                 log.warning("%s is ignored: %s", path, why)
             return None
 
+    def has_others(self) -> bool:
+        """Whether other ranks are there, or were, as far as this one has seen."""
+        return self.expects_ranks or any(self.presence.folder.glob("rank-*"))
+
     def clear(self) -> None:
         """Remove all notes, which also tells the ranks that theirs was read."""
         shutil.rmtree(self.presence.folder, ignore_errors=True)
@@ -186,9 +201,13 @@ def _have_joined() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _launch() -> str:
+def launch_id() -> str:
     """What ranks of one launch have in common, and no two launches; empty where rank zero starts the others."""
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
+
+
+def _restart() -> str:
+    return os.environ.get(RESTART, "")
 
 
 def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], None]) -> Callable[[], None]:
@@ -196,12 +215,15 @@ def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], 
     stopped = threading.Event()
 
     def watch() -> None:
-        looks_again_s = 0.0
+        looks_again_s = asks_again_s = 0.0
         while not stopped.wait(POLL_S):
-            if not failures.children and _have_joined() and time.monotonic() >= looks_again_s:
+            if _have_joined() and time.monotonic() >= looks_again_s:
                 failures.presence.look()
                 looks_again_s = time.monotonic() + LOOK_AGAIN_S
             failure = failures.found()
+            if failure is None and time.monotonic() >= asks_again_s:
+                failure = failures.lost()
+                asks_again_s = time.monotonic() + ASK_AGAIN_S
             if failure is not None:
                 stopped_there = failure.exit_code == EXIT_STOPPED
                 end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..artifacts_lock import lock_holder
 
-__all__ = ["rank_zero_announced", "rank_zero_is_gone", "rank_zero_process", "watch_rank_zero"]
+__all__ = ["RankZero", "rank_zero_announced", "rank_zero_is_gone", "rank_zero_process"]
 
 log = logging.getLogger(__name__)
 
@@ -51,32 +51,49 @@ def rank_zero_is_gone() -> bool:
     return False
 
 
-def watch_rank_zero(artifacts_dir: Path, end: Callable[[], None]) -> Callable[[], None]:
-    """Call `end`, in a thread, some seconds after rank zero has ended, however it did; returns what stops the watch.
+class RankZero:
+    """Rank zero, as another rank sees it.
 
-    Rank zero is known by its process where it started this one. Elsewhere it is seen by the lock that it holds on the
+    It is known by its process where it started this one. Elsewhere it is seen by the lock that it holds on the
     artifacts directory. Where that was never seen, because the file system shows no locks of other machines or rank
     zero never came so far, the launcher has to end the rest.
     """
-    stopped = threading.Event()
-    is_announced = _PROCESS_ID in os.environ
 
-    def watch() -> None:
-        was_there = is_announced
-        while True:
-            # The lock may be held again at once, by the next attempt.
-            is_there = not rank_zero_is_gone() if is_announced else _is_locked(artifacts_dir)
-            if was_there and not is_there:
-                break
-            was_there = is_there
-            if stopped.wait(LOOK_EVERY_S):
-                return
-        if not stopped.wait(PATIENCE_S):
-            log.error("rank 0 has ended, so this rank ends as well")
-            end()
+    def __init__(self, artifacts_dir: Path) -> None:
+        self._directory = artifacts_dir
+        self._is_announced = _PROCESS_ID in os.environ
+        self._was_locked = False
+        self._unlocked = False
+        self._stopped = threading.Event()
 
-    threading.Thread(target=watch, name="genlight-rank-zero", daemon=True).start()
-    return stopped.set
+    def is_gone(self) -> bool | None:
+        """Whether it has ended; None where that cannot be seen."""
+        if self._is_announced and rank_zero_is_gone():
+            return True
+        # Held again at once, it is the next attempt's.
+        is_locked = _is_locked(self._directory)
+        self._unlocked = self._unlocked or (self._was_locked and not is_locked)
+        self._was_locked = is_locked
+        if self._unlocked:
+            return True
+        return False if is_locked or self._is_announced else None
+
+    def watch(self, end: Callable[[], None]) -> None:
+        """Call `end`, in a thread, some seconds after it has ended, however it did; until `end_watch`."""
+
+        def look() -> None:
+            while not self.is_gone():
+                if self._stopped.wait(LOOK_EVERY_S):
+                    return
+            if not self._stopped.wait(PATIENCE_S):
+                log.error("rank 0 has ended, so this rank ends as well")
+                end()
+
+        threading.Thread(target=look, name="genlight-rank-zero", daemon=True).start()
+
+    def end_watch(self) -> None:
+        """From now on this rank ends by itself."""
+        self._stopped.set()
 
 
 def _is_locked(directory: Path) -> bool:

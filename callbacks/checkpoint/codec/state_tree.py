@@ -208,7 +208,7 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 
 def _hint(value: Any, path: Path) -> str:
     if isinstance(value, type):  # which a file could name to have it called by the code that finds it there
-        return "store its name" + (", as a text for `state_key`" if path[1:2] == ("callbacks",) else "")
+        return "store its name" + (", as a string for `state_key`" if path[1:2] == ("callbacks",) else "")
     if callable(getattr(value, "state_dict", None)):
         return "store its state_dict()"
     if callable(getattr(value, "get_state", None)):
@@ -296,7 +296,7 @@ class _Checker(_Decoder):
             return object()
         if tag in ("$torch", "$device"):
             if not isinstance(content, str):
-                raise TypeError(f"{tag} is not a text")
+                raise TypeError(f"{tag} is not a string")
             return object()
         if tag == "$size":
             if not isinstance(content, list) or not all(type(size) is int and 0 <= size < 2**63 for size in content):

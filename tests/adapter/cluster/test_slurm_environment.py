@@ -94,6 +94,12 @@ def test_outside_of_a_job_and_under_torchrun_nothing_changes(within):
     assert this_rank() == 5
 
 
+@pytest.mark.parametrize(("local", "rank"), [({}, 4), ({"LOCAL_RANK": "1"}, 5)])
+def test_the_ranks_of_a_pod_are_counted_over_the_pods_before_it(within, local, rank):
+    within({"NODE_RANK": "2", "LOCAL_WORLD_SIZE": "2", **local})
+    assert this_rank() == rank
+
+
 def test_an_environment_of_the_callers_own_stays(within):
     within(TASK)
     own = LightningEnvironment()

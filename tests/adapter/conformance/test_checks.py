@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +20,21 @@ from genlight.adapter.conformance.snapshot import differences, snapshot
 from genlight.adapter.conformance.source import check_source
 from genlight.adapter.conformance.subject import Subject
 from support import SUPPORT
+from support.forked import Forked
 
 HERE = str(SUPPORT)
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(monkeypatch):
+    """The two processes come from the fork server; the tests of the command start them as users do."""
+
+    def start(folder, rank):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        log = folder / f"rank{rank}.log"
+        return Forked("genlight.adapter.conformance.ranks", folder, rank, environ=environ, folder=folder, log=log)
+
+    monkeypatch.setattr("genlight.adapter.conformance.ranks.start_rank", start)
 
 
 def batches(count: int = 4) -> tuple:

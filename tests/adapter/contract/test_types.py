@@ -101,7 +101,7 @@ def test_two_records_do_not_share_a_mutable_default():
 @pytest.mark.parametrize("name", ["run_id", "trainer_api_version"])
 @pytest.mark.parametrize("value", ["", "  ", None])
 def test_an_empty_identity_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"Invalid `{name}`. Expected a text that is not empty"):
+    with pytest.raises(ValueError, match=f"Invalid `{name}`. Expected a non-empty string"):
         TrainingJobSpec(**{"run_id": "r", "max_steps": 1, name: value})
 
 

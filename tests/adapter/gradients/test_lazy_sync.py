@@ -13,7 +13,10 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import gradient_sync as replication
+from genlight.adapter.gradients import sent_points
+from genlight.adapter.gradients.averaged_parameters import AveragedParameters
+from genlight.adapter.gradients.buckets import Bucket
+from genlight.adapter.gradients.early_buckets import EarlyBuckets, Plan
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks
@@ -219,7 +222,9 @@ def test_parameters_without_an_optimizer_travel_once_they_have_a_gradient(averag
     assert len(averaged) == 3
     other.requires_grad_(False)
     sync(Point())
-    assert len(averaged) == 4
+    assert len(averaged) == 5, "one more, by which ranks learn that all of them have frozen it"
+    sync(Point())
+    assert len(averaged) == 6
 
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce"])
@@ -323,7 +328,7 @@ class DeviceEvent:
 @pytest.mark.parametrize(("behind", "waits"), [(0, 0), (8, 0), (12, 1)])
 def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averaged, monkeypatch, behind, waits):
     device = Device()
-    monkeypatch.setattr(replication, "_to_host", device.copy)
+    monkeypatch.setattr(sent_points, "_to_host", device.copy)
     sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
 
     for call in range(1, 21):
@@ -331,21 +336,54 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averag
         sync(Point())
 
     assert (device.waits > 0) == waits
-    assert len(sync._sent) == replication.LATE_CALLS
+    assert len(sync._sent._sent) == sent_points.LATE_CALLS
 
 
 def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
     device = Device(done=100)
-    monkeypatch.setattr(replication, "_to_host", device.copy)
+    monkeypatch.setattr(sent_points, "_to_host", device.copy)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Alone())
-    monkeypatch.setattr(dist, "all_gather_object", lambda points, mine, group: points.__setitem__(1, Point()))
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda points, mine, group: points.__setitem__(1, mine._replace(ordinal=0))
+    )
     sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
 
-    for _ in range(replication.LATE_CALLS):
+    for _ in range(sent_points.LATE_CALLS):
         sync(Point(ordinal=1))
     with pytest.raises(ContractError, match="Ranks part ways"):
         sync(Point(ordinal=1))
+
+
+@pytest.mark.parametrize("backward_calls", [1, 4])
+def test_a_backward_call_of_a_small_model_looks_for_replaced_parameters_at_most_twice(
+    averaged, monkeypatch, backward_calls
+):
+    run = Run()
+    looked, real = [], AveragedParameters.refresh
+    monkeypatch.setattr(AveragedParameters, "refresh", lambda self: looked.append(1) or real(self))
+
+    with run.router:
+        before = len(looked)
+        for _ in range(backward_calls):
+            run.backward()
+        assert len(looked) - before <= 2 * backward_calls
+
+
+def test_ranks_agree_on_the_order_of_their_buckets_by_the_device_of_the_gradients(averaged, monkeypatch):
+    """Also where this rank has seen no backward call."""
+    plan = Plan([Bucket([nn.Parameter(torch.empty(1, device="meta"))]) for _ in range(2)], [])
+    seen = []
+
+    def broadcast(tensor, **_):
+        seen.append(tensor.device.type)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    with pytest.raises(InterruptedError):
+        EarlyBuckets().close(plan, (0, 0), repeated=False)
+
+    assert seen == ["meta"]
 
 
 class _Alone:

@@ -59,9 +59,9 @@ def test_further_targets_of_uploads_are_urls():
 
 
 WRONG = [
-    ("run_id", 7, "a text without control characters, but received 7"),
-    ("run_id", "a\nb", "a text without control characters"),
-    ("trainer", ["m:C"], 'a text without control characters, but received ["m:C"]'),
+    ("run_id", 7, "a string without control characters, but received 7"),
+    ("run_id", "a\nb", "a string without control characters"),
+    ("trainer", ["m:C"], 'a string without control characters, but received ["m:C"]'),
     ("trainer_api_version", "v2", 'Expected "v1", but received "v2"'),
     ("max_steps", 0, "an integer >= 1, but received 0"),
     ("max_steps", -1, "an integer >= 1, but received -1"),
@@ -207,7 +207,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[1]", "holds a list"),
         (b"null", "holds null"),
-        (b'"x"', "holds a text"),
+        (b'"x"', "holds a string"),
         (b"3", "holds a number"),
         (b'{"a": "\xff"}', "is not utf-8"),
         (b"[" * 100_000, "nested too deeply"),

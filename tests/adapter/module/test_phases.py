@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,9 @@ from genlight.adapter import ContractError, ContractModule, StepResult, Training
 from genlight.adapter.feed import Minibatches
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
-from support import SUPPORT
+from support.rank_processes import run_ranks
 
 ROWS = 12
-PROGRAM = SUPPORT / "phase_ranks.py"
 
 
 class Actor:
@@ -348,42 +344,28 @@ def test_minibatches_list_every_fault_of_their_arguments() -> None:
     assert whole["a"].tolist() == [0, 1, 2]
 
 
-def run_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[str, Any]], list[Any], str]:
+def train_on_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[str, Any]], list[Any], str]:
     """What each of two ranks has at its end, its weights, and what both said."""
     folder.mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), "2", str(folder), str(directory), what],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    said = run_ranks("phase_ranks.py", folder, directory, what)
     ends = [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
     weights = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    return ends, weights, "".join(outputs)
+    return ends, weights, said
 
 
 @pytest.mark.slow
 def test_each_rank_collects_for_itself_and_all_end_their_passes_together(tmp_path: Path) -> None:
     """Counts are summed, an early end of one rank is that of all, and a resume within a phase is exact on each."""
-    whole, weights, said = run_ranks(tmp_path / "whole", tmp_path / "c", "train")
+    whole, weights, said = train_on_ranks(tmp_path / "whole", tmp_path / "c", "train")
     in_full = [[14 * phase, epoch, index] for phase in (1, 3) for epoch in (0, 1) for index in (0, 1, 2)]
     for end in whole:
         assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
         assert end["agent_step"] == 42
+        assert end["minibatches"] == 11, "a hook of the class hears of them on each rank"
     assert said.count("Rank 1 has more than the 3 minibatches") == 1
 
-    run_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")
-    resumed, resumed_weights, said = run_ranks(tmp_path / "resumed", tmp_path / "d", "resume")
+    train_on_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")
+    resumed, resumed_weights, said = train_on_ranks(tmp_path / "resumed", tmp_path / "d", "resume")
     assert "begins anew" not in said
     for rank in range(2):
         assert resumed[rank] == {**whole[rank], "seen": whole[rank]["seen"][5:]}

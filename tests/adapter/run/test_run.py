@@ -25,6 +25,7 @@ from genlight.adapter.run.ranks.failure_notes import RankFailures
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import read_events
+from genlight.reporters.events.reader import whole_lines
 from genlight.reporters.events.validation import validate_events
 
 TRAINER = '''
@@ -228,6 +229,32 @@ def test_metrics_have_the_contracts_names_and_steps(write_job: Callable[..., Pat
         (4, "total", 120.0),
         (4, "train/lr", 0.5),
     ]
+
+
+DAMAGED = {
+    "cut": b'{"event":"metric","na',
+    "without its time": b'{"event":"metric","name":"x","step":1,"value":1.0}',
+    "with another time": b'{"event":"metric","name":"x","step":1,"timestamp_ms":"now","value":1.0}',
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture, line: bytes
+) -> None:
+    """Only what the time was spent on is unknown then; so it is when the job is run once more."""
+    job = write_job(max_steps=3, checkpoint_every=2, resume_from_latest=True)
+    assert run(job) == 0
+    log = job.parent / "out" / "metrics" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
+
+    for _ in range(2):
+        caplog.clear()
+        assert run(write_job(max_steps=5, checkpoint_every=2, resume_from_latest=True)) == 0
+        assert f"line 2 of event log {log} is not an event" in caplog.text
+        assert "Traceback" not in caplog.text
+    assert list(whole_lines(log))[-1][1].startswith(b'{"event":"completed"')
 
 
 def test_checkpoint_events_name_the_hooks_primary_path(write_job: Callable[..., Path]) -> None:

@@ -8,23 +8,58 @@ import pytest
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
+from genlight.callbacks.checkpoint.storage.background_writer import BackgroundWriter
 from genlight.callbacks.hook.hook import Hook
 
 
-def finish_writing():
-    """Wait for what is written in the background; a failure of it is still to be raised."""
-    for thread in threading.enumerate():
-        if thread.name == "genlight-checkpoint":
-            thread.join()
+class HeldWriter(BackgroundWriter):
+    """A disk on which a write ends at the beginning of the next step, neither sooner nor later."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def start(self, job):
+        def run():
+            self.may_write.wait()
+            job()
+
+        self.wait()
+        self.may_write.clear()
+        super().start(run)
+
+    def finish(self):
+        """Let the write in flight end; a failure of it is still to be raised."""
+        self.may_write.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class SlowDisk(Hook):
+    """Gives a training a held writer."""
+
+    def __init__(self, writer):
+        self.writer = writer
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.checkpoint_io.writer = self.writer
+
+    def on_train_end(self, trainer, pl_module):
+        self.writer.finish()
 
 
 @pytest.fixture
-def trainer_class(counting_trainer):
+def writer():
+    return HeldWriter()
+
+
+@pytest.fixture
+def trainer_class(counting_trainer, writer):
     """Steps in which a write of the step before ends."""
 
     class Waiting(counting_trainer):
         def train_step(self, batch, state, ctx):
-            finish_writing()
+            writer.finish()
             return super().train_step(batch, state, ctx)
 
     return Waiting
@@ -50,17 +85,16 @@ class Told(Hook):
         self.heard.append((record.step, trainer.global_step))
 
 
-def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, tmp_path):
+def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, writer, tmp_path):
     told, checkpoint = Told(), Counted(tmp_path, every_n_steps=20, save_final=False)
 
-    fit(trainer_class(), [checkpoint, told], steps=60, enable_checkpointing=True)
+    fit(trainer_class(), [SlowDisk(writer), checkpoint, told], steps=60, enable_checkpointing=True)
 
-    assert [step for step, _ in told.heard] == [20, 40, 60]
-    assert all(at >= step for step, at in told.heard)  # in the same step, where the disk was quick
+    assert told.heard == [(20, 21), (40, 41), (60, 60)]
     assert checkpoint.calls < 15
 
 
-def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fit, trainer_class, tmp_path):
+def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fit, trainer_class, writer, tmp_path):
     class Saving(Hook):
         critical = True
 
@@ -83,7 +117,7 @@ def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fi
     plugin = Counting()
     checkpoint = Counted(tmp_path / "c", every_n_steps=1000, save_final=False)
     with pytest.raises(CheckpointError, match="of the background"):
-        fit(plugin, [Saving(), checkpoint], steps=60, enable_checkpointing=True)
+        fit(plugin, [SlowDisk(writer), Saving(), checkpoint], steps=60, enable_checkpointing=True)
 
     assert plugin.steps in (30, 31)
     assert checkpoint.calls < 15

@@ -18,6 +18,7 @@ import pytest
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
+from support.forked import Forked
 
 HERE = Path(__file__).parent
 
@@ -136,6 +137,11 @@ class Job:
         with (self.folder / "stderr").open("wb") as log:
             return subprocess.Popen(command, cwd=self.folder, env=self.process_environ(), stderr=log, stdout=log)
 
+    def fork(self, *arguments, program="genlight.adapter.cli", **environ):
+        """A process of the fork server; what it says goes to the file ``stderr``."""
+        environ, log = self.process_environ(**environ), self.folder / "stderr"
+        return Forked(program, *arguments, environ=environ, folder=self.folder, log=log)
+
     def reached(self, rank=0):
         """Whether the trainer of this rank is at the place where it holds."""
         return (self.folder / f"reached-{rank}").exists()
@@ -216,7 +222,7 @@ def torchrun_environs():
 
 
 @pytest.fixture
-def fit(job, fork_server, kill_after):
+def fit(job, kill_after):
     """Starts ``genlight fit`` with a data module, arguments of the Trainer, and variables."""
 
     def started(data, *, at="train_step:3", rank=0, environ=None, **trainer):
@@ -230,7 +236,7 @@ def fit(job, fork_server, kill_after):
             "data": data,
         }
         (job.folder / "fit.yaml").write_text(json.dumps(config))
-        process = fork_server.start(job, "fit", "--config", "fit.yaml", **(environ or {}))
+        process = job.fork("fit", "--config", "fit.yaml", **(environ or {}))
         kill_after(process)
         return process
 

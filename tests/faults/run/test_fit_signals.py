@@ -35,14 +35,13 @@ def test_a_signal_while_a_fit_that_completed_ends_does_not_change_its_exit_code(
     assert (job.folder / "checkpoints" / "final.json").exists()
 
 
-def test_a_rank_of_a_fit_that_was_not_the_first_leaves_without_an_error_when_all_stop(job, fit, torchrun_environs):
-    """A launcher would end the first one, which may still have to tidy up."""
+def test_all_ranks_of_a_fit_that_stops_end_alike(job, fit, torchrun_environs):
     ranks = [fit(FEED, rank=1, environ=environ, **TWO) for environ in torchrun_environs(2)]
     job.wait_until(lambda: job.reached(1), ranks[1])
     ranks[1].send_signal(signal.SIGTERM)
     job.go()
 
-    assert [process.wait(120) for process in ranks] == [75, 0], shown(job)
+    assert [process.wait(120) for process in ranks] == [75, 75], shown(job)
     assert list((job.folder / "checkpoints").glob("step-*.json"))
 
 

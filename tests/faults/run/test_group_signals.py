@@ -19,13 +19,13 @@ def own_loader(**arguments):
 
 
 @pytest.fixture
-def run(job, fork_server, kill_after):
+def run(job, kill_after):
     """Starts ``genlight run`` with a trainer whose rollouts are a loader's."""
 
     def started(trainer):
         plan = {"at": "train_step:3", "holds": 60.0}
         job.write(plan=plan, trainer=trainer, mock_batches=..., max_steps=4000, resume_from_latest=True)
-        process = fork_server.start(job, "run", str(job.spec))
+        process = job.fork("run", str(job.spec))
         kill_after(process)
         return process
 

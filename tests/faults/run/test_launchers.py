@@ -33,14 +33,14 @@ def environ_of(rank, job_id):
 
 
 @pytest.fixture
-def tasks(job, fork_server, kill_after):
+def tasks(job, kill_after):
     """Starts two tasks as srun does, but nobody ends the other when one ends."""
 
     def start():
         job_id = random.randrange(10**6, 10**7)
         started = []
         for rank in range(2):
-            started.append(fork_server.start(job, "run", str(job.spec), **environ_of(rank, job_id)))
+            started.append(job.fork("run", str(job.spec), **environ_of(rank, job_id)))
             kill_after(started[-1])
         return started
 
@@ -84,26 +84,24 @@ def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(j
     job.environ = {"TRAINER_CANCELLED": "1"}
     codes = [process.wait(120) for process in tasks()]
 
-    assert codes[0] == 75
+    assert codes == [75, 75]
     failed = job.terminal_event()
     assert (failed["error"], failed["step"], failed["resumable"]) == ("canceled", 0, True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_ends(
-    job, fork_server, kill_after, is_long, rank
-):
+def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_ends(job, kill_after, is_long, rank):
     if rank == 1 and not is_long:
         pytest.skip("it waits for 15 s to be heard; runs with GENLIGHT_LONG_FAULTS=1")
     write(job, {}, trainer="holds_on_import:Faulty")
     job.go()
-    process = fork_server.start(job, "run", str(job.spec), **environ_of(rank, random.randrange(10**6, 10**7)))
+    process = job.fork("run", str(job.spec), **environ_of(rank, random.randrange(10**6, 10**7)))
     kill_after(process)
     job.wait_until(lambda: job.reached(rank), process)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(120) == (75 if rank == 0 else 0), (job.folder / "stderr").read_text()
+    assert process.wait(120) == 75, (job.folder / "stderr").read_text()
     if rank == 0:
         failed = job.terminal_event()
         assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)

@@ -15,7 +15,7 @@ PAUSE_S = 3.0
 
 
 @pytest.fixture
-def two_ranks(job, fork_server, kill_after, torchrun_environs):
+def two_ranks(job, kill_after, torchrun_environs):
     """Starts two ranks as torchrun does it; rank 0 is the first."""
 
     def started(steps, **plan):
@@ -27,7 +27,7 @@ def two_ranks(job, fork_server, kill_after, torchrun_environs):
             checkpoint_every=5,
             resume_from_latest=True,
         )
-        ranks = [fork_server.start(job, "run", str(job.spec), **environ) for environ in torchrun_environs(2)]
+        ranks = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
         for process in ranks:
             kill_after(process)
         return ranks
@@ -63,14 +63,14 @@ def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two
         ranks[1 - rank].send_signal(signal.SIGTERM)
         job.go()
 
-    assert [process.wait(120) for process in ranks] == [75, 0], (job.folder / "stderr").read_text()
+    assert [process.wait(120) for process in ranks] == [75, 75], (job.folder / "stderr").read_text()
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
 
 
 @pytest.fixture
-def launched_ranks(job, fork_server, kill_after):
+def launched_ranks(job, kill_after):
     """Starts rank 0, which starts rank 1 itself; returns its process and the id of the other one, which is paused."""
 
     def started():
@@ -81,7 +81,7 @@ def launched_ranks(job, fork_server, kill_after):
             mock_batches=list(range(8000)),
             checkpoint_every=5,
         )
-        process = fork_server.start(job, "run", str(job.spec))
+        process = job.fork("run", str(job.spec))
         kill_after(process)
         job.wait_until(lambda: job.reached(1), process)
         other = int((job.folder / "reached-1").read_text())

@@ -10,11 +10,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def start(job, fork_server, kill_after):
+def start(job, kill_after):
     """Starts ``genlight run`` for the job."""
 
     def started():
-        process = fork_server.start(job, "run", str(job.spec))
+        process = job.fork("run", str(job.spec))
         kill_after(process)
         return process
 

@@ -135,8 +135,8 @@ SHORT = {*_short(), *(("SIGTERM", "two, first", phase) for phase in EARLY)}
 class Stop:
     """One run that is stopped."""
 
-    def __init__(self, job, fork_server, kill_after, torchrun_environs, cell):
-        self.job, self.fork_server, self.kill_after = job, fork_server, kill_after
+    def __init__(self, job, kill_after, torchrun_environs, cell):
+        self.job, self.kill_after = job, kill_after
         self.torchrun_environs = torchrun_environs
         self.trigger, processes, phase = cell
         self.phase, self.processes = PHASES[phase], PROCESSES[processes]
@@ -180,7 +180,7 @@ class Stop:
         by_hand = self.processes.world if not self.processes.launched else 1
         for ranks in self.torchrun_environs(by_hand) if by_hand > 1 else [{}]:
             arguments = [] if under_plane else ["run", str(self.job.spec)]
-            started.append(self.fork_server.start(self.job, *arguments, program=program, **settings, **ranks))
+            started.append(self.job.fork(*arguments, program=program, **settings, **ranks))
             self.kill_after(started[-1])
         return started
 
@@ -233,10 +233,10 @@ def children_of(pid):
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" / ".join)
-def test_a_stop_ends_the_run(job, fork_server, kill_after, torchrun_environs, is_long, cell):
+def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, is_long, cell):
     if not is_long and cell not in SHORT:
         pytest.skip("runs with GENLIGHT_LONG_FAULTS=1")
-    stop = Stop(job, fork_server, kill_after, torchrun_environs, cell)
+    stop = Stop(job, kill_after, torchrun_environs, cell)
     started = stop_it(stop)
 
     codes = [process.wait(LIMIT_S) for process in started]

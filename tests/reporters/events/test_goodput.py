@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.goodput import account_of
 
 
@@ -80,6 +81,44 @@ def test_an_attempt_that_said_nothing_is_not_taken_for_measured(tmp_path):
     assert account is not None
     assert not account.is_measured
     assert account.seconds["steps"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event":"metric","name":"lo',
+        b"",
+        b"[]",
+        b'{"event":"metric","name":"loss","step":3,"value":1.0}',
+        b'{"event":"metric","name":"loss","step":3,"timestamp_ms":"now","value":1.0}',
+        b'{"event":"metric","name":"loss","step":3,"timestamp_ms":-1,"value":1.0}',
+        b'{"event":"metric","name":"loss","timestamp_ms":1,"value":1.0}',
+        b'{"event":"metric","name":"time/steps","step":3,"timestamp_ms":1,"value":"long"}',
+        b'{"event":"other","timestamp_ms":1}',
+        b'{"event":"started","timestamp_ms":1' + b"0" * 400 + b"}",
+        b'{"event":"started","timestamp_ms":1,"metadata":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"event":"metric","name":"\xff","step":3,"timestamp_ms":1,"value":1.0}',
+    ],
+)
+def test_a_line_that_is_not_an_event_is_named(tmp_path, line):
+    path = log(tmp_path, (1, "started", {}), (2, "completed", {"step": 5, "final_checkpoint": None}))
+    first, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line + b"\n" + last)
+
+    with pytest.raises(EventLogError, match=rf"line 2 of event log {path} is not an event") as raised:
+        account_of(path)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_last_line_without_its_newline_is_left_out(tmp_path):
+    path = log(tmp_path, (1, "started", {}), (3, "completed", {"step": 5, "final_checkpoint": None}))
+    with path.open("ab") as file:
+        file.write(b'{"event":"started","timest')
+
+    account = account_of(path)
+
+    assert account is not None
+    assert (account.attempts, account.wall_s) == (1, 2.0)
 
 
 attempts = st.lists(

@@ -13,7 +13,7 @@ import pytest
 from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from genlight.adapter.run.ranks.failure_notes import RankFailures, watch_ranks
-from genlight.adapter.run.ranks.rank_zero_watch import watch_rank_zero
+from genlight.adapter.run.ranks.rank_zero_watch import RankZero
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
@@ -60,10 +60,23 @@ def test_of_a_launch_whose_ranks_begin_apart_a_note_from_just_before_rank_zero_c
 
 
 def test_what_another_launch_noted_does_not_count(ranks, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    ranks.note(1, FAILURE)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert ranks.found() is None
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_a_rank_whose_agent_of_torchrun_came_later_is_heard_but_no_attempt_before_this_one(
+    ranks, monkeypatch, is_earlier
+):
+    """An agent counts its own restarts, so that ranks of one attempt may have been told different numbers."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     ranks.note(1, FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert ranks.found() is None
+    ranks.forget_earlier(time.time() + (1 if is_earlier else -1))
+    assert (ranks.found() is None) == is_earlier
 
 
 @pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailed), (STOP, TrainingCanceled)])
@@ -87,7 +100,7 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
     monkeypatch.setattr(
         "genlight.adapter.run.ranks.rank_zero_watch._is_locked", lambda _: seen.append(next(there)) or seen[-1]
     )
-    watch_rank_zero(tmp_path, lambda: ended.append(len(seen)))
+    RankZero(tmp_path).watch(lambda: ended.append(len(seen)))
     while not ended:
         time.sleep(0.01)
     assert ended == [looks]
@@ -95,8 +108,9 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
 
 def test_a_rank_that_ends_by_itself_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("genlight.adapter.run.ranks.rank_zero_watch.LOOK_EVERY_S", 0.01)
-    stop = watch_rank_zero(tmp_path, lambda: pytest.fail("ended"))
-    stop()
+    rank_zero = RankZero(tmp_path)
+    rank_zero.watch(lambda: pytest.fail("ended"))
+    rank_zero.end_watch()
     time.sleep(0.05)
 
 

@@ -432,6 +432,6 @@ def test_the_state_of_a_callback_may_have_a_key_of_any_plain_kind(tmp_path, key)
 
 def test_a_class_as_the_key_of_a_state_is_refused_with_what_to_use_instead(tmp_path):
     with pytest.raises(
-        UnstorableStateError, match=r"\[\"callbacks\"\]\[\"<key>\"\]: .*; store its name, as a text for `state_key`"
+        UnstorableStateError, match=r"\[\"callbacks\"\]\[\"<key>\"\]: .*; store its name, as a string for `state_key`"
     ):
         save(tmp_path / "a", {"callbacks": {Color: {"count": 1}}})

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from genlight.callbacks.checkpoint import load, load_weights, newest_valid, veri
 from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
 from genlight.callbacks.checkpoint.loading import load_for_slices
 from support import SUPPORT
+from support.forked import Forked
 
 PROGRAM = SUPPORT / "sharded_ranks.py"
 STEPS = 7
@@ -97,9 +96,10 @@ def phases(folder: Path) -> list[dict]:
 class Ranks:
     """What the ranks of all phases left: results, exit codes, names in the directories of killed jobs."""
 
-    def __init__(self, folder: Path, output: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.phases = {phase["phase"]: phase for phase in map(json.loads, output.splitlines())}
+        ended = map(json.loads, (folder / "ended.jsonl").read_text().splitlines())
+        self.phases = {phase["phase"]: phase for phase in ended}
 
     def results(self, phase: str, key: str) -> list[dict]:
         """The result of a job on each rank that lived to write it."""
@@ -111,17 +111,11 @@ class Ranks:
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "phases.json").write_text(json.dumps(phases(folder)))
-    process = subprocess.run(
-        [sys.executable, PROGRAM, folder / "phases.json"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    done = Ranks(folder, process.stdout)
+    process = Forked(str(PROGRAM), folder / "phases.json", environ=os.environ, folder=folder, log=folder / "log")
+    assert process.wait(600) == 0, (folder / "log").read_text()
+    done = Ranks(folder)
     for name, phase in done.phases.items():
-        assert set(phase["codes"]) == {0} or name.startswith(("kill", "alone")), process.stderr
+        assert set(phase["codes"]) == {0} or name.startswith(("kill", "alone")), (folder / "log").read_text()
     return done
 
 

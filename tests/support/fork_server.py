@@ -2,9 +2,9 @@
 
     python fork_server.py SOCKET
 
-A client connects for each process, and sends one line of JSON: ``program`` (a file, or a module), ``arguments``,
-``environ``, ``folder``, ``log``. It is sent two lines: the process's id, and the exit status once it has ended. When a
-client goes away its process is killed. The server ends when its standard input does.
+The client is `support.forked`. It connects for each process, and sends one line of JSON: ``program`` (a file, or a
+module), ``arguments``, ``environ``, ``folder``, ``log``. It is sent two lines: the process's id, and the exit status
+once it has ended. When a client goes away its process is killed. The server ends when its standard input does.
 
 It has one thread when it copies itself, so that a copy is as good as a process of its own.
 """
@@ -25,6 +25,9 @@ import threading
 LOADED = (
     "lightning.pytorch",
     "torch._dynamo",  # by the first optimizer, for seconds
+    "torch._functorch.aot_autograd",  # by the first compilation
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "genlight.adapter.job.lightning_config",
     "genlight.adapter.cli.command_line",
     "genlight.adapter.compat",
@@ -132,6 +135,7 @@ def run(program, arguments):
     """As ``python program arguments`` or ``python -m program arguments``."""
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(program))
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

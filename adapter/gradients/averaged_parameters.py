@@ -1,0 +1,91 @@
+"""Which tensors of a trainer have their gradients averaged, also after it added some or replaced them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..discovery.discover import Discovered
+from ..discovery.rank_local import RankLocal
+
+__all__ = ["AveragedParameters"]
+
+
+class AveragedParameters:
+    """The tensors whose gradients are averaged, as they were at the last `refresh`.
+
+    Args:
+        discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
+            are left to those.
+        rank_local: What is each rank's own.
+
+    Attributes:
+        optimized: What optimizers hold; without any optimizer, everything.
+        others: What no optimizer holds.
+        all: Both; the same list while they are the same.
+        by_hand: Ids of the tensors that no optimizer holds.
+        count_bytes: Of all gradients.
+    """
+
+    def __init__(self, discovered: Discovered, rank_local: RankLocal) -> None:
+        self._discovered = discovered
+        self._rank_local = rank_local
+        self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
+        self._in_groups: list[Tensor] | None = None
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.optimized: list[Tensor] = []
+        self.others: list[Tensor] = []
+        self.all: list[Tensor] = []
+        self.by_hand: frozenset[int] = frozenset()
+        self.count_bytes = 0
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Follow parameters that were added, or that took the place of others with the same names; whether any did."""
+        in_groups = [
+            p for found in self._discovered.optimizers for group in found.value.param_groups for p in group["params"]
+        ]
+        before = self._in_groups
+        if (
+            before is not None
+            and len(before) == len(in_groups)
+            and all(map(operator.is_, before, in_groups))
+            and all(slots.get(name) is parameter for slots, name, parameter in self._slots)
+        ):
+            return False
+        self._in_groups = in_groups
+        left_out = self._foreign | self._rank_local.ids(self._discovered)
+        held = {id(p) for p in in_groups}
+        others = [p for _, p in self.outside_of_optimizers() if id(p) not in held]
+        unique = {id(p): p for p in (*in_groups, *others) if id(p) not in left_out and not isinstance(p, DTensor)}
+        self.optimized = [p for p in unique.values() if id(p) in held]
+        self.others = [p for p in unique.values() if id(p) not in held]
+        self.by_hand = frozenset(id(p) for p in self.others)
+        if not self._discovered.optimizers:
+            self.optimized, self.others = self.others, []
+        self.all = self.optimized + self.others
+        self.count_bytes = sum(p.numel() * p.element_size() for p in self.all)
+        self._slots = [
+            (m._parameters, name, p)
+            for found in self._discovered.modules
+            for m in found.value.modules()
+            for name, p in m._parameters.items()
+            if p is not None and id(p) in self.by_hand
+        ]
+        return True
+
+    def outside_of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of modules and bare tensors, with their paths; some of them may be held by an optimizer, too."""
+        for found in self._discovered.modules:
+            yield from self._rank_local.parameters(found)
+        yield from self._rank_local.bare(self._discovered)
+
+
+def _replicated_by_themselves(discovered: Discovered) -> Iterator[nn.Module]:
+    for found in discovered.modules:
+        yield from (m for m in found.value.modules() if isinstance(m, DistributedDataParallel))

@@ -1,0 +1,83 @@
+"""Trainer hooks that a trainer class brings along, such as losses: they hear of the events that other hooks hear of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ...callbacks.hook.cadence import NEVER
+from ...callbacks.hook.events import callbacks_of
+from ...callbacks.hook.hook import order_callbacks
+from ...callbacks.hook.listeners import skippable
+from ...callbacks.trainer_hooks import TrainerHookAdapter, trainer_state_of
+from ..contract.exceptions import ContractError
+from ..contract.types import StepContext
+from .plugin_loading import optional_hook
+
+__all__ = ["OwnHookAdapter", "attach_own_hooks", "own_hooks"]
+
+
+class OwnHookAdapter(TrainerHookAdapter):
+    """Runs a hook that is part of the training: on all ranks, before other callbacks; its failures end the run.
+
+    ``on_mb_end`` comes before a checkpoint of the step is written, which so holds what the hook changes.
+
+    Args:
+        hook: Any object that has one of the events.
+
+    Raises:
+        TypeError: `hook` has none of the events, or is a class.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__(hook)
+        self.critical, self.ranks = True, "all"
+        self._hears_of_minibatches = "on_mb_end" in self._events
+        if self._hears_of_minibatches:
+            self._events.remove("on_mb_end")
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._hears_of_minibatches:
+            self.hook.on_mb_end(trainer_state_of(trainer, pl_module))
+        else:
+            self.next_due_step = NEVER
+
+
+def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
+    """What ``trainer_hooks`` of a trainer class returns; empty where it has none.
+
+    Raises:
+        ContractError: It returned something else than several objects.
+    """
+    hooks = optional_hook(plugin, "trainer_hooks")
+    if hooks is None:
+        return []
+    returned = hooks(state, ctx)
+    if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable):
+        kind = type(returned).__qualname__
+        raise ContractError(f"trainer_hooks returned a {kind}; it must be a list of objects with events")
+    return list(returned)
+
+
+def attach_own_hooks(trainer: pl.Trainer, plugin: Any, state: Any, ctx: StepContext) -> None:
+    """Have what ``trainer_hooks`` of a trainer class returns hear of the events of `trainer`, before its callbacks.
+
+    Raises:
+        ContractError: One of them has no event, or is a class.
+    """
+    hooks = own_hooks(plugin, state, ctx)
+    try:
+        adapters = [OwnHookAdapter(hook) for hook in hooks]
+    except TypeError as error:
+        raise ContractError(f"trainer_hooks of {type(plugin).__qualname__}: {error}") from None
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, OwnHookAdapter)]
+    if adapters or len(others) < len(callbacks_of(trainer)):
+        trainer.callbacks = [*adapters, *others]  # type: ignore[attr-defined]
+        order_callbacks(trainer)

@@ -1,0 +1,160 @@
+"""A score that comes after its checkpoint was saved counts for that checkpoint, and for no other."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlight.adapter.cli import main
+from genlight.callbacks import Checkpoint, EvaluateCommand, Hook
+from genlight.callbacks.checkpoint import RecordMeta, list_checkpoints, save
+from genlight.callbacks.checkpoint.late_scores import SCORES_FILE, add_late_score, read_late_scores
+from genlight.callbacks.checkpoint.retention import WRITER
+from genlight.callbacks.hook.events import publish_scores
+
+PATIENCE_S = 120.0
+
+
+class WaitsForScores(Hook):
+    """Holds training up until a command that was begun has ended, so that its scores come after the next step."""
+
+    def __init__(self, evaluate: EvaluateCommand) -> None:
+        self.evaluate = evaluate
+
+    def on_train_batch_start(self, *_):
+        if self.evaluate._running is not None:
+            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
+
+
+class Tells(Hook):
+    """Publishes scores of steps, each after the step that is its key."""
+
+    writes = ("eval_scores",)
+    critical = True
+
+    def __init__(self, told: dict[int, tuple[int, float]]) -> None:
+        self.told = told
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step in self.told:
+            step, value = self.told[trainer.global_step]
+            publish_scores(trainer, {"val": value}, step)
+
+
+def saver(folder: Path, **settings) -> Checkpoint:
+    return Checkpoint(folder, every_n_steps=2, monitor="val", save_final=False, **{"asynchronous": False, **settings})
+
+
+def scores_in(folder: Path) -> dict[int, float | None]:
+    return {entry.record.step: entry.record.metrics.get("val") for entry in list_checkpoints(folder)}
+
+
+def test_the_best_by_a_command_beside_training_stays_with_its_own_score(fit, counting_trainer, tmp_path, capsys):
+    """Step 4 is the best, which is known only when training is past it."""
+    script = tmp_path / "score.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, sys
+        print(json.dumps({"val": abs(json.load(open(sys.argv[1]))["step"] - 4)}))
+        """)
+    )
+    evaluate = EvaluateCommand([sys.executable, str(script)])
+    checkpoint = saver(tmp_path / "c", keep_last=1)
+
+    fit(counting_trainer(), [WaitsForScores(evaluate), checkpoint, evaluate], steps=10, enable_checkpointing=True)
+
+    scores = scores_in(tmp_path / "c")
+    assert scores.pop(10, 6.0) == 6.0
+    assert scores == {4: 0.0}
+    assert Path(checkpoint.best_model_path).name == "step-00000004.json"
+    assert main(["checkpoint", "ls", str(tmp_path / "c")]) == 0
+    assert "val=0" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_saved_while_an_older_one_is_scored_does_not_get_that_score(
+    fit, counting_trainer, tmp_path
+):
+    """Nor in the run that resumes, whose run state begins with the scores of the one before."""
+    folder = tmp_path / "c"
+    fit(counting_trainer(), [Tells({3: (2, 0.1)}), saver(folder, keep_last=None)], steps=6, enable_checkpointing=True)
+    assert scores_in(folder) == {2: 0.1, 4: None, 6: None}
+
+    fit(
+        counting_trainer(),
+        [Tells({9: (8, 0.3)}), saver(folder, keep_last=None)],
+        steps=10,
+        enable_checkpointing=True,
+        ckpt_path=folder / "step-00000006.json",
+    )
+    assert scores_in(folder) == {2: 0.1, 4: None, 6: None, 8: 0.3, 10: None}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_score_of_this_step_counts_whether_it_comes_before_the_save_or_after(
+    fit, counting_trainer, tmp_path, asynchronous
+):
+    class TellsAfterTheSave(Tells):
+        writes = ()
+        reads = ("latest_checkpoint_uri",)
+
+    folder = tmp_path / "c"
+    hooks = [Tells({2: (2, 0.25)}), TellsAfterTheSave({4: (4, 0.5)})]
+    fit(
+        counting_trainer(),
+        [*hooks, saver(folder, keep_last=None, asynchronous=asynchronous)],
+        steps=5,
+        enable_checkpointing=True,
+    )
+    assert scores_in(folder) == {2: 0.25, 4: 0.5}
+
+
+def test_a_score_of_a_checkpoint_that_is_gone_is_told_and_nothing_else(fit, counting_trainer, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        fit(
+            counting_trainer(),
+            [Tells({7: (2, 0.1)}), saver(tmp_path / "c", keep_last=1)],
+            steps=8,
+            enable_checkpointing=True,
+        )
+    assert "val of step 2 came when that step had no checkpoint any more" in caplog.text
+    assert list(scores_in(tmp_path / "c")) == [8]
+
+
+def record_at(folder: Path, step: int, weight: float):
+    dump = {"state_dict": {"w": torch.full((2,), weight)}, "global_step": step}
+    return save(folder / f"step-{step:08d}.json", dump, meta=RecordMeta(run_id="r", writer=WRITER))
+
+
+def test_a_checkpoint_that_takes_the_place_of_another_has_no_score_of_that(tmp_path):
+    add_late_score([record_at(tmp_path, 2, 1.0)], "val", 0.5)
+    assert scores_in(tmp_path) == {2: 0.5}
+    record_at(tmp_path, 2, 2.0)
+    assert scores_in(tmp_path) == {2: None}
+
+
+def test_a_torn_line_costs_no_other_score(tmp_path):
+    first, second = record_at(tmp_path, 2, 1.0), record_at(tmp_path, 4, 1.0)
+    add_late_score([first], "val", 0.5)
+    with (tmp_path / SCORES_FILE).open("ab") as file:
+        file.write(b'{"digest":"' + b"[" * 100)
+    add_late_score([second], "val", 0.25)
+    assert scores_in(tmp_path) == {2: 0.5, 4: 0.25}
+
+
+def test_a_link_in_the_place_of_the_file_is_neither_read_nor_written(tmp_path, caplog):
+    other = tmp_path / "other"
+    other.write_text("of others\n")
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / SCORES_FILE).symlink_to(other)
+    record = record_at(folder, 2, 1.0)
+    with pytest.raises(OSError, match="link"):
+        add_late_score([record], "val", 0.5)
+    assert read_late_scores(folder) == {}
+    assert "cannot be read" in caplog.text
+    assert other.read_text() == "of others\n"

@@ -1,0 +1,133 @@
+"""The page about Ray Train: its program trains, and goes on with the same bits where a worker is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from genlight.adapter import read_events
+from support.snippets import blocks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PACKAGES = Path(sys.prefix) / "guides"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None and not (PACKAGES / "ray").is_dir(),
+        reason="`make` installs ray into .venv/guides",
+    ),
+]
+
+TRAINER = '''
+import os, signal
+from pathlib import Path
+from trainer import DigitsTrainer
+
+
+class Killed(DigitsTrainer):
+    """Its rank 1 is killed once, by nobody's fault."""
+
+    steps = 0
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        mark = Path(__file__).with_name("was-killed")
+        if ctx.rank == 1 and self.steps == 12 and "straight" not in ctx.job.run_id and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(batch, state, ctx)
+'''
+
+DRIVER = """
+import runpy
+import ray
+
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+try:
+    runpy.run_path("train.py")
+finally:
+    ray.shutdown()
+"""
+
+
+@pytest.fixture
+def ray_folder():
+    """For what Ray's daemons write, short enough for their sockets; none of them outlives the test."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    yield folder
+    for process in daemons_in(folder):
+        process.kill()
+    shutil.rmtree(folder)
+
+
+def daemons_in(folder):
+    """Ray's processes, all of which are told their session's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return found
+
+
+def write_job(folder):
+    (folder / "trainer.py").write_text((EXAMPLES / "digits/trainer.py").read_text())
+    (folder / "killed.py").write_text(TRAINER)
+    job = json.loads((EXAMPLES / "digits/job.json").read_text())
+    job |= {"run_id": "first", "trainer": "killed:Killed", "metric_every": 1, "checkpoint_every": 5, "sample_every": 0}
+    job |= {"sample_prompts": [], "lightning": {"accelerator": "cpu"}}
+    job["hyperparams"] |= {"width": 8, "depth": 1}
+    job["dataset"] |= {"parquet_paths": [str(EXAMPLES / "digits/digits.parquet")], "batch_size": 60}
+    (folder / "job.json").write_text(json.dumps(job))
+
+
+def weights(run):
+    return (run / "checkpoints/final/model.safetensors").read_bytes()
+
+
+def test_a_run_whose_worker_is_killed_ends_as_one_that_genlight_ran_and_nobody_killed(tmp_path, ray_folder):
+    (program,) = [text for _, title, text in blocks(EXAMPLES / "ray/README.md") if title == "train.py"]
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    job_folder = tmp_path / "demo"
+    job_folder.mkdir()
+    write_job(job_folder)
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES)]))
+    environ = {**os.environ, "PYTHONPATH": paths, "RAY_TMPDIR": str(ray_folder), "HOME": str(tmp_path)}
+    environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    }
+    environ |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less
+
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "driver.py"]
+        code = subprocess.run(command, cwd=tmp_path, env=environ, stdout=log, stderr=log, timeout=280).returncode
+    assert code == 0, (tmp_path / "log").read_text()[-20_000:]
+    gone = psutil.wait_procs(daemons_in(ray_folder), timeout=30)[1]
+    assert gone == []
+    two = ["--set", "lightning.devices=2", "--set", "lightning.strategy=ddp", "--set", "run_id=straight"]
+    command = [sys.executable, "-m", "genlight.adapter.cli", "run", "demo/job.json", "--set", "max_steps=40", *two]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=280)
+
+    events = list(read_events(job_folder / "runs/first/metrics/events.jsonl"))
+    ends = [event["event"] for event in events if event["event"] in ("started", "failed", "completed")]
+    assert ends == ["started", "failed", "started", "completed"]
+    (failed,) = [event for event in events if event["event"] == "failed"]
+    assert "RankFailed: rank 1 on" in failed["error"]
+    (resumed,) = [event["value"] for event in events if event.get("name") == "trainer/resumed_from_step"]
+    assert resumed in (5, 10)
+    assert weights(job_folder / "runs/first") == weights(job_folder / "runs/straight")

@@ -1,0 +1,122 @@
+"""Every process of a run on several ranks ends with the exit code of its outcome, however they were launched."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+
+
+def write(job, plan=None, **fields):
+    fields = {"max_steps": 4000, "mock_batches": list(range(8000)), "checkpoint_every": 5, **fields}
+    job.write(plan={"step_s": 0.02, **(plan or {})}, lightning=TWO, resume_from_latest=True, **fields)
+
+
+@pytest.fixture
+def ranks(job, kill_after, torchrun_environs):
+    """Starts two ranks that another launcher numbered and that nobody watches, as pods and tasks of srun are."""
+
+    def started():
+        processes = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
+        for process in processes:
+            kill_after(process)
+        return processes
+
+    return started
+
+
+def codes(processes):
+    return [process.wait(120) for process in processes]
+
+
+def test_a_run_that_completes_or_has_completed(job, ranks):
+    write(job, max_steps=3)
+    assert codes(ranks()) == [0, 0]
+    assert codes(ranks()) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"), [({"cancel_file_path": "cancel"}, "canceled"), ({"max_runtime_seconds": 3}, "timeout")]
+)
+def test_a_cancelled_run_and_one_whose_time_is_over(job, ranks, setting, reason):
+    write(job, {"cancels": 8} if reason == "canceled" else {}, **setting)
+
+    assert codes(ranks()) == [75, 75]
+    assert job.terminal_event()["error"] == reason
+
+
+def test_uploads_that_fail_when_all_ranks_have_trained(job, ranks):
+    job.server.status["/terminal"] = 403
+    write(job, max_steps=3)
+
+    assert codes(ranks()) == [1, 1]
+    assert job.terminal_event()["category"] == "auth"
+
+
+def test_a_rank_zero_that_is_killed_while_it_settles_its_uploads(job, ranks):
+    """The other rank has trained to the end, but nothing has said that the run is whole."""
+    job.server.delay_s["/terminal"] = 600
+    write(job, max_steps=3)
+    both = ranks()
+    job.wait_until(lambda: any(path == "/terminal" for path, _ in job.server.headers), both[0])
+    assert both[1].poll() is None
+    both[0].send_signal(signal.SIGKILL)
+
+    assert codes(both) == [-9, 1]
+
+
+SUBREAPER = """
+import ctypes, os, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives its parent becomes a child of this process
+run = subprocess.Popen([sys.executable, "-m", "genlight.adapter.cli", "run", sys.argv[1]])
+codes = [run.wait()]
+try:
+    while True:
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+except ChildProcessError:
+    print("codes", codes)
+"""
+
+
+def test_a_rank_that_genlight_started_itself(job):
+    write(job, {"cancels": 8}, cancel_file_path="cancel")
+    done = subprocess.run(
+        [sys.executable, "-c", SUBREAPER, str(job.spec)],
+        cwd=job.folder, env=job.process_environ(), capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+    assert "codes [75, 75]" in done.stdout, done.stderr
+    assert job.terminal_event()["error"] == "canceled"
+
+
+WRITES_ITS_CODE = textwrap.dedent("""
+    import json, os, sys
+    from pathlib import Path
+    from genlight.adapter.cli import main
+
+    code = main()
+    Path(f"code-{os.environ['RANK']}").write_text(json.dumps(code))
+    sys.exit(code)
+""")
+
+
+def test_ranks_of_torchrun(job):
+    """Its agent ends the others when it sees that one has left with an error."""
+    write(job, {"cancels": 8}, cancel_file_path="cancel")
+    (job.folder / "main.py").write_text(WRITES_ITS_CODE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "main.py", "run", str(job.spec)],
+        cwd=job.folder, env=job.process_environ(), capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+    assert done.returncode == 1  # torchrun's own word for any of its workers' errors
+    assert json.loads((job.folder / "code-0").read_text()) == 75, done.stderr
+    assert "exitcode  : 75" in done.stderr
+    assert job.terminal_event()["error"] == "canceled"
