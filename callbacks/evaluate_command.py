@@ -127,6 +127,10 @@ class EvaluateCommand(Hook):
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
+        records = (self._running.record if self._running is not None else None, self._waiting)
+        if any(record is not None and record.step > self._step for record in records):
+            self._end()  # its scores would be taken for those of the step that comes again
+            self._canceled, self._begun_step = threading.Event(), None
 
     @override
     def on_checkpoint_durable(

@@ -18,8 +18,9 @@ from ...reporters.events.lines import ROLLED_BACK_METRIC
 from ..diagnosis.readings import Fault, History, Limits
 from ..hook.cadence import rewind
 from ..hook.events import callbacks_of, fire, run_state_of
+from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
 from ..hook.hook import Hook, ending_the_run
-from ..telemetry.run_events import RunEvents, log_to_loggers, run_id_of
+from ..telemetry.run_events import RunEvents, run_id_of
 from .ladder import Attempt, Ladder, Rung
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
 from .start_checks import argument_faults, saver_of, start_faults
@@ -80,7 +81,7 @@ class Recover(Hook):
 
     critical = True
     ranks: Literal["zero", "all"] = "all"
-    writes = ("rolls_back",)
+    writes = ("rolls_back", FIGURES_FIELD)
     _of_this_process = frozenset({"_trainer"})
     _trainer: pl.Trainer | None = None
 
@@ -216,7 +217,7 @@ class Recover(Hook):
         assert target is not None
         assert saver is not None
         began_at, step = time.monotonic(), trainer.global_step
-        log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])})
+        log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
         restore(trainer, pl_module, target, keeps=self)
         self._leaves_out_next = False
         for callback in callbacks_of(trainer):
@@ -251,21 +252,21 @@ class Recover(Hook):
 
     def _raise_rate(self, trainer: pl.Trainer) -> None:
         self.rate_factor, self._lowered_until = 1.0, 0
-        log_to_loggers(trainer, {"recover/lr_factor": 1.0})
+        publish_figures(trainer, lambda: {"recover/lr_factor": 1.0})
         self._write(trainer, success=True, error="", figures={"state": "rate_restored", "lr_factor": 1.0})
 
     def _tell(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
         metrics = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
         if attempt.rung == "lower_lr":
             metrics["recover/lr_factor"] = self.rate_factor
-        log_to_loggers(trainer, metrics)
+        publish_figures(trainer, lambda: metrics)
         if trainer.is_global_zero:
             log.warning("step %d: %s. %s", attempt.step, attempt.fault, _what_is_done(attempt, figures))
         told = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
         self._write(trainer, success=False, error=attempt.fault, figures=told)
 
     def _tell_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
-        log_to_loggers(trainer, {"recover/attempt": 0.0})
+        publish_figures(trainer, lambda: {"recover/attempt": 0.0})
         if trainer.is_global_zero:
             log.info("recovered at step %d, after: %s", trainer.global_step, _tried(over))
         figures = {"state": "recovered", "attempts": len(over), "began_at_step": over[0].step}

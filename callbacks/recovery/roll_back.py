@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,21 @@ log = logging.getLogger(__name__)
 Target = tuple[int, Path]
 """Step and record of a checkpoint."""
 
+UPLOAD_WAIT_S = 60.0
+POLL_S = 0.05
+
 _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
 """Facts of the run state that do not go back."""
 
 
 def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> Target | None:
-    """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective.
-
-    A later one counts where an upload still has to read it, and it cannot be removed.
-    """
+    """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective."""
     saver.wait(trainer)
     target: Target | None = None
     if trainer.is_global_zero:
-        awaited = saver.reports.awaited_paths()
 
         def is_good(record: CheckpointRecord) -> bool:
-            is_early = record.step < before or is_named(record, awaited)
-            return _is_of_run(record, trainer, saver) and record.finite_weights is not False and is_early
+            return _is_of_run(record, trainer, saver) and record.finite_weights is not False and record.step < before
 
         record, warnings = newest_valid(saver.directory, accept=is_good)
         for warning in warnings:
@@ -62,13 +61,19 @@ def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) ->
 
 
 def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
-    """Remove what this run saved after `step`, so that no start goes on from there. On rank zero."""
-    awaited = saver.reports.awaited_paths()
-    for record in own_records(list_checkpoints(saver.directory)):
-        if record.step <= step or not _is_of_run(record, trainer, saver):
-            continue
-        if is_named(record, awaited):
-            log.warning("%s was saved after the fault and stays, because an upload still has to read it", record.name)
+    """Remove what this run saved after `step`, so that no start goes on from there. On rank zero.
+
+    What an upload still has to read is waited for, for a minute at most, and then stays, with a warning.
+    """
+    undone = [r for r in own_records(list_checkpoints(saver.directory)) if r.step > step]
+    waits_until = time.monotonic() + UPLOAD_WAIT_S
+    for record in (record for record in undone if _is_of_run(record, trainer, saver)):
+        while is_named(record, saver.reports.awaited_paths()) and time.monotonic() < waits_until:
+            time.sleep(POLL_S)
+        if is_named(record, saver.reports.awaited_paths()):
+            log.warning(
+                "%s was undone by a roll-back but is not removed, because it is still being uploaded", record.name
+            )
         else:
             delete_checkpoint(record.path)
 
@@ -112,8 +117,9 @@ def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Ca
     trainer.should_stop = False  # what asked for it has seen steps that are undone
     _require_equal(trainer, pl_module, checkpoint, path)
     parts = checkpoint[CONTRACT_KEY]
-    restore_gradients(pl_module, gradients_of_rank(parts.get("gradients", []), trainer.global_rank))
-    restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
+    gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
+    restore_gradients(pl_module, gradients)
+    restore_rng_of_rank(parts["rng"], trainer.global_rank)
     pl_module.feed_callback_metrics()
 
 
