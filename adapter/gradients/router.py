@@ -65,6 +65,7 @@ class StepRouter:
         buffers: Gives all ranks the buffers of rank 0; None on a single rank.
         guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
+        is_last_step: Whether the step that runs is the last one, on all ranks.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StepRouter:
         buffers: BufferSync | None = None,
         guard: UpdateGuard | None = None,
         completed_steps: Callable[[], int] | None = None,
+        is_last_step: Callable[[], bool] = lambda: False,
     ) -> None:
         self._discovered = discovered
         self._device = device
@@ -115,6 +117,7 @@ class StepRouter:
                 at_once=self._hooks.after_backward is not None,
                 averaged=self._check_overflow,
                 completed_steps=completed_steps or (lambda: self._steps - 1),
+                is_last_step=is_last_step,
             )
         for optimizer in self._optimizers:
             interception.wrap(optimizer, "step", self._step)
@@ -305,7 +308,9 @@ class StepRouter:
         if self._in_step or self._is_closed:
             return inner(*args, **kwargs)
         if not interception.is_active(self):
-            self._check_outside(optimizer)
+            if self._averaging is not None:  # no other rank would hear of this update
+                self._refusal = update_errors.outside_of_step(optimizer)
+                raise self._refusal
             return inner(*args, **kwargs)
         if args:
             kwargs["closure"] = args[0]
@@ -327,12 +332,6 @@ class StepRouter:
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         return self._inside(optimizer, inner, **kwargs)
-
-    def _check_outside(self, optimizer: Optimizer) -> None:
-        """Refuse an update that no other rank would hear of."""
-        if self._averaging is not None:
-            self._refusal = update_errors.outside_of_step(optimizer)
-            raise self._refusal
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]

@@ -75,6 +75,7 @@ def step_router(
         buffers=buffers,
         guard=guard,
         completed_steps=lambda: trainer.global_step,
+        is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
     )
 
 

@@ -108,11 +108,23 @@ def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_end
         assert job.server.posted("/terminal")[-1]["error"] == "preempted"
 
 
+NOTES_ITS_CODE = """
+import os, sys
+from pathlib import Path
+from genlight.adapter.cli import main
+
+code = main()
+Path(f"code-{os.environ['RANK']}").write_text(str(code))
+sys.exit(code)
+"""
+
+
 @pytest.fixture
 def torchrun(job, kill_after):
     def start():
-        options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
-        command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(job.spec)]
+        options = ["--standalone", "--nproc-per-node", "2"]
+        (job.folder / "main.py").write_text(NOTES_ITS_CODE)
+        command = ["main.py", "run", str(job.spec)]
         with (job.folder / "stderr").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *options, *command],
@@ -143,7 +155,8 @@ def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun)
     process.send_signal(signal.SIGTERM)
     job.go()
 
-    assert process.wait(150) != 0
+    assert process.wait(150) != 0  # torchrun's own word for it is 1
+    assert [(job.folder / f"code-{rank}").read_text() for rank in range(2)] == ["75", "75"]
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
