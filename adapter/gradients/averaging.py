@@ -32,6 +32,7 @@ class Averaging:
         at_once: Whether to average after each backward call, rather than when one is read.
         averaged: Called each time gradients were averaged.
         completed_steps: How many steps the run has behind it, for messages.
+        is_last_step: Whether the step that runs is the last one, on all ranks.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Averaging:
         at_once: bool,
         averaged: Callable[[], None],
         completed_steps: Callable[[], int],
+        is_last_step: Callable[[], bool],
     ) -> None:
         self._gradients = gradients
         self.group = gradients.group
@@ -52,6 +54,7 @@ class Averaging:
         self._parameters = parameters
         self._call_averaged = averaged
         self._completed_steps = completed_steps
+        self._is_last_step = is_last_step
         self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle)
         self._updates = 0
         self._last_update = ""
@@ -74,6 +77,8 @@ class Averaging:
             self._accumulation.end()
         if not self._was_averaged:
             self._gradients.take_no_part(self._point(Why.NOTHING))
+        elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
+            self._gradients.take_no_part(self._point(Why.LAST))
         if self._buffers is not None:
             self._buffers()
 
@@ -174,7 +179,7 @@ class Averaging:
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
         """Where this rank is now."""
-        where = "" if why in (Why.END_OF_STEP, Why.NOTHING) else users_line()
+        where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
         step = self._completed_steps() + 1
         return Point(why, step, ordinal, self._updates, what, where, self._last_update)
 

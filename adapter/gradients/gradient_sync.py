@@ -24,6 +24,7 @@ from .buckets import Bucket, grouped, read_gradient, write_gradient
 from .communication_hooks import CommunicationHook
 from .early_buckets import EarlyBuckets, Place, Plan
 from .equal_replicas import check_same
+from .lost_ranks import about_broken_exchange
 from .rank_points import MARKS, NUMBERS, Point, parted
 from .sent_points import LATE_CALLS, SentPoints
 from .torch_internals import post_accumulate_hooks
@@ -170,7 +171,7 @@ class GradientSync:
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
         for bucket in buckets:
-            bucket.wait()
+            self._wait(bucket, at)
             for i, gradient in bucket.land().items():
                 write_gradient(bucket.parameters[i], gradient)
         self._averaged_inside |= set(key)
@@ -204,7 +205,7 @@ class GradientSync:
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
-                bucket.wait()
+                self._wait(bucket, at)
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
@@ -255,7 +256,7 @@ class GradientSync:
             repeats.fill_(1)
         last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
-            bucket.wait()
+            self._wait(bucket, at)
         self._sent.add(at, points)
         # What ranks tell each other travels in the type of the gradients, which may be complex.
         used = [flag > 0 for flag in others.real.tolist()]
@@ -264,7 +265,7 @@ class GradientSync:
             repeated = repeats.real.item() > 0
             for bucket in firsts if repeated else ():
                 bucket.send_or_take_part(gradient_of)
-                bucket.wait()
+                self._wait(bucket, at)
             self._early.close(plan, self._place(at), repeated=repeated)
         return used
 
@@ -282,14 +283,21 @@ class GradientSync:
             bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
             bucket.send_tail()
         for bucket in plan.buckets:
-            bucket.wait()
+            self._wait(bucket, at)
         self._sent.add(at, points)
         self._sent.check(0)
         used = [bucket for bucket in plan.buckets if bucket.is_used]
         for bucket in used:
             bucket.send_by_hook(is_last=bucket is used[-1])
-            bucket.wait()
+            self._wait(bucket, at)
         return [flag > 0 for flag in others.real.tolist()]
+
+    def _wait(self, bucket: Bucket, at: Point) -> None:
+        try:
+            bucket.wait()
+        except RuntimeError as error:
+            first = self._named(at._replace(what=bucket.parameters[0])).what
+            raise about_broken_exchange(error, self._named(at), str(first), self.group) from error
 
     def _write_extra(
         self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point

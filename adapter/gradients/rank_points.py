@@ -47,6 +47,7 @@ class Why(enum.IntEnum):
     END_OF_STEP = 6
     NOTHING = 7
     INSIDE = 8
+    LAST = 9
 
 
 _TEXTS = {
@@ -58,6 +59,7 @@ _TEXTS = {
     Why.END_OF_STEP: "has ended the step with gradients and without an update",
     Why.INSIDE: "updates {what} inside of backward",
     Why.NOTHING: "has ended the step without a backward call",
+    Why.LAST: "has ended the last step",
 }
 
 
@@ -99,7 +101,7 @@ def are_together(numbers: Sequence[Sequence[float]]) -> bool:
         return False
     why = {int(row[0]) for row in numbers}
     # A rank that reads a gradient before it updates does nothing that the others need to know of.
-    return len(why) == 1 or (Why.NOTHING not in why and not why >= {Why.UPDATE, Why.END_OF_STEP})
+    return len(why) == 1 or (why.isdisjoint({Why.NOTHING, Why.LAST}) and not why >= {Why.UPDATE, Why.END_OF_STEP})
 
 
 def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:

@@ -33,6 +33,7 @@ __all__ = [
     "WrappedHook",
     "amp_foreach_non_finite_check_and_unscale",
     "current_graph_task_id",
+    "default_store",
     "disable_dynamo",
     "disabled_torch_function",
     "engine_run_backward",
@@ -131,6 +132,17 @@ def power_sgd_state_class() -> type[Any]:
     state: type[Any] = protected("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "PowerSGDState")
     require_names("torch", state, *POWER_SGD_MEMORY, "rng")
     return state
+
+
+def default_store() -> torch._C._distributed_c10d.Store:
+    """Where the ranks met."""
+    store: torch._C._distributed_c10d.Store = _default_store()
+    return store
+
+
+_default_store: Any = (
+    protected("torch.distributed.distributed_c10d", "_get_default_store") if dist.is_available() else None
+)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import torch
@@ -224,6 +226,43 @@ class ReplacesOnOneRank(DensifiesByItsOwnRows):
         return StepResult({})
 
 
+class UpdatesTwiceInTheLastStep(SkipsTheUpdate):
+    """One rank alone makes another update, which no step of the other rank would meet."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        result = Base.train_step(self, batch, state, ctx)
+        if state["calls"] == STEPS and ctx.rank == 0 and together():
+            Base.train_step(self, batch, state, ctx)
+        return result
+
+
+class CallsBackwardOnceMore(SkipsTheUpdate):
+    """One rank alone calls backward twice in the last step, which it may unless somebody looks after each call."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        state["optimizer"].zero_grad()
+        for _ in range(2 if state["calls"] == STEPS and ctx.rank == 0 else 1):
+            self.loss(state["model"], batch).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class KilledInBackward(SkipsTheUpdate):
+    """A rank is killed in the middle of its backward call, while the other exchanges gradients."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        state["optimizer"].zero_grad()
+        if state["calls"] == 3 and ctx.rank == 1:
+            loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
 RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
 """Equal to one process over the whole batch."""
 
@@ -251,6 +290,7 @@ REFUSED = {
         r"Ranks 0 and 1 built different things: rank 0 has state\[.model.\]\.0\.weight \(12, 6\) torch.float32, "
         r"rank 1 has .* torch.float32 frozen"
     ),
+    UpdatesTwiceInTheLastStep: r"rank 0 updates .* in step 4, while rank 1 has ended the last step in step 4",
     ReplacesOnOneRank: r"one of the ranks 0 and 1 has replaced parameters, the other has not",
     DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
 }

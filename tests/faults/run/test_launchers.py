@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,24 @@ def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", True)
     assert "ValueError: bad row (rank 1)" in failed["error"]
+
+
+def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
+    write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
+    process = torchrun()
+    job.wait_until(lambda: job.reached(1), process)
+    ranks = psutil.Process(process.pid).children()
+    try:
+        process.kill()
+        job.go()
+        assert psutil.wait_procs(ranks, timeout=120)[1] == [], (job.folder / "stderr").read_text()
+    finally:
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("preempted", True)
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
 
 
 def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun):
