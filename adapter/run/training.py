@@ -33,6 +33,7 @@ from .preflight import prepare_training
 from .progress import Progress
 from .ranks.child_processes import RankProcesses, watching_node
 from .ranks.failure_notes import watch_ranks
+from .ranks.launcher_watch import launcher_check
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
@@ -54,9 +55,11 @@ log = logging.getLogger(__name__)
 
 def stop_sources(config: RunConfig, signals: StopSignals) -> StopSources:
     """What can ask the run of `config` to stop; others add their checks to it."""
-    return StopSources(
+    stop = StopSources(
         config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
     )
+    stop.add_check(launcher_check())
+    return stop
 
 
 class Training:
