@@ -11,7 +11,7 @@ TESTS_OF_VERSIONS := tests/adapter/loop tests/adapter/gradients tests/adapter/mo
 LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test check format reference faults security shake lowest-torch newest-lightning lock clean
+.PHONY: demo test check format reference zoo faults security shake lowest-torch newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
@@ -31,6 +31,9 @@ format: $(INSTALLED)
 
 reference: $(INSTALLED)  ## the parts of the package READMEs that are made from docstrings and types
 	$(BIN)/python examples/make_reference.py
+
+zoo: $(INSTALLED)  ## every class of tests/zoo in every mode, with its resume; writes the table of adapter/README.md
+	cd tests && ../$(BIN)/python -W ignore -m zoo.table
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .record_events import RecordEvents as RecordEvents
+    from .recovery.recover import Recover as Recover
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
+    from .telemetry.system_monitor import SystemMonitor as SystemMonitor
     from .trainer_hooks import (
         TrainerHook as TrainerHook,
         TrainerHookAdapter as TrainerHookAdapter,
@@ -52,10 +54,12 @@ else:
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
+            ".recovery.recover": ("Recover",),
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),
+            ".telemetry.system_monitor": ("SystemMonitor",),
             ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
@@ -15,7 +17,8 @@ from typing_extensions import override
 from ..adapter.contract.run_state import RunState
 from .data_wait import data_wait_s
 from .hook.cadence import StepCadence, suppressed, wait_for_multiple
-from .hook.events import run_state_of
+from .hook.events import Figures, run_state_of
+from .hook.figures import FIGURES_FIELD, log_to_loggers
 from .hook.hook import Hook
 from .hook.listeners import call_listeners, listeners, skippable
 
@@ -28,10 +31,31 @@ WAIT_FRACTION = "data/wait_fraction"
 """Metric: the share of the time in which training waited for data, from 0 to 1."""
 
 
-class LogMetrics(Hook):
-    """Sends the metrics of a step to every logger of the trainer, and to ``callback_metrics`` and the progress bar.
+EVALUATED_STEP = "trainer/evaluated_step"
+"""Metric: which step scores belong to that come later."""
 
-    Scores of an evaluation (``on_scores``) are sent at the step at which they come. It fires ``on_metrics``.
+
+@dataclass(frozen=True, eq=False)
+class _Unsent:
+    """Figures on their way into a record."""
+
+    figures: Figures
+    step: int
+    is_due: bool
+    """Whether they do not wait for the cadence."""
+
+
+class LogMetrics(Hook):
+    """Sends one record of metrics to every logger of the trainer at a cadence of steps.
+
+    A record merges the metrics of the trainer's step, the statistics of its newest rollout (``rollout/…``, the mean of
+    those that are several numbers), the share of time spent waiting for data, the scores of an evaluation, and the
+    figures of other hooks: ``time/…`` of `Goodput`, ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`,
+    ``diagnosis/…`` of `Diagnosis`. Scores and figures that come at another step are sent at
+    that step, except those of `Goodput` and `SystemMonitor`, which wait for the next record. When a score belongs to an
+    earlier step, ``trainer/evaluated_step`` is that step.
+
+    Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
     For modules that host a trainer of the contract (``pl_module.metrics()``); other modules log by themselves, and with
     one of them it warns and does nothing.
@@ -44,7 +68,7 @@ class LogMetrics(Hook):
     """
 
     critical = True
-    optional_reads = ("eval_scores",)
+    optional_reads = ("eval_scores", FIGURES_FIELD)
     writes = ("loss_stats",)
     _of_this_process = frozenset({"_listeners"})
     _listeners: list[Callable[..., Any]] | None = None
@@ -53,8 +77,10 @@ class LogMetrics(Hook):
     def __init__(self, every_n_steps: int = 10) -> None:
         self.every_n_steps = every_n_steps
         self._unsent_scores: Mapping[str, float] | None = None
+        self._unsent_figures: list[_Unsent] = []
         self._waited: tuple[float, float] | None = None
         self._run_state: RunState | None = None
+        self._told_rollout: Mapping[str, Any] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -66,7 +92,8 @@ class LogMetrics(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
-        self._unsent_scores = None
+        self._unsent_scores, self._unsent_figures = None, []
+        self._told_rollout = self._run_state.rollout_stats
         self._listeners = listeners(trainer, "on_metrics")
         waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
@@ -83,25 +110,32 @@ class LogMetrics(Hook):
             every = wait_for_multiple(self, step)
         metrics: dict[str, float] = {}
         # A step is one; so its boundary is crossed where it is a multiple.
-        if every > 0 and step % every == 0:
+        is_cadence = every > 0 and step % every == 0
+        if is_cadence:
             result = getattr(pl_module, "step_result", None)
-            if result is not None and (getattr(result, "control", None) is None or not suppressed(pl_module)):
+            if result is not None and getattr(result, "control", None) is not None and suppressed(pl_module):
+                is_cadence = False
+            elif result is not None:
                 metrics = run_state.loss_stats = pl_module.metrics()  # type: ignore[operator]
                 if self._listeners:  # what `publish_metrics` does, whose search for listeners would cost each step
                     call_listeners(self._listeners, "on_metrics", trainer, pl_module, metrics, step)
+                if run_state.rollout_stats is not self._told_rollout:
+                    self._told_rollout = run_state.rollout_stats
+                    metrics = {**metrics, **_means(run_state.rollout_stats or {})}
                 if self._waited is not None:
                     metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer)}
         if self._unsent_scores is not None:
             metrics = {**metrics, **self._unsent_scores}
             self._unsent_scores = None
-        if metrics:
-            _send(trainer, pl_module, metrics, step)
+        figures = self._take_figures(trainer, step, is_cadence=is_cadence) if self._unsent_figures else {}
+        if metrics or figures:
+            _send(trainer, pl_module, metrics, figures, step)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._unsent_scores is not None:  # what an evaluation beside training has found since the last step
             scores, self._unsent_scores = self._unsent_scores, None
-            _send(trainer, pl_module, scores, trainer.global_step)
+            _send(trainer, pl_module, scores, {}, trainer.global_step)
             feed = getattr(pl_module, "feed_callback_metrics", None)
             if feed is not None:
                 feed()
@@ -111,8 +145,32 @@ class LogMetrics(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
         if not trainer.validating:  # what a validation logs is sent by Lightning
-            self._unsent_scores = {**(self._unsent_scores or {}), **scores}
+            about = {EVALUATED_STEP: float(step)} if step < trainer.global_step else {}
+            self._unsent_scores = {**(self._unsent_scores or {}), **scores, **about}
             self.next_due_step = 0
+
+    @override
+    def on_figures(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Figures, step: int, waits: bool
+    ) -> None:
+        others = [unsent for unsent in self._unsent_figures if unsent.figures != figures]
+        has_waited = len(others) < len(self._unsent_figures)
+        is_due = not waits or has_waited or not self.every_n_steps
+        self._unsent_figures = [*others, _Unsent(figures, step, is_due)]
+        if is_due:
+            self.next_due_step = 0
+
+    def _take_figures(self, trainer: pl.Trainer, step: int, *, is_cadence: bool) -> dict[str, float]:
+        """The figures for the record of `step`; those of an earlier one are sent by themselves."""
+        taken = [unsent for unsent in self._unsent_figures if unsent.is_due or is_cadence]
+        self._unsent_figures = [unsent for unsent in self._unsent_figures if unsent not in taken]
+        record: dict[str, float] = {}
+        for unsent in taken:
+            if unsent.is_due and unsent.step < step:  # of a hook that runs after this one
+                log_to_loggers(trainer, unsent.figures(), unsent.step)
+            else:
+                record.update(unsent.figures())
+        return record
 
     def _wait_fraction(self, trainer: pl.Trainer) -> float:
         """The share of the time since the last cadence in which the step waited for data."""
@@ -122,7 +180,30 @@ class LogMetrics(Hook):
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
-def _send(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int) -> None:
+def _means(stats: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among the statistics of a rollout, as metrics; what is no number has no place in a record."""
+    means: dict[str, float] = {}
+    for name, value in stats.items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+        if value is None or isinstance(value, str | bytes):
+            continue
+        try:
+            numbers = np.asarray(value, dtype=np.float64)
+        except (TypeError, ValueError):
+            continue
+        if numbers.size:
+            means[f"rollout/{name}"] = float(numbers.mean())
+    return means
+
+
+def _send(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    metrics: Mapping[str, float],
+    figures: Mapping[str, float],
+    step: int,
+) -> None:
     connector = trainer._logger_connector
     published = getattr(pl_module, "published", None)
     if published is not None:
@@ -134,7 +215,8 @@ def _send(trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[s
     if loggers:
         # `log_metrics` of the connector, less its search for tensors among what are numbers.
         connector._logged_metrics.update(metrics)  # type: ignore[arg-type]
+        record = {**metrics, **figures} if figures else metrics
         for logger in loggers:
-            logger.log_metrics(metrics=metrics, step=step)  # type: ignore[arg-type]
+            logger.log_metrics(metrics=record, step=step)  # type: ignore[arg-type]
             if type(logger).save is not Logger.save:  # that one does nothing
                 logger.save()

@@ -16,6 +16,7 @@ from ..adapter.contract.exceptions import ReplicaDriftError
 from .hook.cadence import Boundaries, StepCadence
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .optimizer_state import named_values
 from .replica_digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
@@ -101,6 +102,12 @@ class ReplicaGuard(Hook):
         if self._pending is not None:
             until = STEPS_UNTIL_SENT if self._pending.work is None else STEPS_UNTIL_READ
             self.next_due_step = min(self.next_due_step, self._pending.step + until)
+
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read(pl_module)
+        self._first_step = self._compared_step = trainer.global_step
+        self._next_double = trainer.global_step + 1
 
     @override
     def on_save_checkpoint(
@@ -218,7 +225,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items():
+            for key, value in named_values(state):
                 if isinstance(value, Tensor):
                     yield f"{key} of {names.get(id(parameter), 'a tensor')}", value
 

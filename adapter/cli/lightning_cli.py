@@ -25,7 +25,8 @@ from ...callbacks.monitor_errors import monitor_error
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
-from ..cluster.slurm_environment import placed_by_slurm, placement_fault
+from ..cluster.placement import placed_by_launcher
+from ..cluster.slurm_environment import placement_fault
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
@@ -129,7 +130,7 @@ class GenlightCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        placed = placed_by_slurm({**self._get(self.config_init, "trainer", default={}), **kwargs})
+        placed = placed_by_launcher({**self._get(self.config_init, "trainer", default={}), **kwargs})
         trainer = super().instantiate_trainer(**{**kwargs, **placed})
         fault = placement_fault(trainer)
         if fault is not None:

@@ -1,6 +1,7 @@
-"""Where Slurm placed this process, read from its ``SLURM_*`` variables and from nothing else.
+"""Where a scheduler placed this process, read from its variables and from nothing else.
 
-Each field takes the first of its variables that is set and sound. A look-up that fails is an error and never
+Those of Slurm count; outside of one of its jobs those that torchrun and the pods of ``genlight k8s render`` have. Each
+field takes the first of its variables that is set and sound. A look-up that fails is an error and never
 ``localhost``: every node would train a world of its own.
 """
 
@@ -10,7 +11,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,15 @@ _SPECIAL_STEPS = 0xFFFF_FFF0
 _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
 _GPUS = re.compile(r"([\w.:-]+[:=])?(?P<count>\d{1,9})(\([^)]*\))?", re.ASCII)
 _KEPT = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "JOB_DIR")
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+)
 _SECRET = ("SLURM_JWT",)
 
 _T = TypeVar("_T")
@@ -34,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class JobContext:
-    """The place of one process in a Slurm job; what the scheduler does not tell is None."""
+    """The place of one process in a job; what the scheduler does not tell is None."""
 
     job_id: str | None = None
     """Differs for each task of an array; see `array_job_id`."""
@@ -52,7 +62,7 @@ class JobContext:
     master_addr: str | None = None
     master_port: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """The variables that it was made from: those of Slurm, without its token."""
+    """The variables that it was made from, without Slurm's token."""
     created_at: float = field(default_factory=time.time, compare=False)
     """Seconds since 1970."""
     output_dir: Path | None = None
@@ -123,6 +133,8 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
     tasks = reader.first(_tasks_per_node, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     job_id, step_id = reader.text("SLURM_JOB_ID", "SLURM_JOBID"), reader.text("SLURM_STEP_ID", "SLURM_STEPID")
     output_dir = reader.text("JOB_DIR")
+    if job_id is None and "LOCAL_WORLD_SIZE" in env:
+        return _placed_by_launcher(reader, env, output_dir)
     context = JobContext(
         job_id=job_id,
         step_id=step_id,
@@ -148,6 +160,37 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
     if faults:
         raise ValueError("\n  - ".join(["The variables of Slurm cannot be used:", *faults]))
     return context
+
+
+def _placed_by_launcher(reader: _Reader, env: Mapping[str, str], output_dir: str | None) -> JobContext:
+    """The context of a process of torchrun, or of a pod, which has no rank of its own but that of its node."""
+    node_rank = reader.first(_count, "NODE_RANK", "GROUP_RANK")
+    here, world_size = reader.first(_positive, "LOCAL_WORLD_SIZE"), reader.first(_positive, "WORLD_SIZE")
+    rank, local_rank = reader.first(_count, "RANK"), reader.first(_count, "LOCAL_RANK")
+    if rank is None and None not in (node_rank, here):
+        local_rank = local_rank or 0  # the first process of a pod starts the others
+        rank = (node_rank or 0) * (here or 1) + local_rank
+    nodes = reader.first(_positive, "GROUP_WORLD_SIZE")
+    if nodes is None and here is not None and world_size is not None and world_size % here == 0:
+        nodes = world_size // here
+    address, port = reader.first(_address, "MASTER_ADDR"), reader.first(_port, "MASTER_PORT")
+    faults = list(reader.faults)
+    if rank is not None and world_size is not None and rank >= world_size:
+        faults.append(f"The rank is {rank}, but there are {world_size} ranks, counted from 0.")
+    if faults:
+        raise ValueError("\n  - ".join(["The variables of the launcher cannot be used:", *faults]))
+    return JobContext(
+        rank=rank,
+        local_rank=local_rank,
+        node_rank=node_rank,
+        world_size=world_size,
+        num_nodes=nodes,
+        local_world_size=here,
+        master_addr=address,
+        master_port=port,
+        environment=_kept(env, also=_LAUNCHER),
+        output_dir=None if output_dir is None else Path(output_dir),
+    )
 
 
 class _Reader:
@@ -239,11 +282,11 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else zlib.crc32(text.encode())
 
 
-def _kept(env: Mapping[str, str]) -> dict[str, str]:
+def _kept(env: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT) and name not in _SECRET
+        if (name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT or name in also) and name not in _SECRET
     }
 
 

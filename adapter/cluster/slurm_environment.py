@@ -15,9 +15,17 @@ from typing_extensions import override
 
 from .job_context import JobContext, current_job_context, in_srun_task
 
-__all__ = ["SlurmEnvironment", "placed_by_slurm", "placement_fault"]
+__all__ = [
+    "NOT_GIVEN",
+    "SlurmEnvironment",
+    "has_cluster_environment",
+    "listed",
+    "placed_by_slurm",
+    "placement_fault",
+]
 
-_NOT_GIVEN = (None, "auto", -1, "-1")
+NOT_GIVEN = (None, "auto", -1, "-1")
+"""What `devices` may be where the launcher decides."""
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -118,9 +126,8 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The variables of Slurm cannot be used.
     """
-    plugins = _listed(arguments.get("plugins"))
-    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
-    if strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in plugins):
+    plugins = listed(arguments.get("plugins"))
+    if has_cluster_environment(arguments):
         return {}
     if TorchElasticEnvironment.detect():  # torchrun, maybe started by srun, has numbered its processes itself
         return {}
@@ -128,14 +135,21 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"plugins": [*plugins, LightningEnvironment()]} if "SLURM_NTASKS" in os.environ else {}
     environment = SlurmEnvironment()
     placed: dict[str, Any] = {"plugins": [*plugins, environment]}
-    if arguments.get("devices") in _NOT_GIVEN and environment.context.local_world_size is not None:
+    if arguments.get("devices") in NOT_GIVEN and environment.context.local_world_size is not None:
         placed["devices"] = environment.context.local_world_size
     if arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in
         placed["num_nodes"] = environment.context.num_nodes
     return placed
 
 
-def _listed(value: Any) -> list[Any]:
+def has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
+    """Whether the caller has chosen one."""
+    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
+    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in listed(arguments.get("plugins")))
+
+
+def listed(value: Any) -> list[Any]:
+    """An argument that may be a single value, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

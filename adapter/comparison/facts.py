@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ...callbacks.optimizer_state import named_values
 from ..discovery.discover import Discovered, uncompiled
 
 __all__ = ["KINDS", "Facts", "Recording", "facts_of", "live_weights", "numbers", "whole_copy"]
@@ -63,10 +64,10 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
     return tensors | {found.path: found.value for found in bare}
 
 
-def numbers(values: Mapping[Any, Any], path: str, *, tensors: bool = False) -> dict[str, Tensor]:
-    """The numbers of a mapping, and its tensors where they are wanted, by name below `path`."""
+def numbers(entry: Any, path: str, *, tensors: bool = False) -> dict[str, Tensor]:
+    """The numbers of a mapping or of a single value, and its tensors where they are wanted, by name below `path`."""
     found: dict[str, Tensor] = {}
-    for key, value in values.items():
+    for key, value in named_values(entry):
         if isinstance(value, Tensor):
             if tensors or value.numel() == 1:
                 found[f"{path}.{key}"] = whole_copy(value)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...callbacks.optimizer_state import named_values
 from ..contract.exceptions import ContractError
 from .discover import Discovered, Found
 
@@ -82,7 +83,7 @@ class RankLocal:
                 if id(parameter) not in paths:
                     paths[id(parameter)] = f"parameter {i} of {found.path}"
                     yield paths[id(parameter)], parameter
-                for key, value in found.value.state.get(parameter, {}).items():
+                for key, value in named_values(found.value.state.get(parameter, {})):
                     if isinstance(value, Tensor) and not has_own_state:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 

@@ -7,7 +7,7 @@ each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.checkpoint.sharded.boxes import sharded_like
 from ...callbacks.checkpoint.sharded.lazy_tensor import whole
+from ...callbacks.optimizer_state import map_values, named_values
 from .discover import Found
 
 __all__ = ["KeptByWrapper", "kept_by_wrappers"]
@@ -39,7 +40,7 @@ class KeptByWrapper:
         """
         state = self.optimizer.state
         entries = {place: state[p] for place, p in enumerate(self._parameters()) if p in state}
-        return {"state": {place: {n: whole(v) for n, v in entry.items()} for place, entry in entries.items()}}
+        return {"state": {place: map_values(whole, entry) for place, entry in entries.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the entries over, on the devices of their parameters and sharded as those are."""
@@ -47,8 +48,9 @@ class KeptByWrapper:
         state.clear()
         for place, parameter in enumerate(self._parameters()):
             if place in saved["state"]:
-                entry = saved["state"][place].items()
-                state[parameter] = {name: _beside(parameter, name, value) for name, value in entry}
+                entry = saved["state"][place]
+                values = {name: _beside(parameter, name, value) for name, value in named_values(entry)}
+                state[parameter] = values if isinstance(entry, Mapping) else values.popitem()[1]
         if self.shares_groups:
             self.optimizer.param_groups = self.wrapper.param_groups
 

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from ..cluster.slurm_environment import placed_by_slurm
+from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
@@ -123,6 +123,11 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
         for request in config.sample_prompts
     ]
+    given = {} if config.recover is None else dataclasses.asdict(config.recover)
+    recover = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    watch = _class(
+        "genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50
+    )
     validate = None if config.validate is None else dataclasses.asdict(config.validate)
     evaluation = [] if validate is None else [_class("genlight.callbacks.Evaluate", **validate)]
     return [
@@ -143,7 +148,8 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         ),
         _class("genlight.callbacks.JobProgress"),
         _class("genlight.callbacks.Goodput"),
-        _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
+        _class("genlight.callbacks.SystemMonitor"),
+        _class("genlight.callbacks.Recover", **recover) if recover else watch,
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
             "genlight.callbacks.Checkpoint",
@@ -207,7 +213,7 @@ def instantiate(
     with _lightning_errors():
         theirs = _instantiated_by_jsonargparse(_their_arguments(config))
         ours = _our_arguments(config)
-        theirs = {**theirs, **placed_by_slurm(theirs)}
+        theirs = {**theirs, **placed_by_launcher(theirs)}
         lists = {name: [_make(entry) for entry in ours.pop(name, [])] + _listed(theirs.get(name)) for name in _LISTS}
         return pl.Trainer(**{**ours, **theirs, **{name: made for name, made in lists.items() if made}}), data
 
@@ -225,7 +231,7 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
     given = {name: value for name, value in _their_arguments(config).items() if name not in _LEAVES_SOMETHING}
     with _lightning_errors():
         theirs = _instantiated_by_jsonargparse(given)
-        theirs = {**theirs, **placed_by_slurm(theirs)}
+        theirs = {**theirs, **placed_by_launcher(theirs)}
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
         return pl.Trainer(**{**ours, **theirs, **alone})
 

@@ -63,6 +63,12 @@ class ContractEpochLoop(TrainingEpochLoop):
         # one batch more than the epoch has. Here a validation that is due comes before the first batch.
         return True
 
+    def roll_back_to(self, step: int) -> None:
+        """Count on from `step`. Batches and epochs are those of the data, which goes on where it is."""
+        self.global_step = step
+        self._batches_that_stepped = step - 1  # it is counted where a step has ended
+        self.step_in_progress = None
+
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()

@@ -55,9 +55,9 @@ def filled_in(
 
 
 def _job_context() -> JobContext | None:
-    """Where Slurm placed this process; None outside of a job."""
+    """Where Slurm, torchrun or Kubernetes placed this process; None where none did."""
     context = current_job_context()
-    return None if context.job_id is None else context
+    return None if context.job_id is None and context.rank is None else context
 
 
 def _feed_of(trainer: pl.Trainer, module: Any) -> Any:

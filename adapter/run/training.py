@@ -31,8 +31,9 @@ from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
 from .preflight import prepare_training
 from .progress import Progress
-from .ranks.child_processes import RankProcesses
+from .ranks.child_processes import RankProcesses, watching_node
 from .ranks.failure_notes import watch_ranks
+from .ranks.launcher_watch import launcher_check
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
@@ -54,9 +55,11 @@ log = logging.getLogger(__name__)
 
 def stop_sources(config: RunConfig, signals: StopSignals) -> StopSources:
     """What can ask the run of `config` to stop; others add their checks to it."""
-    return StopSources(
+    stop = StopSources(
         config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
     )
+    stop.add_check(launcher_check())
+    return stop
 
 
 class Training:
@@ -119,7 +122,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
+            self.outcome.report.begin(self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
@@ -191,15 +194,19 @@ class Training:
     @contextlib.contextmanager
     def _watching_ranks(self, trainer: pl.Trainer) -> Iterator[None]:
         """End the run when another rank fails, also while this one hangs in a collective."""
-        if self.outcome is None or trainer.world_size == 1:
+        if trainer.world_size == 1:
             yield
+            return
+        children = RankProcesses(trainer)
+        self.stop.signals.before_exit = children.kill_at_once
+        if self.outcome is None:
+            with watching_node(children, self.end_now):
+                yield
             return
         ranks = self.outcome.rank_failures
         ranks.expects_ranks = True
-        children = RankProcesses(trainer)
         ranks.children = children
         self.outcome.children = children
-        self.stop.signals.before_exit = children.kill_at_once
         stop = watch_ranks(ranks, self.outcome.fail_and_exit)
         try:
             with rank_zero_announced(), watching_paused_ranks(children.ids, self.stop.is_stopping, self.end_now):

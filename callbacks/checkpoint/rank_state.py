@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import sys
@@ -23,6 +24,7 @@ __all__ = [
     "SHARDED_GRADIENTS",
     "capture_rng",
     "HoldsBareParameters",
+    "clear_gradients",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -32,6 +34,7 @@ __all__ = [
     "restore_rng",
     "restore_rng_of_rank",
     "sharded_gradients_of",
+    "warn_of_lost_rng",
     "warn_of_loaders_without_position",
 ]
 
@@ -64,27 +67,29 @@ def capture_rng_of_ranks(generators: Sequence[torch.Generator] = ()) -> list[Any
     return gather(capture_rng(generators))
 
 
-def restore_rng_of_rank(
-    states: list[Any], rank: int, world_size: int, generators: Sequence[torch.Generator] = ()
-) -> None:
-    """Take over this rank's random state; says what a change of the number of ranks loses."""
-    if rank >= len(states):
+def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
+    """Take over this rank's random state; one that the checkpoint does not have keeps its own.
+
+    Returns:
+        What could not be restored here, in words.
+    """
+    return restore_rng(states[rank], generators) if rank < len(states) else []
+
+
+def warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size: int) -> None:
+    """Say once what of the random states is lost, by devices that are not here or by another number of ranks."""
+    if saved_by != world_size and rank == 0:
+        ranks = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
+        kept = "others begin with their own" if saved_by < world_size else "the others' are lost"
         log.warning(
-            "The checkpoint was saved by %d ranks: rank %d of %d has no random state in it and keeps its own",
-            len(states),
-            rank,
+            "The checkpoint was saved by %s and is resumed by %d: the ranks that both have keep their random states, "
+            "%s, and the run will not be bit-equal to one that was never interrupted",
+            ranks,
             world_size,
+            kept,
         )
-        return
-    if len(states) != world_size and rank == 0:
-        log.warning(
-            "The checkpoint was saved by %d ranks and is resumed by %d: random states are kept for the ranks that "
-            "both have, and the run will not be bit-equal to one that was never interrupted",
-            len(states),
-            world_size,
-        )
-    for lost in restore_rng(states[rank], generators):
-        log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", lost)
+    for what in lost:
+        log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
@@ -201,9 +206,24 @@ def _digest(gradient: torch.Tensor) -> str | None:
     return digest_of(bytes_of(gradient.detach())) if gradient.layout == torch.strided else None
 
 
-def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int) -> dict[str, torch.Tensor]:
-    """What this rank puts back: its own part, and of sharded parameters what rank zero holds."""
-    return parts[0] | (parts[rank] if rank < len(parts) else {}) if parts else {}
+def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """What this rank puts back: its own part, and of sharded parameters what rank zero holds.
+
+    With another number of ranks it is the mean over those that saved: the gradients of an open window are averaged over
+    the ranks in the end, and no rank's part of it may be lost or count twice.
+    """
+    if not parts or len(parts) == world_size:
+        return parts[0] | parts[rank] if parts else {}
+    wholes = [parts[0] | part for part in parts]
+    names = dict.fromkeys(name for whole in wholes for name in whole)
+    found = {name: [whole[name] for whole in wholes if name in whole] for name in names}
+    return {name: functools.reduce(torch.add, of_ranks) / len(wholes) for name, of_ranks in found.items()}
+
+
+def clear_gradients(module: pl.LightningModule) -> None:
+    """Have no parameter hold a gradient."""
+    for _, parameter in _trained(module):
+        parameter.grad = None
 
 
 def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ from .rank_state import (
     restore_rng_of_rank,
     sharded_gradients_of,
     warn_of_loaders_without_position,
+    warn_of_lost_rng,
 )
 from .selection import find_checkpoint
 
@@ -96,13 +97,14 @@ class ResumeState:
     def load(self, trainer: pl.Trainer, parts: dict[str, Any]) -> None:
         """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
-        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank)
+        gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
         self.is_within_epoch = bool(parts.get("is_between_batches")) and not parts.get("is_last_batch")
         if "rng" in parts:
             # Now, for what draws before the first batch; where batches went before, once more at the next one,
             # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
-            restore_rng_of_rank(parts["rng"], trainer.global_rank, trainer.world_size)
+            lost = restore_rng_of_rank(parts["rng"], trainer.global_rank)
+            warn_of_lost_rng(lost, len(parts["rng"]), trainer.global_rank, trainer.world_size)
             if parts.get("is_between_batches"):
                 self._rng = parts["rng"]
 
@@ -129,7 +131,7 @@ class ResumeState:
         """Put random states back; once, at the point from which a run draws as it did before."""
         states, self._rng = self._rng, None
         if states is not None:
-            restore_rng_of_rank(states, trainer.global_rank, trainer.world_size, loader_generators(trainer))
+            restore_rng_of_rank(states, trainer.global_rank, loader_generators(trainer))
 
 
 def _uri_of(ckpt_path: str | os.PathLike[str]) -> str:

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..optimizer_state import named_values
 from .checkpoint_io import DurableCheckpointIO
 from .sharded.boxes import is_sharded
 from .storage.host_buffer import ALIGNMENT
@@ -29,7 +30,7 @@ def _size_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> int:
 
     What is frozen is copied once, elsewhere, and shared by all checkpoints.
     """
-    moments = (t for o in trainer.optimizers for entry in o.state.values() for t in entry.values())
+    moments = (t for o in trainer.optimizers for entry in o.state.values() for _, t in named_values(entry))
     trained = (p for p in module.parameters() if p.requires_grad)
     tensors = (t for t in (*trained, *module.buffers(), *moments) if isinstance(t, torch.Tensor))
     own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)

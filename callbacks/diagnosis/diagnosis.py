@@ -20,8 +20,9 @@ from ...adapter.contract.exceptions import ReplicaDriftError
 from ...adapter.plumbing.redaction import text_of
 from ..hook.cadence import StepCadence, crossed, next_multiple
 from ..hook.events import fire
+from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
-from ..telemetry.run_events import RunEvents, log_to_loggers
+from ..telemetry.run_events import RunEvents
 from .check import LATENT_METRICS, Check, RankView, loss_of
 from .fault_log import FaultLog
 from .fingerprint import fingerprint
@@ -82,6 +83,7 @@ class Diagnosis(Hook):
     """
 
     ranks: Literal["zero", "all"] = "all"
+    writes = (FIGURES_FIELD,)
     check_interval = StepCadence()
     _of_this_process = frozenset(
         {"_check", "_watch", "_clock", "_trace", "_losses", "_origins", "_fingerprints", "_failures"}
@@ -188,6 +190,10 @@ class Diagnosis(Hook):
             self._prepare()
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_train_start(trainer, pl_module)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._detach()
 
@@ -275,7 +281,7 @@ class Diagnosis(Hook):
         began_at = self._began_at.pop(fault.kind, self._train_began_at)
         if not fault.is_over:
             self._began_at[fault.kind] = now
-        log_to_loggers(trainer, {f"diagnosis/{fault.kind}": 0.0 if fault.is_over else 1.0})
+        publish_figures(trainer, lambda: {f"diagnosis/{fault.kind}": 0.0 if fault.is_over else 1.0})
         if fault.is_over:
             log.info("%s is over at step %d; it began at step %d", fault.kind, trainer.global_step, fault.step)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from ...adapter.contract.run_state import RunState
 
 __all__ = [
     "HOOK_EVENTS",
+    "Figures",
     "callbacks_of",
     "fire",
     "is_own_loop",
@@ -32,6 +33,7 @@ HOOK_EVENTS = (
     "on_module_batch_end",
     "on_metrics",
     "on_scores",
+    "on_figures",
     "on_mb_end",
     "on_train_phase_end",
     "on_epoch_end",
@@ -40,10 +42,15 @@ HOOK_EVENTS = (
     "on_checkpoint_timed",
     "on_checkpoint_durable",
     "on_samples_written",
+    "on_roll_back_due",
+    "on_roll_back",
     "on_fault",
     "on_time_spent",
 )
 """Events that Lightning's callbacks do not have."""
+
+Figures = Callable[[], Mapping[str, float]]
+"""Gives figures by the names of their metrics; called when they are sent."""
 
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _RANK_ZERO_ATTRIBUTE = "_genlight_is_rank_zero"

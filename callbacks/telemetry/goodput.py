@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -10,10 +11,11 @@ from typing_extensions import override
 
 from ...reporters.events.goodput import METRIC_PREFIX
 from ..data_wait import data_wait_s
+from ..hook.events import Figures
+from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from ..stop.sources import process_age_s
-from .run_events import log_to_loggers
 
 __all__ = ["Goodput"]
 
@@ -29,7 +31,8 @@ class Goodput(Hook):
     up, and ``time/steps`` the rest. What a run of several attempts has lost to kills and waits shows in its event log:
     ``genlight events RUN --goodput`` adds it up.
 
-    It measures where something happens and not in each step, so that a step costs nothing.
+    They come in the record of the next metrics that `LogMetrics` sends. Time is taken where something happens and not
+    in each step, so that a step costs nothing.
 
     Args:
         every_s: Seconds until the first report and between two; with the first step that ends later. After one, the
@@ -39,11 +42,12 @@ class Goodput(Hook):
         ValueError: `every_s` is not positive.
     """
 
-    # Reported after what they hold training up by.
-    optional_reads = ("eval_scores", "latest_sample_uris")
+    optional_reads = ("eval_scores",)  # reported after what evaluation holds training up by
+    writes = (FIGURES_FIELD,)
     _of_this_process = frozenset(
-        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported"}
+        {"_began_at", "_start_up_s", "_spent", "_waited_s", "_next_at", "_held_since", "_has_reported", "_figures"}
     )
+    _figures: Figures
 
     def __init__(self, every_s: float = 10.0) -> None:
         if every_s <= 0:
@@ -60,6 +64,7 @@ class Goodput(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began_at = time.monotonic()
         self._next_at = self._began_at + self.every_s
+        self._figures = functools.partial(self.seconds, trainer)
         self._has_reported = False
         self._start_up_s = process_age_s()
         self._waited_s = data_wait_s(trainer)
@@ -76,7 +81,7 @@ class Goodput(Hook):
         if now >= self._next_at or (is_last and self._has_reported):
             self._has_reported = True
             self._next_at = now + self.every_s
-            log_to_loggers(trainer, self.seconds(trainer, now))
+            publish_figures(trainer, self._figures, waits=not is_last)
         self.next_due_step = step + LOOK_EVERY_STEPS
         if trainer.max_steps > step:
             self.next_due_step = min(self.next_due_step, trainer.max_steps)

@@ -13,12 +13,13 @@ import torch
 from typing_extensions import override
 
 from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
 from .batch_sizes import samples_in, tokens_in
 from .device_peaks import number_type, peak_flops
 from .power import PowerMeter
-from .run_events import RunEvents, log_to_loggers
+from .run_events import RunEvents
 from .step_flops import StepFlops
 
 __all__ = ["Heartbeat"]
@@ -72,6 +73,7 @@ class Heartbeat(Hook):
         ValueError: `interval_steps` is negative, or `scenario` is empty.
     """
 
+    writes = (FIGURES_FIELD,)
     interval_steps = StepCadence()
     _of_this_process = frozenset({"_power", "_flops"})
     _power: PowerMeter | None = None
@@ -139,6 +141,12 @@ class Heartbeat(Hook):
             self._beat(trainer)
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Of the attempt, too: what was undone is no progress, and would count twice.
+        self._attempt = _Counts(time.monotonic(), trainer.global_step)
+        self._window = _Counts(self._attempt.began_at, self._attempt.step)
+
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._abandon_count()
 
@@ -179,7 +187,8 @@ class Heartbeat(Hook):
             flops_per_watt=flops / watts if flops is not None and watts else None,
             artifacts=figures,
         )
-        log_to_loggers(trainer, {f"perf/{name}": value for name, value in figures.items() if value is not None})
+        sent = {f"perf/{name}": value for name, value in figures.items() if value is not None}
+        publish_figures(trainer, lambda: sent)
 
     def _flops_per_sec(self, trainer: pl.Trainer, batches_per_sec: float) -> float | None:
         per_step = None if self._flops is None else self._flops.per_step

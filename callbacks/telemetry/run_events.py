@@ -12,7 +12,7 @@ from ...adapter.contract.exceptions import EventLogError
 from ...reporters.telemetry import make_run_id, write_event
 from ..hook.events import run_state_of
 
-__all__ = ["RunEvents", "log_to_loggers", "run_id_of"]
+__all__ = ["RunEvents", "run_id_of"]
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,3 @@ class RunEvents:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("telemetry is not written, and training goes on without it: %s", error)
-
-
-def log_to_loggers(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-    """Send metrics of this step to every logger of the trainer."""
-    for logger in trainer.loggers if metrics else ():
-        logger.log_metrics(metrics=metrics, step=trainer.global_step)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from zoo import runs
+from zoo import runs, small as zoo
 
-from support import trainer_zoo as zoo
+from support.rank_environment import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,19 +23,13 @@ pytestmark = [
 
 
 GPU = {"accelerator": "gpu", "devices": 1}
-UNSHARDED = (
-    "Lbfgs",
-    "LookingInBetween",
-    "AsManyCallsAsItLikes",
-    "SparseEmbedding",
-    "Checkpointed",
-    "Factored",
-    "WritesGradients",
-    "FunctionalGradients",
-    "GradientsOfBothKinds",
-    "UnusedOnOneRank",
-    "OwnDdp",
+OF_THE_TABLE = (
+    "zoo.accumulation:LooksInBetween",
+    "zoo.accumulation:UnevenMicroBatches",
+    "zoo.meta_learning:FunctionalGradients",
+    "zoo.meta_learning:WritesGradients",
 )
+UNSHARDED = ("Checkpointed", "GradientsOfBothKinds", "UnusedOnOneRank", "OwnDdp")
 HALF_TRUE = ("Base", "Gan", "Accumulating", "ClippedByValue", "AdamClosure", "Scheduled", "WithEma", "Tied")
 
 
@@ -61,7 +55,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", [*zoo.ZOO, *OF_THE_TABLE, "zoo.optimizers:LbfgsClosure"])
 def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
     actual, module = run(name)
 
@@ -69,12 +63,9 @@ def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
     assert module._router is None
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "Lbfgs"])
+@pytest.mark.parametrize("name", [*zoo.ZOO, *OF_THE_TABLE])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.1), ("16-mixed", 0.02)])
 def test_mixed_precision_on_cuda_stays_near_fp32(name, precision, tolerance):
-    if precision == "16-mixed" and name == "SparseEmbedding":
-        pytest.skip("torch has no half kernel for it")
-
     actual, _ = run(name, **runs.precision_of(precision, "cuda"))
 
     assert_near(actual, runs.plain_run(name), tolerance)
@@ -102,7 +93,7 @@ def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, p
     if policy == "Linear" and name in ("Untrainable", "WithoutTorch"):
         pytest.skip("nothing to shard by blocks")
     strategy = ModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
-    strategy.cluster_environment = runs.ranks_environment(0, 1)
+    strategy.cluster_environment = Ranks(0, 1)
 
     actual, _ = run(name, strategy=strategy, policy=policy)
 
@@ -111,7 +102,7 @@ def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, p
 
 @pytest.mark.parametrize("name", ["Base", "Gan", "Accumulating", "WithoutTorch", "Untrainable"])
 def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
-    strategy = DDPStrategy(cluster_environment=runs.ranks_environment(0, 1))
+    strategy = DDPStrategy(cluster_environment=Ranks(0, 1))
 
     actual, _ = run(name, strategy=strategy)
 

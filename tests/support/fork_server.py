@@ -25,6 +25,7 @@ import threading
 LOADED = (
     "lightning.pytorch",
     "torch._dynamo",  # by the first optimizer, for seconds
+    "torch._functorch.aot_autograd",  # by the first compilation
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "genlight.adapter.job.lightning_config",

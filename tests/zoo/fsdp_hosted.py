@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
 from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepResult
-from support.trainer_zoo import Base, mlp
+from zoo.small import Base, mlp
 
 
 class Clip(Base):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-from support.trainer_zoo import Base, mlp
+from zoo.small import Base, mlp
 
 
 class ListOptimizer:

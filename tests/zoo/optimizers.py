@@ -108,6 +108,29 @@ class Lion(Base):
         return SignSgd(parameters, 0.001)
 
 
+class CountingMomentum(Optimizer):
+    """Keeps a count of steps for all parameters, as MADGRAD does, and for each one a tensor without a name."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        steps = self.state.setdefault("steps", torch.zeros(1, dtype=torch.long))
+        steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    moment = self.state[p] if p in self.state else torch.zeros_like(p)
+                    self.state[p] = moment.mul_(0.9).add_(p.grad)
+                    p.add_(moment, alpha=-group["lr"] / steps.item() ** 0.5)
+
+
+class StateWithoutNames(Base):
+    def optimizer(self, parameters):
+        return CountingMomentum(parameters, 0.05)
+
+
 class Sam(Optimizer):
     """Sharpness-aware minimisation in two steps, as its authors published it."""
 

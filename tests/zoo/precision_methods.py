@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-from support.trainer_zoo import Base, mlp
+from zoo.small import Base, mlp
 
 
 class Sam(torch.optim.Optimizer):

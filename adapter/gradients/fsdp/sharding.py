@@ -8,6 +8,7 @@ uses their values, which all ranks must do then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map
 from ....callbacks.checkpoint.sharded.boxes import sharded_like
 from ....callbacks.checkpoint.sharded.lazy_tensor import WholeTensor, whole
 from ....callbacks.checkpoint.sharded.strategy import save_through_plugin
+from ....callbacks.optimizer_state import map_values
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered, Found
 from ...discovery.parameter_aliases import Alias
@@ -234,7 +236,7 @@ def _repoint(optimizers: list[Found[Optimizer]], sharded: dict[int, Tensor]) -> 
                 group["params"][i] = new
                 if old in optimizer.state:
                     state = optimizer.state.pop(old)
-                    optimizer.state[new] = {key: _like(value, new) for key, value in state.items()}
+                    optimizer.state[new] = map_values(functools.partial(_like, parameter=new), state)
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
@@ -272,14 +274,14 @@ def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 def _whole_optimizer_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     # The inner dicts are the optimizer's own and must not be changed.
-    state = {i: {k: whole(v) for k, v in entry.items()} for i, entry in state_dict["state"].items()}
+    state = {i: map_values(whole, entry) for i, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
 
 
 def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(_numbered(optimizer))
     state = {
-        i: {k: _like(v, parameters[i]) for k, v in entry.items()} if i in parameters else entry
+        i: map_values(functools.partial(_like, parameter=parameters[i]), entry) if i in parameters else entry
         for i, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state}

@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
+
+from ...contract.exceptions import RankFailed
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["RankProcesses"]
+__all__ = ["RankProcesses", "watching_node"]
+
+LOOK_EVERY_S = 0.1
 
 
 class RankProcesses(Sequence[subprocess.Popen[bytes]]):
@@ -47,9 +51,22 @@ class RankProcesses(Sequence[subprocess.Popen[bytes]]):
     def __len__(self) -> int:
         return len(self._processes())
 
+    @property
+    def first_rank(self) -> int:
+        """The rank of the first of them, which follows this process's own."""
+        return self._trainer.global_rank + 1
+
     def ids(self) -> dict[int, int]:
         """The process id of each rank that runs."""
-        return {rank: process.pid for rank, process in enumerate(self._processes(), start=1) if process.poll() is None}
+        numbered = enumerate(self._processes(), start=self.first_rank)
+        return {rank: process.pid for rank, process in numbered if process.poll() is None}
+
+    def killed(self) -> tuple[int, int] | None:
+        """The rank that was killed by a signal, and its number; None where none was."""
+        for rank, process in enumerate(self._processes(), start=self.first_rank):
+            if (process.poll() or 0) < 0:
+                return rank, -process.returncode
+        return None
 
     def kill_at_once(self) -> None:
         """As `kill`, from a signal handler: takes no lock, and waits for nothing."""
@@ -63,3 +80,25 @@ class RankProcesses(Sequence[subprocess.Popen[bytes]]):
         for process in self._processes():
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def watching_node(processes: RankProcesses, end: Callable[[RankFailed], None]) -> Iterator[None]:
+    """Call `end`, in a thread, when a rank that this process has started on a further node is killed in this block.
+
+    Rank zero cannot see it. One that ends by itself tells rank zero why, which ends all.
+    """
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(LOOK_EVERY_S):
+            killed = processes.killed()
+            if killed is not None:
+                end(RankFailed(f"rank {killed[0]} was killed by signal {killed[1]}"))
+                return
+
+    threading.Thread(target=watch, name="genlight-node", daemon=True).start()
+    try:
+        yield
+    finally:
+        stopped.set()

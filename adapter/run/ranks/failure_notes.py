@@ -35,18 +35,21 @@ LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
 LAUNCH = (
     LAUNCH_ID,
     "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
 """Variables that tell one launch from the next."""
+RESTART = "TORCHELASTIC_RESTART_COUNT"
+"""So does this one among processes of the same agent of torchrun; one that came later has counted fewer restarts."""
 POLL_S = 0.1
 PATIENCE_S = 2.0
 """How long rank zero, when it fails, waits to hear of a failure that came before its own."""
 ACKNOWLEDGED_WITHIN_S = 15.0
 LOOK_AGAIN_S = 60.0
 """How far apart rank zero looks which ranks there are."""
+ASK_AGAIN_S = 1.0
+"""How far apart it looks whether one of them is lost."""
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have begun, and failed."""
 
@@ -65,6 +68,7 @@ class Note(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds since 1970."""
     launch: str
+    restart: str = ""
 
     def failure(self) -> Failure:
         """What rank zero reports of it."""
@@ -96,13 +100,13 @@ class RankFailures:
         """Processes of other ranks that this one started."""
         self.presence = Presence(artifacts_dir)
         """Ranks that another launcher started."""
-        self._since_s = 0.0
+        self._began_s = 0.0
         self._told_of: set[str] = set()
 
     def note(self, rank: int, failure: Failure) -> None:
         """Leave word of a failure on this rank."""
         make_directory(self.folder)
-        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id())
+        note = Note(**dataclasses.asdict(failure), rank=rank, at_s=time.time(), launch=launch_id(), restart=_restart())
         write_bytes_durably(self.folder / f"rank-{rank}.json", msgspec.json.encode(note), mode=0o600)
 
     def wait_until_reported(self) -> None:
@@ -128,7 +132,7 @@ class RankFailures:
         """What to report where rank zero failed at `at_s` (seconds since 1970): an older failure of another rank."""
         if not self.expects_ranks:
             return own
-        lost = self._lost()
+        lost = self.lost()
         if lost is not None:
             return dataclasses.replace(lost, resumable=own.resumable)
         end = time.monotonic() + PATIENCE_S
@@ -136,7 +140,7 @@ class RankFailures:
             time.sleep(POLL_S)
         return own if other is None else dataclasses.replace(other, resumable=own.resumable)
 
-    def _lost(self) -> Failure | None:
+    def lost(self) -> Failure | None:
         """A rank of another launcher that was killed, or whose node was; the others fail because of that."""
         noted = {note.rank for note in self._notes()}
         for rank, host in self.presence.lost().items():
@@ -158,11 +162,15 @@ class RankFailures:
 
     def forget_earlier(self, began_s: float) -> None:
         """Leave out what an attempt noted that was killed; this one began at `began_s`, in seconds since 1970."""
-        self._since_s = began_s - (LAUNCHED_WITHIN_S if launch_id() else 0.0)
+        self._began_s = began_s
 
     def _notes(self) -> list[Note]:
         notes = filter(None, map(self._read, self.folder.glob("rank-*.json")))
-        return [note for note in notes if note.at_s >= self._since_s and note.launch == launch_id()]
+        return [note for note in notes if note.launch == launch_id() and note.at_s >= self._since_s(note)]
+
+    def _since_s(self, note: Note) -> float:
+        is_surely_of_this_launch = note.restart == _restart() and note.launch
+        return self._began_s - (LAUNCHED_WITHIN_S if is_surely_of_this_launch else 0.0)
 
     def _read(self, path: Path) -> Note | None:
         """A note; None, with a warning, for what no rank of ours can have written."""
@@ -198,17 +206,24 @@ def launch_id() -> str:
     return " ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
 
 
+def _restart() -> str:
+    return os.environ.get(RESTART, "")
+
+
 def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], None]) -> Callable[[], None]:
     """Call `end`, in a thread, once another rank has failed; returns what stops the watch."""
     stopped = threading.Event()
 
     def watch() -> None:
-        looks_again_s = 0.0
+        looks_again_s = asks_again_s = 0.0
         while not stopped.wait(POLL_S):
-            if not failures.children and _have_joined() and time.monotonic() >= looks_again_s:
+            if _have_joined() and time.monotonic() >= looks_again_s:
                 failures.presence.look()
                 looks_again_s = time.monotonic() + LOOK_AGAIN_S
             failure = failures.found()
+            if failure is None and time.monotonic() >= asks_again_s:
+                failure = failures.lost()
+                asks_again_s = time.monotonic() + ASK_AGAIN_S
             if failure is not None:
                 stopped_there = failure.exit_code == EXIT_STOPPED
                 end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)

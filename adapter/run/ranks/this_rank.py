@@ -11,7 +11,11 @@ __all__ = ["is_rank_zero", "this_rank"]
 
 def this_rank() -> int:
     """The rank of this process, as far as the launcher's environment tells; 0 where there is no launcher."""
-    # NODE_RANK counts only where nothing tells the rank among all: its node's first process is not rank 0.
+    # Where nothing tells the rank among all, that of the node does: its first process is not rank 0.
+    node, here = os.environ.get("NODE_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if "RANK" not in os.environ and node.isdigit() and here.isdigit():
+        local = os.environ.get("LOCAL_RANK", "0")
+        return int(node) * int(here) + (int(local) if local.isdigit() else 0)
     for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
         if name == "SLURM_PROCID" and not in_srun_task():
             continue  # that of the batch script, which this process or its parent was started from

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...hook.events import callbacks_of
+from ...optimizer_state import map_values
 from ..checkpoint_io import DurableCheckpointIO
 from ..remote import is_remote
 from .boxes import sharded_like
@@ -151,7 +152,7 @@ def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
         return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     placed = {
-        number: {name: _placed(value, parameters.get(number)) for name, value in entry.items()}
+        number: map_values(functools.partial(_placed, parameter=parameters.get(number)), entry)
         for number, entry in state["state"].items()
     }
     return {**state, "state": placed}

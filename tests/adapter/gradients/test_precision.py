@@ -9,14 +9,13 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.nn.functional import mse_loss
-from zoo import runs
+from zoo import runs, small as zoo
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepResult
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import TrueUnitScaler, contract_dtype, step_precision
 from genlight.adapter.gradients.router import StepRouter
-from support import trainer_zoo as zoo
 
 
 def fp16(**scaler_args: Any) -> MixedPrecision:
@@ -145,7 +144,7 @@ def test_fp16_overflow_that_clipping_by_value_hides_is_still_an_overflow():
     assert_equal(actual, initial)
 
 
-NOT_FP16 = ("Lbfgs", "SparseEmbedding", "ClippingByValue", "UpdatesByHand", "UpdatesByHandFromAutograd")
+NOT_FP16 = ("ClippingByValue", "UpdatesByHand", "UpdatesByHandFromAutograd")
 
 
 @pytest.mark.parametrize("name", [n for n in zoo.ZOO if n not in NOT_FP16])
@@ -204,7 +203,7 @@ def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
 
 def test_lbfgs_under_fp16_mixed_is_refused_by_its_path():
     with pytest.raises(ContractError, match=r'state\["optimizer"\] is LBFGS.*bf16-mixed'):
-        run("Lbfgs", fp16())
+        run("zoo.optimizers:LbfgsClosure", fp16())
 
 
 def test_updates_by_hand_under_fp16_mixed_are_refused_because_nothing_can_skip_them():

@@ -4,11 +4,12 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from genlight.callbacks.checkpoint import capture_rng, load, restore_rng, save
-from genlight.callbacks.checkpoint.rank_state import loader_generators
+from genlight.callbacks.checkpoint.rank_state import gradients_of_rank, loader_generators
 
 
 def draw():
@@ -52,3 +53,15 @@ def test_each_generator_is_found_once_whichever_part_of_a_loader_holds_it():
     assert loader_generators(SimpleNamespace(train_dataloader={"a": own, "b": of_sampler})) == [first, second]
     assert loader_generators(SimpleNamespace(train_dataloader=[[1], [2]])) == []
     assert loader_generators(SimpleNamespace(train_dataloader=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "expected"),
+    [(2, 0, {"w": 2.0, "same": 5.0}), (2, 1, {"w": 4.0, "same": 5.0}), (1, 0, {"w": 3.0, "same": 5.0}),
+     (3, 2, {"w": 3.0, "same": 5.0})],
+)  # fmt: skip
+def test_gradients_of_an_open_window_keep_their_mean_over_the_ranks(world_size, rank, expected):
+    """Each rank's own where their number is the same; else no part is lost, and none counts twice."""
+    saved = [{"w": torch.tensor(2.0), "same": torch.tensor(5.0)}, {"w": torch.tensor(4.0)}]
+    assert gradients_of_rank(saved, rank, world_size) == expected
+    assert gradients_of_rank([], rank, world_size) == {}

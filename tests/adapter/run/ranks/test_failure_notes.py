@@ -60,10 +60,23 @@ def test_of_a_launch_whose_ranks_begin_apart_a_note_from_just_before_rank_zero_c
 
 
 def test_what_another_launch_noted_does_not_count(ranks, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    ranks.note(1, FAILURE)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert ranks.found() is None
+
+
+@pytest.mark.parametrize("is_earlier", [True, False])
+def test_a_rank_whose_agent_of_torchrun_came_later_is_heard_but_no_attempt_before_this_one(
+    ranks, monkeypatch, is_earlier
+):
+    """An agent counts its own restarts, so that ranks of one attempt may have been told different numbers."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     ranks.note(1, FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert ranks.found() is None
+    ranks.forget_earlier(time.time() + (1 if is_earlier else -1))
+    assert (ranks.found() is None) == is_earlier
 
 
 @pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailed), (STOP, TrainingCanceled)])

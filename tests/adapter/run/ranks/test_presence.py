@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from genlight.adapter.plumbing.failures import EXIT_FAILED, Failure
-from genlight.adapter.run.ranks.failure_notes import RankFailures
+from genlight.adapter.run.ranks.failure_notes import RankFailures, watch_ranks
 from genlight.adapter.run.ranks.presence import Presence, present
 
 OWN = Failure("train-step", "train-step:RuntimeError: Connection reset by peer", resumable=True, exit_code=EXIT_FAILED)
@@ -75,3 +76,16 @@ def test_a_rank_that_noted_its_failure_is_reported_by_its_note(tmp_path, rank):
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
     assert ranks.first_cause(OWN, 9e12).text == "train-step:ValueError: bad row (rank 3)"
+
+
+def test_rank_zero_ends_the_run_when_another_rank_is_lost_though_its_own_training_sees_nothing(tmp_path, rank):
+    """Where no launcher watches, as none does over pods: a collective may wait for a lost rank for half an hour."""
+    ranks = RankFailures(tmp_path, expects_ranks=True)
+    ranks.presence.look()
+    ended = []
+    stop = watch_ranks(ranks, lambda *told: ended.append(told))
+    os.kill(rank.pid, signal.SIGKILL)
+    while not ended:
+        time.sleep(0.01)
+    stop()
+    assert "rank 3 on n10 ended without a word" in ended[0][1].text

@@ -1,24 +1,24 @@
-"""Trainer classes of every shape; `zoo.runs` runs them."""
+"""Small classes for the tests of strategies, precisions and GPUs: what the table of the other themes does not have.
+
+Their ranks begin with different weights. `zoo.runs` runs them.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
-from zoo.runs import STEPS, rows
 
 from genlight.adapter.contract.types import StepContext, StepResult
 
-
-def mlp(inputs: int = 6, outputs: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 12), nn.Tanh(), nn.Linear(12, outputs))
+from .base import mlp
+from .runs import STEPS, rows
 
 
 class Base:
@@ -48,19 +48,6 @@ class Base:
         pass
 
 
-class Momentum(Base):
-    def configure(self, ctx):
-        model = mlp()
-        return SimpleNamespace(net=model, opt=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state.net(batch["x"]), batch["y"])
-        state.opt.zero_grad()
-        torch.autograd.backward([loss])
-        state.opt.step()
-        return StepResult({"loss": loss.detach()})
-
-
 class Gan(Base):
     """Two optimizers in turn; the generator's step leaves gradients in the discriminator."""
 
@@ -85,24 +72,6 @@ class Gan(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class ToggledGan(Gan):
-    """As many write it: the discriminator is frozen while the generator trains."""
-
-    def train_step(self, batch, state, ctx):
-        d = state["nets"]["discriminator"]
-        d.requires_grad_(True)
-        fake = state["nets"]["generator"](batch["x"])
-        state["opts"][1].zero_grad()
-        (d(fake.detach()).square().mean() + (d(batch["x"]) - 1).square().mean()).backward()
-        state["opts"][1].step()
-        d.requires_grad_(False)
-        state["opts"][0].zero_grad()
-        loss = (d(fake) - 1).square().mean()
-        loss.backward()
-        state["opts"][0].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class Accumulating(Base):
     """Several backward calls, one update, clipped."""
 
@@ -123,56 +92,6 @@ class CompiledAccumulating(Accumulating):
         return {**state, "model": torch.compile(state["model"], backend="eager")}
 
 
-class LookingInBetween(Base):
-    """Two backward calls, and what is read after the first has a say in the second."""
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        state["optimizer"].zero_grad()
-        mse_loss(model(batch["x"]), batch["y"]).backward()
-        norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-        (0.1 * model(batch["x"]).abs().mean() / (1 + norm)).backward()
-        state["optimizer"].step()
-        return StepResult({"norm": norm})
-
-
-class AsManyCallsAsItLikes(Base):
-    """The number of backward calls depends on the rows, so ranks differ in it."""
-
-    def train_step(self, batch, state, ctx):
-        size = 1 if batch["kind"][0] == 1 else 4
-        state["optimizer"].zero_grad()
-        for x, y in zip(batch["x"].split(size), batch["y"].split(size), strict=True):
-            ((state["model"](x) - y).square().sum() / len(batch["x"])).backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
-class EverySecondStep(Base):
-    """One update for two train_steps."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "calls": 0}
-
-    def train_step(self, batch, state, ctx):
-        (mse_loss(state["model"](batch["x"]), batch["y"]) / 2).backward()
-        state["calls"] += 1
-        if state["calls"] % 2 == 0:
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
-        return StepResult({})
-
-
-class RetainedGraph(Base):
-    def train_step(self, batch, state, ctx):
-        out = state["model"](batch["x"])
-        state["optimizer"].zero_grad()
-        mse_loss(out, batch["y"]).backward(retain_graph=True)
-        (0.1 * out.abs().mean()).backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
 class Penalty(Base):
     """A gradient penalty by torch.autograd.grad."""
 
@@ -187,34 +106,6 @@ class Penalty(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class WritesGradients(Base):
-    """No backward at all: torch.autograd.grad, and gradients written by hand."""
-
-    def train_step(self, batch, state, ctx):
-        parameters = list(state["model"].parameters())
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.grad = grad
-        state["optimizer"].step()
-        return StepResult({})
-
-
-class FunctionalGradients(Base):
-    """The same by torch.func."""
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-
-        def loss(parameters):
-            return mse_loss(torch.func.functional_call(model, parameters, (batch["x"],)), batch["y"])
-
-        grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
-        for name, p in model.named_parameters():
-            p.grad = grads[name]
-        state["optimizer"].step()
-        return StepResult({})
-
-
 class GradientsOfBothKinds(Base):
     """A backward call, and something added to its gradients by hand."""
 
@@ -226,24 +117,6 @@ class GradientsOfBothKinds(Base):
         model[2].weight.grad = model[2].weight.grad + extra
         state["optimizer"].step()
         return StepResult({})
-
-
-class Lbfgs(Base):
-    """Five iterations, for twenty make a rounding error of two half batches 1e-5 in plain torch, too."""
-
-    def configure(self, ctx):
-        model = mlp().double()
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
-        return {"model": model, "optimizer": optimizer}
-
-    def train_step(self, batch, state, ctx):
-        def closure():
-            state["optimizer"].zero_grad()
-            loss = mse_loss(state["model"](batch["x"].double()), batch["y"].double())
-            loss.backward()
-            return loss
-
-        return StepResult({"loss": state["optimizer"].step(closure).detach()})
 
 
 class AdamClosure(Base):
@@ -351,14 +224,6 @@ class Adapted(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class Factored(Base):
-    """An optimizer that looks at whole rows and columns."""
-
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.01)}
-
-
 class WithEma(Base):
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -389,13 +254,6 @@ class Tied(Base):
     def configure(self, ctx):
         model = self.Net()
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
-
-
-class Compiled(Base):
-    def configure(self, ctx):
-        model = mlp()
-        compiled = torch.compile(model, backend="eager")
-        return {"model": compiled, "optimizer": torch.optim.Adam(compiled.parameters(), lr=0.01)}
 
 
 class Checkpointed(Base):
@@ -517,17 +375,6 @@ class InClosures(Base):
         return StepResult({"loss": state["step"](batch)})
 
 
-class HiddenForOneStep(Base):
-    """A latent is fitted anew in every step, by an optimizer that does not outlive it."""
-
-    def train_step(self, batch, state, ctx):
-        latent = torch.zeros_like(batch["y"], requires_grad=True)
-        inner = torch.optim.SGD([latent], lr=1.0)
-        ((latent - batch["y"]).square().sum() / 4).backward()
-        inner.step()
-        return super().train_step({**batch, "y": latent.detach()}, state, ctx)
-
-
 class UnusedOnOneRank(Base):
     """Each kind of row has its own head, a rank sees one kind only, and a third head is never used."""
 
@@ -543,31 +390,6 @@ class UnusedOnOneRank(Base):
             if mine.any():
                 error = state["model"][head](features[mine]) - batch["y"][mine]
                 loss = loss + error.square().sum() / len(batch["x"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
-class SparseEmbedding(Base):
-    def configure(self, ctx):
-        model = nn.Embedding(4, 3, sparse=True)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
-
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["kind"]).sum(1, keepdim=True), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
-class OwnAutocast(Base):
-    def train_step(self, batch, state, ctx):
-        device = torch.device(ctx.device).type
-        with torch.autocast(device, dtype=torch.bfloat16):
-            out = state["model"](batch["x"])
-        loss = mse_loss(out.float(), batch["y"])
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()
@@ -709,20 +531,11 @@ ZOO = {
     cls.__name__: cls
     for cls in (
         Base,
-        Momentum,
         Gan,
-        ToggledGan,
         Accumulating,
         CompiledAccumulating,
-        LookingInBetween,
-        AsManyCallsAsItLikes,
-        EverySecondStep,
-        RetainedGraph,
         Penalty,
-        WritesGradients,
-        FunctionalGradients,
         GradientsOfBothKinds,
-        Lbfgs,
         AdamClosure,
         ClippedByNorm,
         ClippedByValue,
@@ -730,10 +543,8 @@ ZOO = {
         Scheduled,
         Frozen,
         Adapted,
-        Factored,
         WithEma,
         Tied,
-        Compiled,
         Checkpointed,
         OnTrainer,
         EvaluatingInside,
@@ -741,10 +552,7 @@ ZOO = {
         UpdatesByHand,
         UpdatesByHandFromAutograd,
         InClosures,
-        HiddenForOneStep,
         UnusedOnOneRank,
-        SparseEmbedding,
-        OwnAutocast,
         OwnScaler,
         Untrainable,
         WithoutTorch,

@@ -1,0 +1,197 @@
+"""Tells at an interval how busy the machine is that trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from typing_extensions import override
+
+from ..hook.cadence import NEVER
+from ..hook.figures import FIGURES_FIELD, publish_figures
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+
+__all__ = ["SystemMonitor"]
+
+log = logging.getLogger(__name__)
+
+
+class SystemMonitor(Hook):
+    """Sends the load of rank zero's machine to every logger as ``system/…``, in the record of the next metrics.
+
+    A thread reads it; steps only hand over what it has read.
+
+    - ``cpu_percent`` of all processors together, ``memory_percent`` and ``memory_used_bytes`` of the machine, and
+      ``disk_free_bytes`` where ``default_root_dir`` lies.
+    - ``process_cpu_percent``, where 100 is one processor, and ``process_memory_bytes`` (resident) of this process.
+    - Of each GPU that ranks on this machine use, by NVML: ``gpu0_utilization_percent``, ``gpu0_memory_used_bytes``,
+      ``gpu0_power_watts``, ``gpu0_temperature_celsius``. Requires ``nvidia-ml-py`` (``pip install 'genlight[nvml]'``).
+
+    Args:
+        every_s: Seconds between two readings. A training that is shorter reports nothing.
+
+    Raises:
+        ValueError: `every_s` is not positive.
+    """
+
+    writes = (FIGURES_FIELD,)
+    _of_this_process = frozenset({"_reader"})
+    _reader: _Reader | None = None
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        if not 0 < every_s < threading.TIMEOUT_MAX:
+            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
+        self.every_s = every_s
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+        self.next_due_step = NEVER
+        device = trainer.strategy.root_device
+        gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
+        self._reader = _Reader(self, _Machine(trainer.default_root_dir, gpus))
+        self._reader.start()
+
+    @skippable
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.next_due_step = NEVER  # before the look, which sees what is read meanwhile
+        if self._reader is not None and self._reader.has_news():
+            publish_figures(trainer, self._reader.newest, waits=True)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end()
+
+    @override
+    def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._end()
+
+    def _end(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.stop()
+
+
+class _Reader:
+    """A thread that reads the machine, and wakes its hook."""
+
+    def __init__(self, hook: SystemMonitor, machine: _Machine) -> None:
+        self._hook, self._machine = hook, machine
+        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
+        self._stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[dict[str, float] | Exception] = queue.SimpleQueue()
+        self._newest: Mapping[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="genlight-system-monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.put(None)
+        self._thread.join()
+
+    def newest(self) -> Mapping[str, float]:
+        return self._newest
+
+    def has_news(self) -> bool:
+        """Whether anything was read since the last call.
+
+        Raises:
+            Exception: The machine could not be read; the thread has ended.
+        """
+        has_news = False
+        while True:
+            try:
+                news = self._news.get_nowait()
+            except queue.Empty:
+                return has_news
+            if isinstance(news, Exception):
+                raise news
+            self._newest, has_news = news, True
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._stopped.get(timeout=self._hook.every_s)
+            except queue.Empty:
+                pass
+            else:
+                return
+            try:
+                self._news.put(self._machine.read())
+            except Exception as error:  # noqa: BLE001  # raised in the training thread, under the policy of the hook
+                self._news.put(error)
+                return
+            finally:
+                self._hook.next_due_step = 0
+
+
+class _Machine:
+    """What there is to read of this machine.
+
+    Args:
+        directory: Where the run writes.
+        gpus: Indices of CUDA devices.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], gpus: tuple[int, ...]) -> None:
+        self._directory = os.path.abspath(directory)
+        self._gpus = gpus
+        self._process = psutil.Process()
+        psutil.cpu_percent()  # the share since the last call: this one begins the first interval
+        self._process.cpu_percent()
+
+    def read(self) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        figures: dict[str, float] = {
+            "cpu_percent": psutil.cpu_percent(),
+            "memory_percent": memory.percent,
+            "memory_used_bytes": memory.used,
+            "process_cpu_percent": self._process.cpu_percent(),
+            "process_memory_bytes": self._process.memory_info().rss,
+        }
+        directory = self._directory
+        while not os.path.exists(directory):  # of a run that has written nothing yet
+            directory = os.path.dirname(directory)
+        figures["disk_free_bytes"] = psutil.disk_usage(directory).free
+        for gpu in self._gpus:
+            figures |= self._of_gpu(gpu)
+        return {f"system/{name}": float(value) for name, value in figures.items()}
+
+    def _of_gpu(self, gpu: int) -> dict[str, float]:
+        try:
+            return {
+                f"gpu{gpu}_utilization_percent": torch.cuda.utilization(gpu),
+                f"gpu{gpu}_memory_used_bytes": torch.cuda.device_memory_used(gpu),
+                f"gpu{gpu}_power_watts": torch.cuda.power_draw(gpu) / 1000,
+                f"gpu{gpu}_temperature_celsius": torch.cuda.temperature(gpu),
+            }
+        except ModuleNotFoundError:
+            log.info("the load of the GPU is unknown: pip install 'genlight[nvml]'")
+        except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
+            log.info("the load of GPU %d is unknown: %s", gpu, error)
+        self._gpus = tuple(other for other in self._gpus if other != gpu)
+        return {}
+
+
+def _gpus_of_this_machine(trainer: pl.Trainer, device: torch.device) -> tuple[int, ...]:
+    """Those of its ranks, where this process sees them; else its own."""
+    count = torch.cuda.device_count()
+    own = device.index or 0
+    return tuple(range(trainer.num_devices)) if own < trainer.num_devices <= count else (own,)

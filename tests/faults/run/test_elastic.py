@@ -1,0 +1,168 @@
+"""torchrun with a number of nodes that changes while the job runs."""
+
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genlight.adapter import read_events
+from genlight.adapter.plumbing import durable
+from support.slurm_cluster import free_ports
+
+pytestmark = pytest.mark.slow
+
+ROWS, BATCH, EPOCHS = 100, 4, 2
+LIMIT_S = 200
+
+TRAINER = '''
+import json, time
+from pathlib import Path
+import torch
+from genlight.adapter import StepResult
+
+
+class Counting:
+    """Writes down which rows each step trains, and waits from the step on that a test has set for so many ranks."""
+
+    def setup(self, ctx):
+        self.rows = Path(f"rows-{time.time_ns()}-{ctx.rank}.jsonl")
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3), "step": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw["id"].to_pylist()
+
+    def train_step(self, ids, state, ctx):
+        state["step"] += 1
+        with self.rows.open("a") as file:
+            file.write(json.dumps([state["step"], ctx.world_size, ctx.rank, ids]) + "\\n")
+        limit = Path(f"limit-{ctx.world_size}")
+        while limit.exists() and state["step"] >= int(limit.read_text()) and not ctx.is_canceled():
+            time.sleep(0.02)
+        loss = state["model"](torch.tensor([[float(i)] for i in ids]) / 100).pow(2).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["step"] = payload["step"]
+'''
+
+
+class Nodes:
+    """Agents of torchrun, each with one rank, as if each were a machine."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.port = free_ports(1)[0]
+        self.agents = []
+
+    def start(self):
+        is_first = not self.agents
+        # By default a node counts as lost after 15 s, and the last call for others takes 30 s.
+        settings = {
+            "is_host": int(is_first),
+            "last_call_timeout": 1,
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 6,
+        }
+        rendezvous = {"backend": "c10d", "endpoint": f"localhost:{self.port}", "id": "elastic"}
+        options = [f"--rdzv-{name}={value}" for name, value in rendezvous.items()]
+        options += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items())]
+        options += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--no-python"]
+        job = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+        # Without this a node that joins later waits in vain for the address of rank zero (torch 2.13).
+        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
+            command = [sys.executable, "-m", "torch.distributed.run", *options, *job]
+            agent = psutil.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=log)
+        self.agents.append(agent)
+        return agent
+
+    def limit(self, world_size, step):
+        """From which step on so many ranks wait; None lets them go on."""
+        path = self.folder / f"limit-{world_size}"
+        if step is None:
+            path.unlink()
+        else:
+            durable.write_bytes_durably(path, str(step).encode())
+
+    def lose(self, agent):
+        """The whole node at once."""
+        for process in [*agent.children(recursive=True), agent]:
+            process.kill()
+        agent.wait()
+
+    def until(self, condition, what):
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {LIMIT_S} s: {what}\n{self.logs()}"
+            time.sleep(0.05)
+
+    def logs(self):
+        return "\n".join(path.read_text()[-6000:] for path in sorted(self.folder.glob("agent-*.log")))
+
+    def lines(self):
+        """What the ranks have written down, attempt by attempt."""
+        for path in sorted(self.folder.glob("rows-*.jsonl"), key=lambda path: int(path.name.split("-")[1])):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path)
+    yield made
+    for agent in made.agents:
+        if agent.is_running() and agent.status() != psutil.STATUS_ZOMBIE:
+            made.lose(agent)
+
+
+def test_a_run_goes_on_with_fewer_and_with_more_nodes_and_trains_each_row_once_per_epoch(nodes, tmp_path):
+    (tmp_path / "counting.py").write_text(TRAINER)
+    pq.write_table(pa.table({"id": range(ROWS)}), tmp_path / "rows.parquet", row_group_size=16)
+    dataset = {"parquet_paths": ["rows.parquet"], "batch_size": BATCH, "shuffle": True, "epochs": EPOCHS}
+    job = {"run_id": "elastic", "trainer": "counting:Counting", "max_steps": 1000, "checkpoint_every": 3}
+    job |= {"resume_from_latest": True, "dataset": dataset, "lightning": {"accelerator": "cpu", "strategy": "ddp"}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    nodes.limit(1, 1)  # in case that the second comes late
+    nodes.limit(2, 8)
+
+    first, second = nodes.start(), nodes.start()
+    nodes.until(lambda: {(8, 2, 0), (8, 2, 1)} <= {tuple(line[:3]) for line in nodes.lines()}, "two nodes train")
+    nodes.limit(1, 14)
+    nodes.lose(second)
+    nodes.limit(2, None)
+    nodes.until(lambda: [14, 1, 0] in [line[:3] for line in nodes.lines()], "one node goes on")
+    third = nodes.start()
+    assert (first.wait(LIMIT_S), third.wait(LIMIT_S)) == (0, 0), nodes.logs()
+
+    events = list(read_events(tmp_path / "runs/elastic/metrics/events.jsonl"))
+    ends = [event for event in events if event["event"] in ("failed", "completed")]
+    resumed = [event["value"] for event in events if event.get("name") == "trainer/resumed_from_step"]
+    assert [event.get("category") for event in ends][-3:] == ["train-step", "preempted", None]
+    assert ends[-2]["step"] == resumed[-1] == 14
+
+    trained = defaultdict(dict)  # by step; what a later attempt trains replaces what an earlier one lost
+    for step, world_size, rank, ids in nodes.lines():
+        if any(world_size != size for size, _ in trained[step]):
+            trained[step].clear()
+        trained[step][world_size, rank] = ids
+    sizes = [next(iter(ranks))[0] for _, ranks in sorted(trained.items())]
+    assert sizes[2:6] + sizes[8:] == [2] * 4 + [1] * 6 + [2] * (len(sizes) - 14)
+    counts = Counter(row for ranks in trained.values() for ids in ranks.values() for row in ids)
+    assert counts == dict.fromkeys(range(ROWS), EPOCHS)

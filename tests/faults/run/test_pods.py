@@ -1,0 +1,129 @@
+"""The pods of a rendered manifest, as processes with its command and variables, and what its policy makes of them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def pods(job, kill_after):
+    """Starts what `genlight k8s render` says, each pod a process; gives them, and the policy for their exit codes."""
+
+    def started(*options):
+        command = [
+            sys.executable,
+            "-m",
+            "genlight.adapter.cli",
+            "k8s",
+            "render",
+            str(job.spec),
+            "--image",
+            "genlight:1",
+        ]
+        words = ["--volume", f"claim:{job.folder}", "--nodes", "2", *options]
+        done = subprocess.run([*command, *words], cwd=job.folder, capture_output=True, text=True, check=True)
+        config_map, _, manifest = yaml.safe_load_all(done.stdout)
+        (job.folder / "mounted.json").write_text(config_map["data"]["job.json"])
+        pod = manifest["spec"]["template"]["spec"]["containers"][0]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environ = {variable["name"]: variable.get("value") for variable in pod["env"]} | place
+        arguments = [str(job.folder / "mounted.json") if "/etc/" in word else word for word in pod["command"][1:]]
+        processes = []
+        for index in range(manifest["spec"]["completions"]):
+            own = environ | {"NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index)}
+            processes.append(job.fork(*arguments, **own))
+            kill_after(processes[-1])
+        return processes, manifest["spec"]["podFailurePolicy"]["rules"]
+
+    job.out = job.folder / "runs" / "faulty"
+    return started
+
+
+def write(job, plan=None, **fields):
+    # What is on the volume beside the job is found there, as in a pod.
+    fields = {"max_steps": 400, "mock_batches": list(range(800)), "checkpoint_every": 100, **fields}
+    trainer = {"accelerator": "cpu", "strategy": "ddp"}
+    job.write(plan={"accumulates": 2, **(plan or {})}, lightning=trainer, **fields)
+    job.environ = {"TRAINER_ARTIFACTS_DIR": ""}
+
+
+def actions(processes, rules):
+    """What the Job's controller does about each pod, in the order of its rules."""
+    codes = [process.wait(120) for process in processes]
+
+    def action(code):
+        matching = [rule["action"] for rule in rules if code in rule.get("onExitCodes", {}).get("values", [])]
+        return [*matching, "Count"][0] if code else "Succeeded"
+
+    return [action(code) for code in codes]
+
+
+def final_weights(job):
+    return (job.out / "checkpoints/final/model.safetensors").read_bytes()
+
+
+def test_a_pod_that_is_told_to_end_brings_all_back_without_counting_and_they_go_on_exactly(job, pods, tmp_path):
+    write(job)
+    assert actions(*pods()) == ["Succeeded", "Succeeded"]
+    expected = final_weights(job)
+    job.out.rename(tmp_path / "uninterrupted")
+
+    write(job, {"at": "train_step:150", "rank": 1, "holds": 60.0})
+    processes, rules = pods()
+    job.wait_until(lambda: job.reached(1), processes[1])
+    processes[1].send_signal(signal.SIGTERM)
+    job.go()
+    assert actions(processes, rules) == ["Ignore", "Ignore"]
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("preempted", True)
+    assert (job.out / f"checkpoints/step-{failed['step']:08d}.json").exists()
+
+    assert actions(*pods()) == ["Succeeded", "Succeeded"]
+    assert [event["step"] for event in job.events() if event["event"] == "completed"] == [400]
+    assert final_weights(job) == expected
+
+
+PLACES = """
+import json
+from pathlib import Path
+from fault_trainer import Faulty
+
+
+class Trainer(Faulty):
+    def setup(self, ctx):
+        place = ctx.job_context
+        told = [place.rank, place.local_rank, place.node_rank, place.world_size, place.num_nodes]
+        Path(f"place-{ctx.rank}").write_text(json.dumps(told))
+        super().setup(ctx)
+"""
+
+
+def test_a_rank_that_is_killed_on_a_further_node_ends_all_pods_which_counts(job, pods):
+    """Its own node's first process is the one to see it; a pod that ends takes the rest of its processes along."""
+    (job.folder / "places.py").write_text(PLACES)
+    write(job, {"at": "train_step:20", "rank": 3, "holds": 60.0}, trainer="places:Trainer")
+    processes, rules = pods("--ranks-per-node", "2")
+    job.wait_until(lambda: job.reached(3), processes[1])
+    os.kill(int((job.folder / "reached-3").read_text()), signal.SIGKILL)
+
+    assert actions(processes, rules) == ["Count", "Count"]
+    assert "rank 3" in job.terminal_event()["error"]
+    places = [json.loads((job.folder / f"place-{rank}").read_text()) for rank in range(4)]
+    assert places == [[0, 0, 0, 4, 2], [1, 1, 0, 4, 2], [2, 0, 1, 4, 2], [3, 1, 1, 4, 2]]
+
+
+def test_a_job_that_cannot_be_run_fails_at_once(job, pods):
+    write(job, trainer="no_such_module:Trainer")
+
+    assert actions(*pods()) == ["FailJob", "FailJob"]
+    assert job.terminal_event()["category"] == "startup"
