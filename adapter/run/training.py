@@ -123,7 +123,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
+            self.outcome.report.begin(self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
