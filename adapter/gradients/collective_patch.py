@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["COLLECTIVES", "patch", "restore"]
@@ -52,7 +53,8 @@ def restore() -> None:
 def _after(before: Callable[[str], None], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        before(name)
+        if not torch.compiler.is_compiling():  # a graph that holds a collective stays whole
+            before(name)
         return function(*args, **kwargs)
 
     return patched

@@ -11,7 +11,7 @@ While a ``train_step`` runs, and in its thread alone::
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
                         on_before_optimizer_step
-                        skip what is not finite            on_nonfinite: skip
+                        skip what is not finite            on_nonfinite: skip, Recover
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
@@ -63,7 +63,7 @@ class StepRouter:
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
         buffers: Gives all ranks the buffers of rank 0; None on a single rank.
-        guard: Leaves out updates that are not finite; None takes them as they are.
+        guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
         is_last_step: Whether the step that runs is the last one, on all ranks.
     """
@@ -293,7 +293,7 @@ class StepRouter:
             self._unknown.check(optimizer, self._steps)
             return
         if self._scaler is not None or self._guard is not None:
-            raise update_errors.taken_before(optimizer, "16-mixed" if self._scaler else "on_nonfinite: skip")
+            raise update_errors.taken_before(optimizer, self._guard.name if self._guard else "16-mixed")
         if self._averaging is not None and not self.in_backward:
             self._averaging.before_update(optimizer)
         if self._hooks.before_optimizer_step is not None:
@@ -322,7 +322,9 @@ class StepRouter:
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if self._guard is not None:
-            return self._guarded_step(optimizer, inner, closure, kwargs)
+            loss = self._loss_before_update(optimizer, closure, self._guard.name, "use on_nonfinite: stop")
+            result = self._guard.update(optimizer, functools.partial(self._inside, optimizer, inner, **kwargs))
+            return loss if closure is not None else result
         if closure is not None:
             return self._inside(
                 optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
@@ -340,15 +342,9 @@ class StepRouter:
         loss = self._loss_before_update(optimizer, closure, "16-mixed", "use bf16-mixed or 32-true")
         # The scaler calls optimizer.step, which comes back to `_step` and from there to `inner`.
         inner = functools.partial(inner, **kwargs)
-        result = self._inside(optimizer, self._scaler.step_checked, optimizer, inner, adapt=not self.in_backward)
-        return loss if closure is not None else result
-
-    def _guarded_step(
-        self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._guard is not None
-        loss = self._loss_before_update(optimizer, closure, "on_nonfinite: skip", "use on_nonfinite: stop")
-        result = self._inside(optimizer, inner, **kwargs) if self._guard.may_update(optimizer) else None
+        step = self._scaler.step_checked
+        step = step if self._guard is None else self._guard.at_rate(optimizer, step)
+        result = self._inside(optimizer, step, optimizer, inner, adapt=not self.in_backward)
         return loss if closure is not None else result
 
     def _loss_before_update(self, optimizer: Optimizer, closure: _Closure, what: str, instead: str) -> Any:
