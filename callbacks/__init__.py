@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .record_events import RecordEvents as RecordEvents
+    from .recovery.recover import Recover as Recover
     from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
@@ -53,6 +54,7 @@ else:
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
+            ".recovery.recover": ("Recover",),
             ".replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.goodput": ("Goodput",),

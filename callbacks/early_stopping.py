@@ -16,6 +16,7 @@ from .hook.cadence import NEVER, crossed, next_multiple
 from .hook.events import callbacks_of, is_rank_zero
 from .hook.hook import Hook
 from .hook.listeners import skippable
+from .recovery.recover import Recover
 
 __all__ = ["EarlyStopping"]
 
@@ -121,6 +122,11 @@ class EarlyStopping(Hook):
         self.next_due_step = next_multiple(step, AGREE_EVERY) if is_called_again else NEVER
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._wants_stop = False
+        self._step = trainer.global_step
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.best is None and is_rank_zero(trainer):
             log.warning("%s", self._missing("training ended without it"))
@@ -143,6 +149,8 @@ class EarlyStopping(Hook):
                 raise self._missing(f"it has not come in {self.patience} steps")
             return
         if not math.isfinite(value):
+            if any(isinstance(callback, Recover) for callback in callbacks_of(trainer)):
+                return  # it decides what becomes of such a step
             raise MonitorError(
                 f"EarlyStopping(monitor={self.monitor!r}): its value at step {step} is {value}. Resume from an earlier "
                 "checkpoint after the cause is mended; `WatchNonfinite` and `Diagnosis` help to find it"

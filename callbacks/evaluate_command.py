@@ -125,6 +125,14 @@ class EvaluateCommand(Hook):
         self.next_due_step = 0
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+        records = (self._running.record if self._running is not None else None, self._waiting)
+        if any(record is not None and record.step > self._step for record in records):
+            self._end()  # its scores would be taken for those of the step that comes again
+            self._canceled, self._begun_step = threading.Event(), None
+
+    @override
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from .hook.events import is_rank_zero
 from .hook.hook import Hook, judge, order_callbacks, report_failures
+from .hook.stand_in import StandIn
 
 __all__ = ["Guarded"]
 
@@ -20,7 +21,7 @@ _OF_THE_STATE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _LAST = frozenset({"teardown", "on_exception"})
 
 
-class Guarded(Hook):
+class Guarded(StandIn):
     """Gives any Lightning callback a policy: what becomes of its failures, and on which ranks it runs.
 
     It has the hooks that `callback` overrides and no others, and its state under the same key, so that a checkpoint
@@ -49,65 +50,50 @@ class Guarded(Hook):
             raise TypeError(f"Invalid `callback`. Expected a Lightning callback, but received {callback!r}.")
         if ranks not in ("zero", "all"):
             raise ValueError(f"Invalid `ranks`. Expected 'zero' or 'all', but received {ranks!r}.")
-        self.callback = callback
         self.critical = critical
         self.ranks = ranks
-        self._take_over_hooks()
-
-    @property
-    @override
-    def label(self) -> str:
-        return type(self.callback).__name__
+        super().__init__(callback)
 
     @property
     @override
     def state_key(self) -> str:
-        return self.callback.state_key
+        key: str = self.callback.state_key
+        return key
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.callback.state_dict()
+        state: dict[str, Any] = self.callback.state_dict()
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.callback.load_state_dict(state_dict)
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if not isinstance(value, _Forwarded)}
+    def forwarded_hooks(self) -> Mapping[str, str]:
+        own = {name for name in dir(type(self.callback)) if _is_own_hook(type(self.callback), name)}
+        return {name: name for name in own | {"setup", *_LAST}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._take_over_hooks()
-
-    def _take_over_hooks(self) -> None:
-        """Have the hooks of the callback, and none that it has not: a hook that exists is called in each step."""
-        for name in dir(type(self.callback)):
-            plain = getattr(pl.Callback, name, None)
-            is_hook = name.startswith("on_") or name in ("setup", "teardown")
-            # Events of ours that Lightning does not have are forwarded, too.
-            if is_hook and inspect.isfunction(own := getattr(type(self.callback), name)) and own is not plain:
-                vars(self)[name] = _Forwarded(_forward, self, name)
-        for name in ("setup", "teardown", "on_exception"):
-            vars(self).setdefault(name, _Forwarded(_forward, self, name))
-
-
-class _Forwarded(functools.partial[Any]):
-    """A hook of the guarded callback, under the policy."""
+    @override
+    def deliver(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        if method == "setup":
+            order_callbacks(trainer)
+        if self.ranks == "zero" and not is_rank_zero(trainer):
+            return None
+        try:
+            return getattr(self.callback, method)(trainer, *args, **kwargs)
+        except Exception as error:
+            if method in _OF_THE_STATE:
+                raise
+            judge(self, method, error)
+            return None
+        finally:
+            if method in _LAST:
+                report_failures(self)
 
 
-def _forward(guard: Guarded, name: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
-    if name == "setup":
-        order_callbacks(trainer)
-    if guard.ranks == "zero" and not is_rank_zero(trainer):
-        return None
-    try:
-        return getattr(guard.callback, name)(trainer, *args, **kwargs)
-    except Exception as error:
-        if name in _OF_THE_STATE:
-            raise
-        judge(guard, name, error)
-        return None
-    finally:
-        if name in _LAST:
-            report_failures(guard)
+def _is_own_hook(callback: type[pl.Callback], name: str) -> bool:
+    """Whether a callback overrides a hook, or has an event of ours that Lightning does not have."""
+    is_hook = name.startswith("on_") or name in ("setup", "teardown")
+    own = getattr(callback, name)
+    return is_hook and inspect.isfunction(own) and own is not getattr(pl.Callback, name, None)

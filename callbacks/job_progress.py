@@ -100,6 +100,10 @@ class JobProgress(Hook):
         self._loss = metrics.get("train/loss", self._loss)
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._measured_from, self._shown_step = None, -1
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer, time.monotonic())
         self._stop()

@@ -46,6 +46,8 @@ __all__ = [
     "TunerExit",
     "attach_loaders",
     "attached_trainer",
+    "checkpoint_connector",
+    "loader_states",
     "DDPSettings",
     "ddp_settings",
     "BatchSizeSettings",
@@ -112,7 +114,13 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (EvaluationLoop, ("_data_source",)),
     (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
-    (CheckpointConnector, ("_parse_ckpt_path",)),
+    (
+        CheckpointConnector,
+        (
+            *("_parse_ckpt_path", "resume_start", "restore_model", "restore_precision_plugin_state"),
+            *("restore_optimizers_and_schedulers", "_loaded_checkpoint", "_ckpt_path"),
+        ),
+    ),
     (SignalConnector, ("register_signal_handlers", "teardown", "received_sigterm")),
     (
         LoggerConnector,
@@ -121,7 +129,11 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
             *("_logged_metrics", "_first_loop_iter"),
         ),
     ),
-    (pl.Trainer, ("_signal_connector", "_logger_connector", "_data_connector", "received_sigterm")),
+    (CombinedLoader, ("_state_dicts",)),
+    (
+        pl.Trainer,
+        ("_signal_connector", "_logger_connector", "_data_connector", "_checkpoint_connector", "received_sigterm"),
+    ),
     (pl.LightningModule, ("_trainer", "_current_fx_name")),
     (HyperparametersMixin, ("_log_hyperparams",)),
     (
@@ -166,6 +178,17 @@ def received_sigterm(trainer: pl.Trainer) -> bool:
 def signal_connector(trainer: pl.Trainer) -> SignalConnector:
     """What installs Lightning's own signal handlers, and puts back those that it found."""
     return trainer._signal_connector
+
+
+def checkpoint_connector(trainer: pl.Trainer) -> CheckpointConnector:
+    """What puts the parts of a checkpoint back."""
+    return trainer._checkpoint_connector
+
+
+def loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """The states of the training loaders that keep one."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader._state_dicts())
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:

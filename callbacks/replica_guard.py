@@ -104,6 +104,12 @@ class ReplicaGuard(Hook):
             self.next_due_step = min(self.next_due_step, self._pending.step + until)
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read(pl_module)
+        self._first_step = self._compared_step = trainer.global_step
+        self._next_double = trainer.global_step + 1
+
+    @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -145,6 +145,10 @@ class WatchNonfinite(Hook):
             )
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seen_finite_at = trainer.global_step
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._tell_left_out(trainer)
         if self._left_out and trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""What the launcher of this process decides about a Lightning trainer: how many devices and nodes there are."""
+"""What the launcher of this process decides about a Lightning trainer: devices, nodes, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from .slurm_environment import NOT_GIVEN, placed_by_slurm
+from .slurm_environment import NOT_GIVEN, has_cluster_environment, listed, placed_by_slurm
+from .torchrun_environment import TorchrunEnvironment, shares_store_of_agent
 
 __all__ = ["placed_by_launcher"]
 
@@ -24,14 +25,16 @@ def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not TorchElasticEnvironment.detect():
         return placed_by_slurm(arguments)
-    placed = {}
+    placed: dict[str, Any] = {}
+    if shares_store_of_agent() and not has_cluster_environment(arguments):
+        placed["plugins"] = [*listed(arguments.get("plugins")), TorchrunEnvironment()]
     if arguments.get("devices") in NOT_GIVEN:
-        placed["devices"] = _number("LOCAL_WORLD_SIZE")
+        placed |= _number("devices", "LOCAL_WORLD_SIZE")
     if arguments.get("num_nodes") in (None, 1):  # 1 is also what LightningCLI fills in
-        placed["num_nodes"] = _number("GROUP_WORLD_SIZE")
-    return {name: number for name, number in placed.items() if number is not None}
+        placed |= _number("num_nodes", "GROUP_WORLD_SIZE")
+    return placed
 
 
-def _number(variable: str) -> int | None:
+def _number(argument: str, variable: str) -> dict[str, int]:
     text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    return {argument: int(text)} if text.isdecimal() and int(text) > 0 else {}

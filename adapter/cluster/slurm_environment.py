@@ -15,7 +15,14 @@ from typing_extensions import override
 
 from .job_context import JobContext, current_job_context, in_srun_task
 
-__all__ = ["NOT_GIVEN", "SlurmEnvironment", "placed_by_slurm", "placement_fault"]
+__all__ = [
+    "NOT_GIVEN",
+    "SlurmEnvironment",
+    "has_cluster_environment",
+    "listed",
+    "placed_by_slurm",
+    "placement_fault",
+]
 
 NOT_GIVEN = (None, "auto", -1, "-1")
 """What `devices` may be where the launcher decides."""
@@ -119,9 +126,8 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: The variables of Slurm cannot be used.
     """
-    plugins = _listed(arguments.get("plugins"))
-    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
-    if strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in plugins):
+    plugins = listed(arguments.get("plugins"))
+    if has_cluster_environment(arguments):
         return {}
     if TorchElasticEnvironment.detect():  # torchrun, maybe started by srun, has numbered its processes itself
         return {}
@@ -136,7 +142,14 @@ def placed_by_slurm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return placed
 
 
-def _listed(value: Any) -> list[Any]:
+def has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
+    """Whether the caller has chosen one."""
+    strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
+    return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in listed(arguments.get("plugins")))
+
+
+def listed(value: Any) -> list[Any]:
+    """An argument that may be a single value, as a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -19,6 +19,7 @@
     ├── ReplicaDriftError         replicas that must be equal are not
     ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
+    ├── RecoveryError             a training could not be recovered from its faults
     ├── RankFailed                another rank failed or died
     ├── TrainingHung              no step was finished for far longer than steps take
     └── TrainingCanceled          the run was told to stop; exit code 75
@@ -49,6 +50,7 @@ __all__ = [
     "MonitorError",
     "NonfiniteError",
     "RankFailed",
+    "RecoveryError",
     "ReplayWriterError",
     "ReplicaDriftError",
     "ShadowMismatchError",
@@ -108,6 +110,10 @@ class AuthError(InputError):
 
 class NonfiniteError(GenlightError):
     """A loss, gradients or weights became nan or infinite, and the run was to end then."""
+
+
+class RecoveryError(GenlightError):
+    """A training could not be recovered from its faults, or has no means to be; says what was tried."""
 
 
 class CheckpointError(GenlightError):

@@ -45,6 +45,8 @@ class RunState:
     latest_sample_uris: list[str] | None = None
     stop_reason: str | None = None
     """Why the run is ending early, once that is decided."""
+    rolls_back: bool = False
+    """Whether the run goes back to an earlier checkpoint once all callbacks have seen this step."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from .arrow_feed import ArrowFeed as ArrowFeed
     from .collate import to_torch as to_torch
     from .data_module import ArrowDataModule as ArrowDataModule
-    from .ledger import Ledger as Ledger, trained_rows as trained_rows
     from .minibatches import Minibatches as Minibatches
     from .mock import MockBatches as MockBatches
     from .parquet_feeder import ParquetArrowBatchFeeder as ParquetArrowBatchFeeder
@@ -27,7 +26,6 @@ else:
             ".arrow_feed": ("ArrowFeed",),
             ".collate": ("to_torch",),
             ".data_module": ("ArrowDataModule",),
-            ".ledger": ("Ledger", "trained_rows"),
             ".minibatches": ("Minibatches",),
             ".mock": ("MockBatches",),
             ".parquet_feeder": ("ParquetArrowBatchFeeder",),

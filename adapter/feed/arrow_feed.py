@@ -13,9 +13,7 @@ import pyarrow as pa
 
 from ..contract.exceptions import InputError
 from .batching import Spec, Supply, ThreadSupply
-from .files import PathLike
 from .filters import as_expression
-from .ledger import Ledger
 from .open_source import open_source
 from .opened_layout import layout_of, say_short_batches
 from .options import FeedOptions, collate_function
@@ -65,7 +63,6 @@ class ArrowFeed:
             `to_torch`, ``module:function`` is imported.
         workers: Processes that decode and collate, through a torch data loader; 0 does it in this process. Order and
             position are the same for any number.
-        ledger: A folder where the rows of each step are written down; see `Ledger`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -92,7 +89,6 @@ class ArrowFeed:
         filesystem: Any = None,
         collate: Collate | str | None = None,
         workers: int = 0,
-        ledger: PathLike | None = None,
     ) -> None:
         self._options = FeedOptions(
             batch_size=batch_size,
@@ -112,7 +108,6 @@ class ArrowFeed:
         self._given, self._columns, self._filesystem = source, checked_columns(columns), filesystem
         self._filters = as_expression(filters)
         self._collate = collate_function(collate)
-        self._ledger = None if ledger is None else Ledger(ledger)
         self._source: Source | None = None
         self._layout: Layout | None = None
         self._position: Position | None = None
@@ -267,8 +262,6 @@ class ArrowFeed:
         try:
             for batch in supply.epoch():
                 self._step += 1
-                if self._ledger is not None:
-                    self._ledger.record(position, self._step - 1, supply.parts)
                 yield batch
             done = True
         finally:
@@ -279,10 +272,7 @@ class ArrowFeed:
         if self._supply is not None and self._supply.position == position:
             return self._supply
         self.close()
-        spec = self._spec()
-        if self._ledger is not None:
-            self._ledger.begin(spec.layout, position, self._options.rank)
-        self._supply = self._make_supply(spec, position)
+        self._supply = self._make_supply(self._spec(), position)
         return self._supply
 
     def _make_supply(self, spec: Spec, position: Position) -> Supply:
@@ -302,7 +292,6 @@ class ArrowFeed:
             readahead=self._options.readahead,
             readahead_bytes=self._options.readahead_bytes,
             collate=self._collate,
-            track=self._ledger is not None,
         )
 
     def close(self) -> None:

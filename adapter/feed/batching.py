@@ -12,7 +12,7 @@ from .decode import Chunk, decode, join, merged
 from .position import Layout, Position
 from .prefetch import ReadAhead
 from .row_plan import Share
-from .sources import Part, Source
+from .sources import Source
 
 __all__ = ["CLOSED", "Block", "Spec", "Supply", "ThreadSupply", "batches_of", "blocks", "chunks_of"]
 
@@ -32,8 +32,6 @@ class Spec:
     readahead: int
     readahead_bytes: int
     collate: Callable[[pa.RecordBatch], Any] | None
-    track: bool
-    """Tell which rows each batch consists of."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -56,11 +54,6 @@ class Supply(Protocol):
 
     position: Position | None
     """Where the next epoch, or the rest of one, begins; None while one is handed out."""
-
-    @property
-    def parts(self) -> list[Part]:
-        """Rows of the last batch, where they are tracked."""
-        ...
 
     @property
     def wait_seconds(self) -> float:
@@ -118,10 +111,9 @@ def chunks_of(spec: Spec, block: Block, size: ChunkSize) -> Iterator[Chunk]:
 class Cutter:
     """Cuts batches out of chunks; a batch within one chunk is a slice, without copies."""
 
-    def __init__(self, chunks: Iterable[Chunk], rank: int, *, track: bool) -> None:
-        self._chunks, self._rank, self._track = iter(chunks), rank, track
+    def __init__(self, chunks: Iterable[Chunk], rank: int) -> None:
+        self._chunks, self._rank = iter(chunks), rank
         self._chunk: Chunk | None = None
-        self.parts: list[Part] = []
 
     def steps(self, share: Share, block: Block) -> Iterator[pa.RecordBatch]:
         """The batches of our rank in `block`, one for each step."""
@@ -138,34 +130,22 @@ class Cutter:
             # All further steps of the same size that lie within the chunk; only the last of an epoch may differ.
             last = min(block.end, max(share.steps - 1, step + 1))
             count = min(last - step, (chunk.end - end) // stride + 1)
-            batches = self._slices(chunk, range(start, start + count * stride, stride), end - start)
-            for batch in batches:
-                yield batch
+            piece, size = chunk.batch.slice, end - start
+            for first in range(start - chunk.at, start - chunk.at + count * stride, stride):
+                yield piece(first, size)
                 if self._chunk is not chunk:
                     raise RuntimeError(CLOSED)
             step += count
-
-    def _slices(self, chunk: Chunk, starts: range, size: int) -> Iterator[pa.RecordBatch]:
-        piece, at = chunk.batch.slice, chunk.at
-        if not self._track:
-            return (piece(start - at, size) for start in starts)
-        return (self._tracked(chunk, start, size) for start in starts)
-
-    def _tracked(self, chunk: Chunk, start: int, size: int) -> pa.RecordBatch:
-        self.parts = [_part(chunk, start, start + size)]
-        return chunk.batch.slice(start - chunk.at, size)
 
     def close(self) -> None:
         """Hand out nothing more: an iterator that is still in use fails at its next step."""
         self._chunk, self._chunks = None, iter(())
 
     def _across(self, block: Block, chunk: Chunk, start: int, end: int) -> pa.RecordBatch:
-        batches, self.parts = [], []
+        batches = []
         while True:
             stop = min(end, chunk.end)
             batches.append(chunk.batch.slice(start - chunk.at, stop - start))
-            if self._track:
-                self.parts.append(_part(chunk, start, stop))
             if stop == end:
                 return join(batches)
             start, chunk = stop, self._advance(block, stop)
@@ -178,15 +158,10 @@ class Cutter:
         raise RuntimeError(CLOSED)
 
 
-def _part(chunk: Chunk, start: int, end: int) -> Part:
-    return chunk.file, chunk.numbers[start - chunk.at : end - chunk.at]
-
-
-def batches_of(spec: Spec, block: Block) -> Iterator[tuple[pa.RecordBatch, list[Part]]]:
+def batches_of(spec: Spec, block: Block) -> Iterator[pa.RecordBatch]:
     """The batches of one block, decoded here and now."""
-    cutter = Cutter(chunks_of(spec, block, ChunkSize(spec.chunk_bytes)), spec.rank, track=spec.track)
-    for batch in cutter.steps(spec.layout.share(block.position.rows), block):
-        yield batch, cutter.parts
+    cutter = Cutter(chunks_of(spec, block, ChunkSize(spec.chunk_bytes)), spec.rank)
+    return cutter.steps(spec.layout.share(block.position.rows), block)
 
 
 class ThreadSupply:
@@ -203,12 +178,7 @@ class ThreadSupply:
             spec.readahead,
             spec.readahead_bytes,
         )
-        self._cutter = Cutter(self._reader, spec.rank, track=spec.track)
-
-    @property
-    def parts(self) -> list[Part]:
-        """See `Supply`."""
-        return self._cutter.parts
+        self._cutter = Cutter(self._reader, spec.rank)
 
     @property
     def wait_seconds(self) -> float:

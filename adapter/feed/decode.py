@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import pyarrow as pa
 
 from ..contract.exceptions import InputError
 from .epoch_order import Order, Piece
-from .sources import Decoded, Numbers, Source
+from .sources import Source
 
 __all__ = ["Chunk", "decode", "join", "merged"]
 
@@ -24,8 +23,6 @@ class Chunk:
     at: int
     end: int
     batch: pa.RecordBatch
-    numbers: Numbers
-    file: str
 
 
 class HasBytes(Protocol):
@@ -71,53 +68,49 @@ def decode(source: Source, order: Order, piece: Piece, max_bytes: int, block: in
     rows = source.read(piece.group, piece.last_group, max_bytes, piece.first)
     if order.shuffle:
         rows = _shuffled(rows, order, piece)
-    offset, file = 0, source.file(piece.group)
-    for batch, numbers in rows:
+    offset = 0
+    for batch in rows:
         low, high = max(piece.first - offset, 0), min(piece.end - offset, batch.num_rows)
         if low < high:
             at = piece.at + offset + low - piece.first
             whole = low == 0 and high == batch.num_rows
             rows_now = batch if whole else batch.slice(low, high - low)
-            yield Chunk(block, at, at + high - low, rows_now, numbers[low:high], file)
+            yield Chunk(block, at, at + high - low, rows_now)
         offset += batch.num_rows
         if offset >= piece.end:
             return
     raise InputError(f"{source.label(piece.last_group)}: the file changed while it was read; it lost rows")
 
 
-def _shuffled(rows: Iterator[Decoded], order: Order, piece: Piece) -> Iterator[Decoded]:
-    for index, (batch, numbers) in enumerate(_windows(rows, order.window)):
+def _shuffled(rows: Iterator[pa.RecordBatch], order: Order, piece: Piece) -> Iterator[pa.RecordBatch]:
+    for index, batch in enumerate(_windows(rows, order.window)):
         if (index + 1) * order.window <= piece.first:
-            yield batch, numbers  # before the first row that is wanted; only its length counts
+            yield batch  # before the first row that is wanted; only its length counts
             continue
         places = order.window_permutation(piece.epoch, piece.group, index, batch.num_rows)
-        yield batch.take(pa.array(places)), np.asarray(numbers)[places]
+        yield batch.take(pa.array(places))
 
 
-def _windows(rows: Iterator[Decoded], window: int) -> Iterator[Decoded]:
+def _windows(rows: Iterator[pa.RecordBatch], window: int) -> Iterator[pa.RecordBatch]:
     """The same rows in batches of exactly `window`, the last one excepted."""
-    held: list[Decoded] = []
+    held: list[pa.RecordBatch] = []
     count = 0
-    for batch, numbers in rows:
+    for batch in rows:
         while batch.num_rows:
             size = min(window - count, batch.num_rows)
-            held.append((batch.slice(0, size), numbers[:size]))
-            batch, numbers, count = batch.slice(size), numbers[size:], count + size
+            held.append(batch.slice(0, size))
+            batch, count = batch.slice(size), count + size
             if count == window:
-                yield _joined(held)
+                yield join(held)
                 held, count = [], 0
     if held:
-        yield _joined(held)
-
-
-def _joined(parts: list[Decoded]) -> Decoded:
-    if len(parts) == 1:
-        return parts[0]
-    return join([batch for batch, _ in parts]), np.concatenate([np.asarray(numbers) for _, numbers in parts])
+        yield join(held)
 
 
 def join(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of all rows, copied; also where dictionaries differ."""
+    """One batch of all rows, copied where there are several; also where dictionaries differ."""
+    if len(batches) == 1:
+        return batches[0]
     table = pa.Table.from_batches(batches)
     columns = [_one_array(column) for column in table.columns]
     return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)

@@ -18,7 +18,7 @@ from ..contract.exceptions import InputError
 from .files import DataFile
 from .filters import as_expression, error_of
 from .schema import conform, project
-from .sources import Decoded, fingerprint, input_error
+from .sources import fingerprint, input_error
 
 __all__ = ["ParquetSource"]
 
@@ -48,8 +48,6 @@ class _Group:
 
     footer: _Footer
     index: int
-    first_row: int
-    """Number of its first row within the file."""
 
     @property
     def rows(self) -> int:
@@ -93,7 +91,7 @@ class ParquetSource:
             raise input_error(errors)
         # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
         footers = footers if len(footers) <= _OPEN_FILES else [replace(f, metadata=None) for f in footers]
-        self._groups = [group for footer in footers for group in _groups(footer)]
+        self._groups = [_Group(footer, index) for footer in footers for index in range(len(footer.group_rows))]
         self.group_rows = self._count()
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
         self._expansion = 1.0
@@ -133,23 +131,22 @@ class ParquetSource:
         one_file = groups[0].footer is groups[-1].footer
         return one_file and sum(group.bytes for group in groups) * self._expansion <= max_bytes
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
         """See `Source`.
 
         Raises:
             InputError: The file cannot be read, or is not the one whose metadata was read; names file and row group.
         """
         groups = self._groups[first : last + 1]
-        keep = np.concatenate([self._mask(group) for group in groups]) if self._filter is not None else None
-        offset, start = 0, groups[0].first_row
-        for batch in self._batches(groups, max_bytes, skip):
-            end = offset + batch.num_rows
-            if keep is None:
-                yield batch, range(start + offset, start + end)
-            else:
-                part = keep[offset:end]
-                yield batch.filter(pa.array(part)), start + offset + np.flatnonzero(part)
-            offset = end
+        batches = self._batches(groups, max_bytes, skip)
+        return batches if self._filter is None else self._filtered(batches, groups)
+
+    def _filtered(self, batches: Iterator[pa.RecordBatch], groups: Sequence[_Group]) -> Iterator[pa.RecordBatch]:
+        keep = np.concatenate([self._mask(group) for group in groups])
+        offset = 0
+        for batch in batches:
+            yield batch.filter(pa.array(keep[offset : offset + batch.num_rows]))
+            offset += batch.num_rows
 
     def _mask(self, group: _Group) -> Any:
         try:
@@ -224,10 +221,6 @@ class ParquetSource:
         """See `Source`."""
         return _label(self._groups[group])
 
-    def file(self, group: int) -> str:
-        """See `Source`."""
-        return self._groups[group].footer.file.name
-
     def close(self) -> None:
         """See `Source`."""
         while self._open:
@@ -264,13 +257,6 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         return f"{file.name}: not a complete Parquet file ({error})"
     except Exception as error:  # noqa: BLE001 - each file system has errors of its own
         return f"{file.name}: {type(error).__name__}: {error}"
-
-
-def _groups(footer: _Footer) -> Iterator[_Group]:
-    first = 0
-    for index, rows in enumerate(footer.group_rows):
-        yield _Group(footer, index, first)
-        first += rows
 
 
 def _label(group: _Group) -> str:

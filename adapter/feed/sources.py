@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -20,16 +18,7 @@ from .files import DataFile
 from .filters import as_expression, error_of, mask
 from .schema import conform, project
 
-__all__ = ["Decoded", "Numbers", "Part", "Source", "TableSource", "fingerprint", "input_error"]
-
-Numbers: TypeAlias = range | npt.NDArray[np.int64]
-"""Row numbers within the file, one for each row of a batch."""
-
-Decoded: TypeAlias = tuple[pa.RecordBatch, Numbers]
-
-Part: TypeAlias = tuple[str, Numbers]
-"""A file, and the numbers of the rows in it that a batch, or a part of it, consists of."""
-
+__all__ = ["Source", "TableSource", "fingerprint", "input_error"]
 
 _MOST_ERRORS = 40
 
@@ -50,7 +39,7 @@ class Source(Protocol):
         """Whether the groups from `first` to `last` are best read in one go, within about `max_bytes`."""
         ...
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
         """The rows of the groups from `first` to `last` in order, in batches of about `max_bytes` where possible.
 
         The caller will not use the first `skip` rows, but wants them counted.
@@ -61,10 +50,6 @@ class Source(Protocol):
         """The group, for people: ``a.parquet, row group 3``."""
         ...
 
-    def file(self, group: int) -> str:
-        """Name of the file that holds the group."""
-        ...
-
     def close(self) -> None:
         """Give open files back; reading again opens them again."""
 
@@ -73,7 +58,7 @@ class TableSource:
     """Tables and record batches in memory, or mapped into it; without filters nothing is copied.
 
     Args:
-        tables: Name and table or record batch; each chunk becomes a group. Names are what errors and ledger say.
+        tables: Name and table or record batch; each chunk becomes a group. Names are what errors say.
         columns: Columns to hand out, in this order; None means all.
         filters: See `as_expression`; rows for which it is not true are left out.
         files: The file behind each table, where there is one, and its stamp when it was opened.
@@ -100,30 +85,24 @@ class TableSource:
             raise input_error(errors)
         groups = [(name, group) for name, table in given for group in self._decoded(table, expression)]
         self._names, self._groups = [name for name, _ in groups], [group for _, group in groups]
-        self.group_rows = tuple(batch.num_rows for batch, _ in self._groups)
+        self.group_rows = tuple(batch.num_rows for batch in self._groups)
         if not sum(self.group_rows):
             raise input_error([f"no rows {'pass the filters' if filters is not None else ''} in {given[0][0]}"])
-        self.row_bytes = sum(batch.nbytes for batch, _ in self._groups) / sum(self.group_rows)
+        self.row_bytes = sum(batch.nbytes for batch in self._groups) / sum(self.group_rows)
         facts = [f"{os.path.basename(file.path)}:{size}" for file, (size, _) in self._files.values()]
         filtered = [] if expression is None else [str(expression)]
         self.fingerprint = fingerprint([*facts, str(self.group_rows), *filtered])
 
-    def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[Decoded]:
-        start = 0
+    def _decoded(self, table: pa.Table | pa.RecordBatch, expression: Any) -> Iterator[pa.RecordBatch]:
         for batch in table.to_batches() if isinstance(table, pa.Table) else [table]:
-            numbers: Numbers = range(start, start + batch.num_rows)
-            start += batch.num_rows
             rows = conform(batch, self.schema)
-            if expression is not None and batch.num_rows:
-                keep = mask(batch, expression)
-                rows, numbers = rows.filter(keep), np.asarray(numbers)[keep.to_numpy(zero_copy_only=False)]
-            yield rows, numbers
+            yield rows.filter(mask(batch, expression)) if expression is not None and batch.num_rows else rows
 
     def together(self, first: int, last: int, max_bytes: int) -> bool:
         """See `Source`."""
         return False
 
-    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[Decoded]:
+    def read(self, first: int, last: int, max_bytes: int, skip: int = 0) -> Iterator[pa.RecordBatch]:
         """See `Source`; a group is handed out whole, because that costs nothing.
 
         Raises:
@@ -144,10 +123,6 @@ class TableSource:
     def label(self, group: int) -> str:
         """See `Source`."""
         return f"{self._names[group]}, chunk {group - self._names.index(self._names[group])}"
-
-    def file(self, group: int) -> str:
-        """See `Source`."""
-        return self._names[group]
 
     def close(self) -> None:
         """See `Source`."""

@@ -24,7 +24,6 @@ from ..contract.exceptions import InputError
 from .batching import CLOSED, Block, Spec, batches_of, blocks
 from .position import Position
 from .row_plan import Share
-from .sources import Part
 
 __all__ = ["WorkerSupply"]
 
@@ -37,7 +36,6 @@ class _Made:
 
     batches: Any
     """Results of the collate function, or record batches as one Arrow IPC stream."""
-    parts: list[list[Part]]
     error: str | None = None
     """What stopped the block after these batches."""
 
@@ -60,16 +58,14 @@ class _Blocks(IterableDataset[_Made]):
 
 def _make(spec: Spec, block: Block) -> _Made:
     results: list[Any] = []
-    parts: list[list[Part]] = []
     error = None
     try:
-        for step, (batch, rows) in enumerate(batches_of(spec, block), block.first):
+        for step, batch in enumerate(batches_of(spec, block), block.first):
             _seed(spec, block.position, step)
             results.append(batch if spec.collate is None else spec.collate(batch))
-            parts.append(rows)
     except InputError as failure:
         error = str(failure)
-    return _Made(_packed(spec, results) if spec.collate is None else results, parts, error)
+    return _Made(_packed(spec, results) if spec.collate is None else results, error)
 
 
 def _seed(spec: Spec, position: Position, step: int) -> None:
@@ -102,7 +98,6 @@ class WorkerSupply:
 
     def __init__(self, spec: Spec, position: Position, workers: int) -> None:
         self.position: Position | None = position
-        self.parts: list[Part] = []
         self.wait_seconds = 0.0
         self._closed = False
         self._spec = spec
@@ -131,8 +126,7 @@ class WorkerSupply:
 
     def _handed_out(self, made: _Made) -> Iterator[Any]:
         batches = made.batches if self._spec.collate is not None else pa.ipc.open_stream(made.batches)
-        for batch, parts in zip(batches, made.parts, strict=True):
-            self.parts = parts
+        for batch in batches:
             yield batch
             if self._closed:
                 raise RuntimeError(CLOSED)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,9 +17,11 @@ from .equal_replicas import BufferSync, average_scalar
 from .gradient_sync import GradientSync
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
-from .torch_internals import is_gradtrackingtensor
+from .torch_internals import is_gradtrackingtensor, runs_compiled_code
 
 __all__ = ["Averaging"]
+
+log = logging.getLogger(__name__)
 
 
 class Averaging:
@@ -32,6 +35,7 @@ class Averaging:
         at_once: Whether to average after each backward call, rather than when one is read.
         averaged: Called each time gradients were averaged.
         completed_steps: How many steps the run has behind it, for messages.
+        is_last_step: Whether the step that runs is the last one, on all ranks.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Averaging:
         at_once: bool,
         averaged: Callable[[], None],
         completed_steps: Callable[[], int],
+        is_last_step: Callable[[], bool],
     ) -> None:
         self._gradients = gradients
         self.group = gradients.group
@@ -52,6 +57,7 @@ class Averaging:
         self._parameters = parameters
         self._call_averaged = averaged
         self._completed_steps = completed_steps
+        self._is_last_step = is_last_step
         self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle)
         self._updates = 0
         self._last_update = ""
@@ -61,6 +67,7 @@ class Averaging:
         """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
         self._was_averaged = False
         """Whether this step has averaged gradients."""
+        self._told_of_graphs = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -74,6 +81,8 @@ class Averaging:
             self._accumulation.end()
         if not self._was_averaged:
             self._gradients.take_no_part(self._point(Why.NOTHING))
+        elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
+            self._gradients.take_no_part(self._point(Why.LAST))
         if self._buffers is not None:
             self._buffers()
 
@@ -165,6 +174,14 @@ class Averaging:
 
     def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
         """Make the gradients those of all ranks."""
+        if why is Why.READ and not self._told_of_graphs and runs_compiled_code():
+            self._told_of_graphs = True
+            log.warning(
+                "torch.compile cannot take a read of `.grad` on several ranks into a graph, because it has the "
+                "gradients averaged: what is compiled around %s runs in parts, and `fullgraph=True` refuses it. Read "
+                "gradients, or clip them, outside of compiled code.",
+                users_line(),
+            )
         self._gradients(self._point(why, ordinal, what))
         self._averaged = set(self._optimizers)
         self._was_averaged = True
@@ -174,7 +191,7 @@ class Averaging:
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
         """Where this rank is now."""
-        where = "" if why in (Why.END_OF_STEP, Why.NOTHING) else users_line()
+        where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
         step = self._completed_steps() + 1
         return Point(why, step, ordinal, self._updates, what, where, self._last_update)
 

@@ -53,7 +53,7 @@ class Bucket:
         is_last: bool = True,
     ) -> None:
         self.parameters = list(parameters)
-        self._group = group
+        self.group = group
         self._world_size = dist.get_world_size(group)
         first, count = self.parameters[0], len(self.parameters)
         self.device = first.device
@@ -114,14 +114,14 @@ class Bucket:
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
         if self._hook is None:
-            self._works.append(dist.all_reduce(self._flat, group=self._group, async_op=True))
+            self._works.append(dist.all_reduce(self._flat, group=self.group, async_op=True))
         else:
             self.send_tail()
             self.send_by_hook(is_last=self._is_last)
 
     def send_tail(self) -> None:
         """Start to send what goes along with gradients that a hook exchanges."""
-        self._works.append(dist.all_reduce(self._tail, group=self._group, async_op=True))
+        self._works.append(dist.all_reduce(self._tail, group=self.group, async_op=True))
 
     def send_by_hook(self, *, is_last: bool) -> None:
         """Have the hook exchange the gradients alone."""

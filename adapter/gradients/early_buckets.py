@@ -50,6 +50,8 @@ class Plan:
 
     buckets: list[Bucket]
     others: list[Tensor]
+    mark: int = 0
+    """A number of `MARKS` that tells which parameters are trained."""
     habits: dict[Place, Habit] = field(default_factory=dict)
     """What was learned about when gradients are wanted, by the place in a step."""
     _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
@@ -138,14 +140,9 @@ class Window:
 
 
 class EarlyBuckets:
-    """Watches the parameters of buckets while backward runs, and remembers the habits of a trainer.
-
-    Attributes:
-        group: The process group of the buckets; None means all ranks.
-    """
+    """Watches the parameters of buckets while backward runs, and remembers the habits of a trainer."""
 
     def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
         self._watched: dict[int, tuple[Tensor, Any, RemovableHandle]] = {}
         self._positions: dict[int, int] = {}
         self._buckets: Sequence[Bucket] = ()
@@ -193,9 +190,10 @@ class EarlyBuckets:
         firsts = range(len(plan.buckets) - 1)
         early = [position for position in ready if position in firsts]
         late = [position for position in firsts if position not in early]
-        numbers = torch.tensor(early + late, device=plan.buckets[0].device)
-        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast(numbers, src=source, group=self.group)
+        first = plan.buckets[0]
+        numbers = torch.tensor(early + late, device=first.device)
+        source = 0 if first.group is None else dist.get_global_rank(first.group, 0)
+        dist.broadcast(numbers, src=source, group=first.group)
         return [int(n) for n in numbers.tolist()]
 
     def forget(self) -> None:

@@ -113,7 +113,8 @@ def check_same(mine: list[str], group: dist.ProcessGroup | None, text: str) -> N
 
 def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
     tensors = rank_local.tensors(discovered)
-    lines = [f"{path} {tuple(t.shape)} {t.dtype}" for path, t in tensors]
+    frozen = {id(p) for found in discovered.modules for p in found.value.parameters() if not p.requires_grad}
+    lines = [f"{path} {tuple(t.shape)} {t.dtype}{' frozen' if id(t) in frozen else ''}" for path, t in tensors]
     for found in rank_local.shared(discovered):
         shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
         lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")

@@ -11,7 +11,6 @@ is equal on all ranks and stays what it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,15 @@ from torch import Tensor
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .averaged_parameters import AveragedParameters
-from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped, read_gradient, write_gradient
+from .bucket_plans import Plans
+from .buckets import Bucket, grouped, read_gradient, write_gradient
 from .communication_hooks import CommunicationHook
 from .early_buckets import EarlyBuckets, Place, Plan
 from .equal_replicas import check_same
-from .rank_points import NUMBERS, Point, parted
+from .lost_ranks import about_broken_exchange
+from .rank_points import MARKS, NUMBERS, Point, parted
 from .sent_points import LATE_CALLS, SentPoints
-from .torch_internals import group_timeout, post_accumulate_hooks
+from .torch_internals import post_accumulate_hooks
 
 __all__ = ["GradientSync"]
 
@@ -57,17 +58,12 @@ class GradientSync:
         bucket_bytes: int | None = None,
         hook: CommunicationHook | None = None,
     ) -> None:
-        self._hook = hook
-        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self._first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
-        self._own_group: dist.ProcessGroup | None = None
-        """Of the buckets, once there are several."""
         self._managed = AveragedParameters(discovered, rank_local)
         self._sent = SentPoints(group, self._named)
-        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._plans = Plans(self._managed, group, bucket_bytes, hook)
         self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
         self._averaged_inside: set[int] = set()
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
@@ -75,11 +71,12 @@ class GradientSync:
         """Of the parameters as they were in the first backward call since gradients were averaged."""
         self._early = EarlyBuckets()
         self._keeps_hook_state = hook is not None and hook.keeps_state
-        self._whole = frozenset(id(p) for p in self._managed.optimized if p.requires_grad)
-        """Ids of what is trained where nothing has been frozen or replaced yet."""
         self._step = -1
         self._updates_before = 0
         self._was_replaced = False
+        self._last_plan: Plan | None = None
+        self._agreed = {self._plans.mark_now(self._averaged_inside)}
+        """Marks of the plans that all ranks are known to have; they were built alike."""
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
 
@@ -95,13 +92,13 @@ class GradientSync:
         pending = self._pending_plan
         if pending is None:
             self._refresh()
-        if self._managed.count_bytes <= self._first_bytes:  # one bucket, which waits until gradients are wanted
+        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
             return
         if any(map(post_accumulate_hooks, self._managed.all)):  # they may update in the middle of it
             return
         if pending is None:
-            pending = self._plan_of_now()
-            if len(pending.buckets) < 2:
+            pending = self._plans.now(self._averaged_inside)
+            if len(pending.buckets) < 2 or pending.mark not in self._agreed:
                 return
             self._pending_plan = pending
         self._early.before_backward(pending, self._place(at))
@@ -118,10 +115,7 @@ class GradientSync:
     def close(self) -> None:
         """Training ended as planned: let go of what gloo keeps for the buckets; NCCL's goes with the process."""
         self._early.forget()
-        self._plans.clear()
-        own, self._own_group = self._own_group, None
-        if own is not None and dist.get_backend(own) == "gloo":
-            dist.destroy_process_group(own)
+        self._plans.close()
 
     def __call__(self, at: Point) -> None:
         """Replace every ``p.grad`` by its mean over the ranks, where any rank has one.
@@ -167,17 +161,17 @@ class GradientSync:
         position = next(i for i, p in enumerate(self._managed.all) if p is averaged[0])
         points = torch.zeros(self._world_size, NUMBERS + 1, device=averaged[0].device)
         points[self._rank] = torch.tensor([*at.numbers(), position])
-        dist.all_reduce(points, group=self._own_group or self.group)
+        dist.all_reduce(points, group=self._plans.group)
         if any(row != points[0].tolist() for row in points.tolist()):
             raise parted(self._named(at), self.group)
         key = tuple(map(id, averaged))
         if key not in self._buckets_inside:
-            self._buckets_inside[key] = [Bucket(g, self._own_group or self.group) for g in grouped(averaged)]
+            self._buckets_inside[key] = [Bucket(g, self._plans.group) for g in grouped(averaged)]
         buckets = self._buckets_inside[key]
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
         for bucket in buckets:
-            bucket.wait()
+            self._wait(bucket, at)
             for i, gradient in bucket.land().items():
                 write_gradient(bucket.parameters[i], gradient)
         self._averaged_inside |= set(key)
@@ -207,13 +201,34 @@ class GradientSync:
         others_used = self._exchange(plan, gradient_of, at)
         buckets = [*plan.buckets]
         if any(others_used):
-            seconds = plan.of_others(others_used, self._own_group or self.group)
+            seconds = plan.of_others(others_used, self._plans.group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
-                bucket.wait()
+                self._wait(bucket, at)
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
+
+    def _agree_on(self, plan: Plan, at: Point) -> None:
+        """Learn whether all ranks go over to `plan`, which is new.
+
+        One that does not would send tensors of other sizes, by which gloo ends the process, and others mix up
+        gradients. So the plan that was used last is used once more, for nothing but what its last bucket tells.
+
+        Raises:
+            ContractError: They train different parameters.
+        """
+        if plan.mark in self._agreed and not self._was_replaced:
+            return
+        mark = MARKS - 1 if self._was_replaced else plan.mark
+        if self._last_plan is not None:
+            self._send_and_wait(self._last_plan, None, at._replace(mark=mark))
+            self._sent.check(0)
+        if self._was_replaced:
+            self._was_replaced = False
+            check_same(_shapes(self._managed.all), self.group, _REPLACED)
+            self._agreed.clear()
+        self._agreed.add(plan.mark)
 
     def _exchange(self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
         """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds.
@@ -221,9 +236,14 @@ class GradientSync:
         Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
         sent again, on this rank or another.
         """
-        if self._was_replaced:
-            self._was_replaced = False
-            check_same(_shapes(self._managed.all), self.group, _REPLACED)
+        self._agree_on(plan, at)
+        at = at._replace(mark=plan.mark)
+        self._last_plan = plan
+        return self._send_and_wait(plan, gradient_of, at)
+
+    def _send_and_wait(
+        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
+    ) -> list[bool]:
         if self._keeps_hook_state:
             return self._exchange_in_order(plan, gradient_of, at)
         *firsts, last = plan.buckets
@@ -236,7 +256,7 @@ class GradientSync:
             repeats.fill_(1)
         last.send_or_take_part(gradient_of)
         for bucket in plan.buckets:
-            bucket.wait()
+            self._wait(bucket, at)
         self._sent.add(at, points)
         # What ranks tell each other travels in the type of the gradients, which may be complex.
         used = [flag > 0 for flag in others.real.tolist()]
@@ -245,7 +265,7 @@ class GradientSync:
             repeated = repeats.real.item() > 0
             for bucket in firsts if repeated else ():
                 bucket.send_or_take_part(gradient_of)
-                bucket.wait()
+                self._wait(bucket, at)
             self._early.close(plan, self._place(at), repeated=repeated)
         return used
 
@@ -263,14 +283,21 @@ class GradientSync:
             bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
             bucket.send_tail()
         for bucket in plan.buckets:
-            bucket.wait()
+            self._wait(bucket, at)
         self._sent.add(at, points)
         self._sent.check(0)
         used = [bucket for bucket in plan.buckets if bucket.is_used]
         for bucket in used:
             bucket.send_by_hook(is_last=bucket is used[-1])
-            bucket.wait()
+            self._wait(bucket, at)
         return [flag > 0 for flag in others.real.tolist()]
+
+    def _wait(self, bucket: Bucket, at: Point) -> None:
+        try:
+            bucket.wait()
+        except RuntimeError as error:
+            first = self._named(at._replace(what=bucket.parameters[0])).what
+            raise about_broken_exchange(error, self._named(at), str(first), self.group) from error
 
     def _write_extra(
         self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
@@ -292,8 +319,9 @@ class GradientSync:
     def _named(self, point: Point) -> Point:
         """`point` with the path of its parameter, which is looked for only for a message."""
         paths = {id(p): path for path, p in self._managed.outside_of_optimizers()}
-        what = point.what
-        return point if isinstance(what, str) else point._replace(what=paths.get(id(what), "a parameter"))
+        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._managed.all if p.requires_grad)
+        named = what if isinstance(what, str) else paths.get(id(what), "a parameter")
+        return point._replace(what=named, trained=tuple(trained))
 
     def parameters(self) -> list[Tensor]:
         """The tensors whose gradients are averaged, as they are now; the same list while they are the same."""
@@ -303,48 +331,13 @@ class GradientSync:
     def _refresh(self) -> None:
         if self._managed.refresh():
             self._was_replaced = True
-            self._whole = frozenset()
-            self._plans.clear()
+            self._plans.forget()
             self._buckets_inside.clear()
             self._early.forget()
 
     def _current_plan(self) -> Plan:
         self._refresh()
-        return self._plan_of_now()
-
-    def _plan_of_now(self) -> Plan:
-        # A GAN switches requires_grad between its phases, on all ranks alike: each pattern has its own plan.
-        inside = self._averaged_inside
-        pattern = tuple([p.requires_grad and id(p) not in inside for p in self._managed.all])
-        plan = self._plans.get(pattern)
-        if plan is None:
-            # Backward makes the last parameters' gradients first; so does the order of the buckets.
-            wanted = [p for p in reversed(self._managed.optimized) if p.requires_grad and id(p) not in inside]
-            others = [p for p in self._managed.others if p.requires_grad and id(p) not in inside]
-            plan = self._plan(wanted or others, others if wanted else [])
-            self._plans[pattern] = plan
-        return plan
-
-    def _plan(self, always: list[Tensor], others: list[Tensor]) -> Plan:
-        extra = NUMBERS * self._world_size + 1 + len(others)
-        groups = list(grouped(always, self._bucket_bytes, self._first_bytes))
-        last = len(groups) - 1
-        if last > 0 and self._own_group is None:
-            self._own_group = self._early.group = _group_of_buckets(self.group)
-        group = self._own_group or self.group
-        buckets = [
-            Bucket(g, group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
-            for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
-        ]
-        return Plan(buckets, others)
-
-    def _indices(self, groups: Sequence[Sequence[Tensor]]) -> Sequence[int]:
-        """What a hook knows buckets by; one that keeps state, by a number that the same parameters have in each run."""
-        if not self._keeps_hook_state or {id(p) for group in groups for p in group} == self._whole:
-            return range(len(groups))
-        positions = {id(p): position for position, p in enumerate(self._managed.all)}
-        contents = [[(positions[id(p)], *p.shape) for p in group] for group in groups]
-        return [int.from_bytes(blake2b(repr(each).encode(), digest_size=6).digest()) for each in contents]
+        return self._plans.now(self._averaged_inside)
 
 
 _REPLACED = (
@@ -352,18 +345,6 @@ _REPLACED = (
     "{there}. Ranks that add or remove rows must decide by what is equal on all of them: gradients of parameters are, "
     "statistics of a rank's own rows are not."
 )
-
-
-def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of the same ranks for gradients alone.
-
-    They are sent inside of backward, where they could come before or after a collective of the trainer (of a
-    synchronized BatchNorm, say): in a group of their own the order does not matter.
-    """
-    parent = group or dist.group.WORLD
-    assert parent is not None
-    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
-    return made
 
 
 def _shapes(tensors: Iterable[Tensor]) -> list[str]:

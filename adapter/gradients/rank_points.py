@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..contract.exceptions import ContractError
 
-__all__ = ["NUMBERS", "SKIPPED_ALONE", "Point", "Why", "are_together", "parted", "users_line"]
+__all__ = ["MARKS", "NUMBERS", "SKIPPED_ALONE", "Point", "Why", "are_together", "parted", "users_line"]
 
-NUMBERS = 4
+NUMBERS = 6
 """How many numbers of a point travel with the gradients."""
 
 SKIPPED_ALONE = (
@@ -26,8 +26,12 @@ SKIPPED_ALONE = (
 )
 """What to do about a rank that ends its step without the update that others make."""
 
+_NAMED_AT_MOST = 4
 _MODULUS = 128
 """Numbers are sent modulo this, which is exact in every dtype that gradients have."""
+
+MARKS = _MODULUS * _MODULUS
+"""How many values the mark of a plan has; the last one says that parameters were replaced."""
 
 _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 
@@ -43,6 +47,7 @@ class Why(enum.IntEnum):
     END_OF_STEP = 6
     NOTHING = 7
     INSIDE = 8
+    LAST = 9
 
 
 _TEXTS = {
@@ -54,6 +59,7 @@ _TEXTS = {
     Why.END_OF_STEP: "has ended the step with gradients and without an update",
     Why.INSIDE: "updates {what} inside of backward",
     Why.NOTHING: "has ended the step without a backward call",
+    Why.LAST: "has ended the last step",
 }
 
 
@@ -74,10 +80,15 @@ class Point(NamedTuple):
     """Where the rank made its last update."""
     before: str = ""
     """The point before this one."""
+    mark: int = 0
+    """Of the plan by which gradients are averaged, below `MARKS`."""
+    trained: tuple[str, ...] = ()
+    """Paths of the parameters that want a gradient; only for a message."""
 
     def numbers(self) -> list[int]:
         """What is compared with other ranks."""
-        return [int(self.why), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
+        place = [int(self.why), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
+        return [*place, *divmod(self.mark, _MODULUS)]
 
     def __str__(self) -> str:
         where = f" (at {self.where})" if self.where else ""
@@ -90,7 +101,7 @@ def are_together(numbers: Sequence[Sequence[float]]) -> bool:
         return False
     why = {int(row[0]) for row in numbers}
     # A rank that reads a gradient before it updates does nothing that the others need to know of.
-    return len(why) == 1 or (Why.NOTHING not in why and not why >= {Why.UPDATE, Why.END_OF_STEP})
+    return len(why) == 1 or (why.isdisjoint({Why.NOTHING, Why.LAST}) and not why >= {Why.UPDATE, Why.END_OF_STEP})
 
 
 def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
@@ -99,6 +110,8 @@ def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
     dist.all_gather_object(points, mine, group=group)
     first = points[0]
     other = next((r for r, p in enumerate(points) if not are_together([first.numbers(), p.numbers()])), 1)
+    if are_together([first.numbers(), points[other]._replace(mark=first.mark).numbers()]):
+        return ContractError(_trained_differently(points, other))
     here, there = f"rank 0 {_in_step(first)}", f"rank {other} {_in_step(points[other])}"
     counted = ""
     if first.ordinal == points[other].ordinal and first.updates != points[other].updates:
@@ -109,6 +122,19 @@ def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
             f"the last one of rank {ahead} is at {where or 'an unknown line'}."
         )
     return ContractError(f"Ranks part ways: {here}, while {there}.{counted} {_cure(first, points[other])}")
+
+
+def _trained_differently(points: Sequence[Point], other: int) -> str:
+    named = []
+    for rank, without in ((0, other), (other, 0)):
+        alone = sorted({*points[rank].trained} - {*points[without].trained})
+        if alone:
+            named.append(f"rank {rank} trains {', '.join(alone[:_NAMED_AT_MOST])}, rank {without} does not")
+    why = "; ".join(named) or f"one of the ranks 0 and {other} has replaced parameters, the other has not"
+    return (
+        f"Ranks train different parameters in step {points[0].step}: {why}. What is frozen, unfrozen or replaced must "
+        "be decided by what is equal on all ranks, such as the step or an averaged loss."
+    )
 
 
 def _in_step(point: Point) -> str:

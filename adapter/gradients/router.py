@@ -11,7 +11,7 @@ While a ``train_step`` runs, and in its thread alone::
                         on_after_backward
     optimizer.step      the closure, its loss averaged over the ranks
                         on_before_optimizer_step
-                        skip what is not finite            on_nonfinite: skip
+                        skip what is not finite            on_nonfinite: skip, Recover
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
@@ -63,8 +63,9 @@ class StepRouter:
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
         buffers: Gives all ranks the buffers of rank 0; None on a single rank.
-        guard: Leaves out updates that are not finite; None takes them as they are.
+        guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
+        is_last_step: Whether the step that runs is the last one, on all ranks.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StepRouter:
         buffers: BufferSync | None = None,
         guard: UpdateGuard | None = None,
         completed_steps: Callable[[], int] | None = None,
+        is_last_step: Callable[[], bool] = lambda: False,
     ) -> None:
         self._discovered = discovered
         self._device = device
@@ -115,6 +117,7 @@ class StepRouter:
                 at_once=self._hooks.after_backward is not None,
                 averaged=self._check_overflow,
                 completed_steps=completed_steps or (lambda: self._steps - 1),
+                is_last_step=is_last_step,
             )
         for optimizer in self._optimizers:
             interception.wrap(optimizer, "step", self._step)
@@ -290,7 +293,7 @@ class StepRouter:
             self._unknown.check(optimizer, self._steps)
             return
         if self._scaler is not None or self._guard is not None:
-            raise update_errors.taken_before(optimizer, "16-mixed" if self._scaler else "on_nonfinite: skip")
+            raise update_errors.taken_before(optimizer, self._guard.name if self._guard else "16-mixed")
         if self._averaging is not None and not self.in_backward:
             self._averaging.before_update(optimizer)
         if self._hooks.before_optimizer_step is not None:
@@ -305,7 +308,9 @@ class StepRouter:
         if self._in_step or self._is_closed:
             return inner(*args, **kwargs)
         if not interception.is_active(self):
-            self._check_outside(optimizer)
+            if self._averaging is not None:  # no other rank would hear of this update
+                self._refusal = update_errors.outside_of_step(optimizer)
+                raise self._refusal
             return inner(*args, **kwargs)
         if args:
             kwargs["closure"] = args[0]
@@ -317,7 +322,9 @@ class StepRouter:
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if self._guard is not None:
-            return self._guarded_step(optimizer, inner, closure, kwargs)
+            loss = self._loss_before_update(optimizer, closure, self._guard.name, "use on_nonfinite: stop")
+            result = self._guard.update(optimizer, functools.partial(self._inside, optimizer, inner, **kwargs))
+            return loss if closure is not None else result
         if closure is not None:
             return self._inside(
                 optimizer, inner, closure=functools.partial(self._closure, optimizer, closure), **kwargs
@@ -325,12 +332,6 @@ class StepRouter:
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         return self._inside(optimizer, inner, **kwargs)
-
-    def _check_outside(self, optimizer: Optimizer) -> None:
-        """Refuse an update that no other rank would hear of."""
-        if self._averaging is not None:
-            self._refusal = update_errors.outside_of_step(optimizer)
-            raise self._refusal
 
     def _scaled_step(
         self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]
@@ -341,15 +342,9 @@ class StepRouter:
         loss = self._loss_before_update(optimizer, closure, "16-mixed", "use bf16-mixed or 32-true")
         # The scaler calls optimizer.step, which comes back to `_step` and from there to `inner`.
         inner = functools.partial(inner, **kwargs)
-        result = self._inside(optimizer, self._scaler.step_checked, optimizer, inner, adapt=not self.in_backward)
-        return loss if closure is not None else result
-
-    def _guarded_step(
-        self, optimizer: Optimizer, inner: Callable[..., Any], closure: _Closure, kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._guard is not None
-        loss = self._loss_before_update(optimizer, closure, "on_nonfinite: skip", "use on_nonfinite: stop")
-        result = self._inside(optimizer, inner, **kwargs) if self._guard.may_update(optimizer) else None
+        step = self._scaler.step_checked
+        step = step if self._guard is None else self._guard.at_rate(optimizer, step)
+        result = self._inside(optimizer, step, optimizer, inner, adapt=not self.in_backward)
         return loss if closure is not None else result
 
     def _loss_before_update(self, optimizer: Optimizer, closure: _Closure, what: str, instead: str) -> Any:

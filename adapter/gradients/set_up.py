@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings
+from ...callbacks.recovery.recover import Recover
 from ...callbacks.watch_nonfinite import WatchNonfinite
+from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .communication_hooks import communication_hook
@@ -72,20 +75,35 @@ def step_router(
         buffers=buffers,
         guard=guard,
         completed_steps=lambda: trainer.global_step,
+        is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
     )
 
 
 def _update_guard(
     trainer: pl.Trainer, discovered: Discovered, gradients: GradientSync | None, rank_local: frozenset[int]
 ) -> UpdateGuard | None:
-    watches = (c for c in callbacks_of(trainer) if isinstance(c, WatchNonfinite) and c.policy == "skip")
-    watch = next(watches, None)
-    if watch is None:
+    callbacks = callbacks_of(trainer)
+    watch = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
+    recover = next((c for c in callbacks if isinstance(c, Recover)), None)
+    if watch is None and recover is None:
         return None
-    tell = functools.partial(watch.on_update, trainer)
+    tell = None if watch is None else functools.partial(watch.on_update, trainer)
     if gradients is None:
-        return UpdateGuard(discovered, tell)
-    return UpdateGuard(discovered, tell, group=gradients.group, shared=gradients.shared, rank_local=rank_local)
+        return UpdateGuard(discovered, tell, judge=recover)
+    if recover is not None:
+        _require_shared(discovered, gradients.shared)
+    shared, group = gradients.shared, gradients.group
+    return UpdateGuard(discovered, tell, judge=recover, group=group, shared=shared, rank_local=rank_local)
+
+
+def _require_shared(discovered: Discovered, shared: Collection[int]) -> None:
+    """Refuse optimizers of which each rank has its own: their faults would be told by one rank alone."""
+    own = [found.path for found in discovered.optimizers if id(found.value) not in shared]
+    if own:
+        raise ContractError(
+            f"`Recover` needs updates that all ranks make alike, and those of {', '.join(own)} are each rank's own "
+            "(`rank_local`). Use `on_nonfinite: skip`, or one device."
+        )
 
 
 def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Leaves out updates that are not finite: the policy ``skip`` of `WatchNonfinite`.
+"""Leaves out updates that are not finite: the policy ``skip`` of `WatchNonfinite`, and what `Recover` decides.
 
 A loss that is nan or infinite makes all gradients of its backward call nan. They are averaged over the ranks and
 accumulated like others, so that every rank sees them, and the update that they belong to is left out on all of them,
@@ -7,8 +7,10 @@ also where it comes some steps later, or after a resume.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,29 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from ...callbacks.finite import are_finite
+from ...callbacks.recovery.update_faults import UpdateFigures
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 
-__all__ = ["UpdateGuard"]
+__all__ = ["UpdateGuard", "UpdateJudge"]
+
+
+class UpdateJudge(Protocol):
+    """Decides about updates: `Recover`, of which the guard needs this and no more."""
+
+    judges_losses: bool
+    """Whether a loss that is finite can be a fault."""
+    judges_norms: bool
+    """Whether gradients that are finite can be a fault."""
+    rate_factor: float
+    """By what the learning rate of each update is multiplied."""
+
+    def may_update(self, figures: UpdateFigures) -> bool:
+        """Whether an update is made; asked with the same figures on all ranks."""
+        ...
+
+    def note_loss(self, loss: float | None) -> None:
+        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
 
 
 class UpdateGuard:
@@ -30,7 +51,8 @@ class UpdateGuard:
 
     Args:
         discovered: What the trainer built.
-        tell: Called for each update, with ``left_out``.
+        tell: Called for each update, with ``left_out``; None calls nothing.
+        judge: Decides about updates; None leaves out those that are not finite.
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
         rank_local: Ids of the parameters whose gradients are each rank's own.
@@ -42,14 +64,18 @@ class UpdateGuard:
     def __init__(
         self,
         discovered: Discovered,
-        tell: Callable[..., None],
+        tell: Callable[..., None] | None,
         *,
+        judge: UpdateJudge | None = None,
         group: dist.ProcessGroup | None = None,
         shared: Collection[int] = (),
         rank_local: Collection[int] = (),
     ) -> None:
-        _check_can_skip(discovered)
-        self._tell = tell
+        self.name = "on_nonfinite: skip" if judge is None else "Recover"
+        """What asks for it, in messages."""
+        _check_can_skip(discovered, f"`{self.name}`")
+        self._tell = tell or _tell_nobody
+        self._judge = judge
         self._group = group
         self._shared = shared
         self._rank_local = rank_local
@@ -81,17 +107,52 @@ class UpdateGuard:
         self._losses.append(loss)
         return torch.where(torch.isfinite(loss), gradient, torch.nan)
 
+    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Run `step`, unless the update is to be left out; what it returned."""
+        return self.at_rate(optimizer, step)() if self.may_update(optimizer) else None
+
     def may_update(self, optimizer: Optimizer) -> bool:
-        """Whether all gradients of `optimizer` are finite, on all ranks; if not, its update is counted as left out."""
+        """Whether the update of `optimizer` is made, on all ranks alike; if not, it is counted as left out.
+
+        Without a judge it is made where all its gradients are finite.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        is_finite = are_finite([_dense(p.grad) for p in parameters if p.grad is not None])
-        if id(optimizer) in self._shared and any(map(self._is_of_this_rank, parameters)):
-            verdict = torch.tensor(float(is_finite), device=parameters[0].device)
-            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._group)
-            is_finite = bool(verdict)
-        self._has_left_out = self._has_left_out or not is_finite
-        self._tell(left_out=not is_finite)
-        return is_finite
+        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+        is_finite = are_finite(gradients)
+        is_shared = id(optimizer) in self._shared
+        must_ask = is_shared and any(map(self._is_of_this_rank, parameters))
+        if self._judge is None:
+            may_update = is_finite if not must_ask else self._largest([float(not is_finite)], parameters[0]) == [0.0]
+        else:
+            norm = _norm(gradients) if is_finite and self._judge.judges_norms else None
+            loss = self._loss() if self._judge.judges_losses else None
+            must_ask = must_ask or (is_shared and self._judge.judges_losses)
+            figures = _parts(None if is_finite else math.nan) + _parts(norm) + _parts(loss)
+            reduced = self._largest(figures, parameters[0]) if must_ask else figures
+            verdict, norm, loss = (_value(*reduced[at : at + 2]) for at in (0, 2, 4))
+            may_update = self._judge.may_update(UpdateFigures(loss, verdict if verdict is not None else norm))
+        self._has_left_out = self._has_left_out or not may_update
+        self._tell(left_out=not may_update)
+        return may_update
+
+    def at_rate(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The `step` of `optimizer` at the learning rate that the judge asks for, of which schedules see nothing."""
+        factor = 1.0 if self._judge is None else self._judge.rate_factor
+        return step if factor == 1.0 else functools.partial(_at_rate, factor, optimizer, step)
+
+    def _loss(self) -> float | None:
+        """The largest loss of the backward calls of this step; ``nan`` where one is not finite."""
+        if not self._losses:
+            return None
+        values = torch.stack([loss.reshape(()).float() for loss in self._losses])
+        largest = float(values.max())  # of which nan is the largest
+        return largest if math.isfinite(largest) and are_finite(self._losses) else math.nan
+
+    def _largest(self, values: list[float], like: Tensor) -> list[float]:
+        """The largest of all ranks, one by one."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=like.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
 
     def _is_of_this_rank(self, parameter: Tensor) -> bool:
         """Whether other ranks do not see what this one sees of a gradient, which is averaged otherwise."""
@@ -106,7 +167,9 @@ class UpdateGuard:
                 those from the overflows that make a scaler lower its scale.
         """
         is_finite = are_finite(self._losses)
-        if scales:
+        if self._judge is not None:
+            self._judge.note_loss(self._loss())
+        elif scales:
             self._tell(left_out=not is_finite)
         if self._has_left_out or not is_finite:
             for buffer, copy in self._saved:
@@ -117,16 +180,46 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
-def _check_can_skip(discovered: Discovered) -> None:
+def _tell_nobody(*, left_out: bool) -> None: ...
+
+
+def _at_rate(factor: float, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
+    for group, rate in rates:
+        group["lr"] = rate * factor
+    try:
+        return step(*args, **kwargs)
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    """L2 norm of all gradients; of sharded ones that of this rank's part."""
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return float(torch.nn.utils.get_total_norm(local)) if local else 0.0
+
+
+def _parts(value: float | None) -> list[float]:
+    """A number as two of which the largest of all ranks can be taken: the number, and whether it is not finite."""
+    is_bad = value is not None and not math.isfinite(value)
+    return [-math.inf if value is None or is_bad else value, float(is_bad)]
+
+
+def _value(number: float, is_bad: float) -> float | None:
+    return math.nan if is_bad else None if number == -math.inf else number
+
+
+def _check_can_skip(discovered: Discovered, what: str) -> None:
     instead = "Use `on_nonfinite: stop`, or leave such updates out in `train_step`."
     if not discovered.optimizers:
         raise ContractError(
-            "`on_nonfinite: skip` needs an optimizer, in the state or on the trainer, whose updates can be left out; "
+            f"{what} needs an optimizer, in the state or on the trainer, whose updates can be left out; "
             f"this trainer has none. {instead}"
         )
     refused = [found.path for found in discovered.optimizers if isinstance(found.value, LBFGS)]
     if refused:
         raise ContractError(
-            f"`on_nonfinite: skip` cannot leave out an update of {', '.join(refused)}: LBFGS evaluates the loss "
+            f"{what} cannot leave out an update of {', '.join(refused)}: LBFGS evaluates the loss "
             f"several times within it. {instead}"
         )

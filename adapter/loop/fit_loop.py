@@ -17,6 +17,7 @@ One epoch, with the hooks in Lightning's order::
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
             on_module_batch_end                              # where the module has an on_train_batch_end
             on_mb_end
+            `Recover` asked for it?  on_roll_back_due; then completed_steps is that of a checkpoint
             a stop was asked for?  raise TrainingCanceled, and validate after a resume
             validation, where it is due and a validation loader and a `validation_step` exist
             pause for `backoff_seconds`

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.hook.listeners import after_failure, call_listeners, listeners, skipping_hook
 from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection, logger_connector
 from .hosted_module import HostedModule
@@ -126,6 +126,9 @@ class Step:
                 self._batch_end_of_user_hooks(outputs, raw, index)
         if self.on_mb_end:
             call_listeners(self.on_mb_end, "on_mb_end", trainer, module)
+        if self.run_state.rolls_back:  # before the step is complete, as with every save
+            fire(trainer, "on_roll_back_due")
+            module.check_nothing_new()
         current.completed += 1
         total.completed += 1
         return True

@@ -29,10 +29,12 @@ from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
 from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
+from .port_in_use import about_port_in_use
 from .preflight import prepare_training
 from .progress import Progress
 from .ranks.child_processes import RankProcesses, watching_node
 from .ranks.failure_notes import watch_ranks
+from .ranks.launcher_watch import launcher_check
 from .ranks.paused_ranks import watching_paused_ranks
 from .ranks.rank_zero_watch import rank_zero_announced
 from .ranks.rendezvous_watch import watching_rendezvous
@@ -54,9 +56,11 @@ log = logging.getLogger(__name__)
 
 def stop_sources(config: RunConfig, signals: StopSignals) -> StopSources:
     """What can ask the run of `config` to stop; others add their checks to it."""
-    return StopSources(
+    stop = StopSources(
         config.cancel_file, max_runtime_s=config.max_runtime_s, canceled=config.canceled, signals=signals
     )
+    stop.add_check(launcher_check())
+    return stop
 
 
 class Training:
@@ -119,7 +123,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
+            self.outcome.report.begin(self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
@@ -176,7 +180,7 @@ class Training:
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, RuntimeError, MisconfigurationException) as error:
-            if about_it := monitor_error(error) or about_other_weights(error):
+            if about_it := monitor_error(error) or about_other_weights(error) or about_port_in_use(error):
                 raise about_it from error
             if isinstance(error, RuntimeError):
                 raise

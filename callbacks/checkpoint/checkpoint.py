@@ -92,7 +92,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     """
 
     ranks: Literal["zero", "all"] = "all"
-    optional_reads = ("stop_reason", "loss_stats", "eval_scores")
+    optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
     every_n_steps = StepCadence()
 
@@ -122,19 +122,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         require_choice("on_error", on_error, "stop", "continue")
         require_choice("weights", weights, "all", "trained")
         self.dirpath = None if dirpath is None else local_directory(dirpath)
-        self.every_n_steps = every_n_steps
-        self.every_n_epochs = every_n_epochs
+        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
         self.retention = Retention(keep_last, keep_best, monitor, mode, keep_every)
-        self._triggers = SaveTriggers(every_minutes, monitor if save_on_improvement else None, mode)
+        self.triggers = SaveTriggers(every_minutes, monitor if save_on_improvement else None, mode)
         self.asynchronous, self.when_busy = asynchronous, when_busy
-        self.critical = on_error == "stop"
-        self.save_gradients, self.weights = save_gradients, weights
+        self.critical, self.save_gradients, self.weights = on_error == "stop", save_gradients, weights
         self.save_final, self.replace_existing = save_final, replace_existing
         self._trained_in: Path | None = None
         """Known to copies in other processes, too, which a launcher makes for a second fit."""
         self.run = RecordMeta()
         """What every record of this run says; the runtime fills in run_id, attempt, max_steps and spec digest."""
-        self._reports, self._scores = DurableReports(), ScoreJoining(monitor)
+        self.reports, self._scores = DurableReports(), ScoreJoining(monitor)
         self._resume = ResumeState()
         self._io: DurableCheckpointIO | None = None
         self._gives_plugin_back = False
@@ -145,7 +143,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_io": None, "_reports": DurableReports(), "_run_state": None}
+        return {**super().__getstate__(), "_io": None, "reports": DurableReports(), "_run_state": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -164,7 +162,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state = run_state_of(trainer)
         self._boundaries = Boundaries(self, trainer.global_step)
-        self._triggers.begin(trainer.global_step)
+        self.triggers.begin(trainer.global_step)
         self._is_overdue, self._is_warm, self._is_between_batches, self._last_saved_step = False, False, False, None
         self._saves_after_module_hook = False
         self._resume.begin_training(trainer, pl_module)
@@ -184,15 +182,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         is_settled = self._io is None or self._io.is_settled  # before the poll, which sees what ends meanwhile
         self.poll(trainer)
         is_crossed = self._boundaries.crosses(trainer.global_step)
-        if self._triggers:
-            is_crossed |= self._triggers.look(self, trainer, pl_module)
+        if self.triggers:
+            is_crossed |= self.triggers.look(self, trainer, pl_module)
         if not is_settled:
             self._wake()
         self._save_if_due(trainer, pl_module, is_crossed=is_crossed and not suppressed(pl_module))
 
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, is_crossed: bool) -> None:
         self._is_between_batches = True
-        stops = (self._run_state or run_state_of(trainer)).stop_reason is not None
+        if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
+            return  # to a checkpoint, which is then saved anew
+        stops = run_state.stop_reason is not None
         if not stops and not is_crossed and not self._is_overdue:
             if not self._is_warm:
                 self._is_warm = True
@@ -312,7 +312,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def saves_anything(self) -> bool:
         """Whether a run with this callback saves checkpoints of its own accord."""
-        return bool(self.every_n_steps or self.every_n_epochs or self.save_final or self._triggers)
+        return bool(self.every_n_steps or self.every_n_epochs or self.save_final or self.triggers)
 
     def save(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool = False, wait: bool = False
@@ -334,13 +334,13 @@ class Checkpoint(Hook, LightningCheckpoint):
             return path
         assert self._io is not None
         self._is_overdue, self._is_warm, self._last_saved_step = False, True, step
-        self._triggers.note_save()
+        self.triggers.note_save()
         if trainer.is_global_zero:
             staging, trainer_checkpoint = stage_trainer_files(pl_module, path, step, final)
             meta = meta_of_save(
                 trainer, self.run, self.retention.monitor, self._resume.elapsed_s, trainer_checkpoint, final=final
             )
-            on_durable = functools.partial(self._reports.note, retention=self.retention, began_s=began_s)
+            on_durable = functools.partial(self.reports.note, retention=self.retention, began_s=began_s)
             self._io.expect(path, SaveRequest(meta, staging, self.asynchronous and not wait, on_durable))
         else:
             join_in_trainer_files(pl_module, step, final)
@@ -363,12 +363,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         if self._io is not None:
             self._io.wait()
-        self._reports.report(trainer)
+        self.reports.report(trainer)
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report what became durable since the last call, and raise what a save in the background raised."""
-        if self._reports:
-            self._reports.report(trainer)
+        if self.reports:
+            self.reports.report(trainer)
         if self._io is not None:
             self._io.poll()
 
@@ -378,7 +378,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         It is asked on rank zero, in the thread that wrote, when older checkpoints are about to go; what it kept goes
         after the first save that finds it no longer named.
         """
-        self._reports.spare(awaited)
+        self.reports.spare(awaited)
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
         """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""

@@ -43,6 +43,10 @@ class DurableReports:
         if awaited not in self._awaited:
             self._awaited.append(awaited)
 
+    def awaited_paths(self) -> set[str]:
+        """The files that an upload, say, still has to read."""
+        return {os.path.realpath(path) for ask in self._awaited for path in ask()}
+
     def note(self, record: CheckpointRecord, retention: Retention, *, began_s: float) -> None:
         """Take note of `record`, and remove what `retention` does not keep any longer of its run beside it.
 
@@ -58,7 +62,7 @@ class DurableReports:
             spared.add(self._being_reported.path)
         directory = record.path.parent
         listed = list_checkpoints(directory)
-        awaited = {os.path.realpath(path) for ask in self._awaited for path in ask()}
+        awaited = self.awaited_paths()
         awaited |= {os.path.realpath(entry) for entry in os.scandir(directory) if entry.is_symlink()}
         of_this_run = [old for old in own_records(listed) if old.run_id == record.run_id]
         for old in to_delete(of_this_run, retention):

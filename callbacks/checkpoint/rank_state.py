@@ -24,6 +24,7 @@ __all__ = [
     "SHARDED_GRADIENTS",
     "capture_rng",
     "HoldsBareParameters",
+    "clear_gradients",
     "capture_rng_of_ranks",
     "gather_gradients",
     "gradients_of",
@@ -217,6 +218,12 @@ def gradients_of_rank(parts: list[dict[str, torch.Tensor]], rank: int, world_siz
     names = dict.fromkeys(name for whole in wholes for name in whole)
     found = {name: [whole[name] for whole in wholes if name in whole] for name in names}
     return {name: functools.reduce(torch.add, of_ranks) / len(wholes) for name, of_ranks in found.items()}
+
+
+def clear_gradients(module: pl.LightningModule) -> None:
+    """Have no parameter hold a gradient."""
+    for _, parameter in _trained(module):
+        parameter.grad = None
 
 
 def restore_gradients(module: pl.LightningModule, gradients: dict[str, torch.Tensor]) -> None:

@@ -55,6 +55,10 @@ class SaveTriggers:
         self._seen = (None, None)
         self._next_look = step + 1
 
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`."""
+        self._looked, self._next_look = (step, time.monotonic()), step + 1
+
     def note_save(self) -> None:
         """A save of whatever reason begins."""
         self._saved_s = time.monotonic()

@@ -71,6 +71,10 @@ class ScoreJoining:
         if step == saved:
             self._in_flight[step] = value  # it, or ``final`` of the same step, may still be on its way
 
+    def rewind(self, step: int) -> None:
+        """Forget the scores of steps after `step`, which come again."""
+        self._in_flight = {at: value for at, value in self._in_flight.items() if at <= step}
+
     def note_durable(self, record: CheckpointRecord) -> None:
         """Join a checkpoint that has become durable with a score that came before that."""
         self._in_flight = {step: value for step, value in self._in_flight.items() if step >= record.step}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from ..hook.cadence import NEVER, crossed, next_multiple
 from ..hook.events import callbacks_of, is_rank_zero
 from ..hook.hook import Hook, judge, order_callbacks
 from ..hook.listeners import skippable
+from ..hook.stand_in import StandIn
 from .trainer_view import TrainerView, view_of
 
 __all__ = ["HOOKS", "Callback", "CallbackList"]
@@ -163,6 +163,10 @@ class CallbackList(Hook):
         self._step = step
         self.next_due_step = next_multiple(step, AGREE_EVERY)
 
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._step = trainer.global_step
+
     # The six hooks, called by a loop of one's own. Lightning and genlight call two of these names, with a module.
 
     def on_train_begin(self, trainer: Any) -> None:
@@ -223,20 +227,14 @@ def _kind(callback: Any, before: list[Any]) -> str:
     return f"{type(callback).__module__}.{type(callback).__qualname__}" + (f"#{same}" if same else "")
 
 
-class _Adapter(Hook):
-    """Calls the hooks that one callback has, and no others, under its policy."""
+class _Adapter(StandIn):
+    """Calls the hooks that one callback of this style has, under its policy."""
 
     def __init__(self, callback: Any, kind: str) -> None:
-        self.callback = callback
         self._kind = kind
         self.critical = bool(getattr(callback, "critical", False))
         self.ranks: Literal["zero", "all"] = getattr(callback, "ranks", "zero")
-        self._take_over_hooks()
-
-    @property
-    @override
-    def label(self) -> str:
-        return type(self.callback).__name__
+        super().__init__(callback)
 
     @property
     @override
@@ -254,31 +252,18 @@ class _Adapter(Hook):
             self.callback.load_state_dict(state_dict)
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if not isinstance(value, _Call)}
+    def forwarded_hooks(self) -> Mapping[str, str]:
+        own = {six: getattr(type(self.callback), six, None) for six in HOOKS}
+        return {HOOKS[six]: six for six, method in own.items() if method not in (None, getattr(Callback, six))}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._take_over_hooks()
-
-    def _take_over_hooks(self) -> None:
-        for six, lightnings in HOOKS.items():
-            method = getattr(type(self.callback), six, None)
-            if method is not None and method is not getattr(Callback, six):
-                vars(self)[lightnings] = _Call(_deliver, self, six)
-
-
-class _Call(functools.partial[None]):
-    """One of the six hooks, in the place of Lightning's."""
-
-
-def _deliver(adapter: _Adapter, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-    if adapter.ranks == "zero" and not is_rank_zero(trainer):
-        return
-    view = view_of(trainer, pl_module)
-    if hook == "on_step_end":
-        view.step_ended(args[0])
-    try:
-        getattr(adapter.callback, hook)(view)
-    except Exception as error:  # noqa: BLE001  # raised again where the policy says so
-        judge(adapter, hook, error)
+    @override
+    def deliver(self, method: str, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.ranks == "zero" and not is_rank_zero(trainer):
+            return
+        view = view_of(trainer, args[0])
+        if method == "on_step_end":
+            view.step_ended(args[1])
+        try:
+            getattr(self.callback, method)(view)
+        except Exception as error:  # noqa: BLE001  # raised again where the policy says so
+            judge(self, method, error)

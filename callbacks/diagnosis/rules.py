@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from .readings import Fault, History, Limits, Reading
 
-__all__ = ["RULES", "find_faults"]
+__all__ = [
+    "RULES",
+    "exploding_gradients",
+    "find_faults",
+    "loss_spike",
+    "nonfinite_gradients",
+    "nonfinite_loss",
+]
 
 MOST_NAMES = 5
 NORMS_FOR_MEDIAN = 5
@@ -35,10 +42,12 @@ class Case:
 Rule = Callable[[Case], Fault | None]
 
 
-def find_faults(reading: Reading, history: History, limits: Limits) -> Iterator[Fault]:
-    """The faults of this check, by the rules in their order."""
+def find_faults(
+    reading: Reading, history: History, limits: Limits, *, rules: Sequence[Rule] | None = None
+) -> Iterator[Fault]:
+    """The faults of this check, by all rules in their order, or by those of `rules`."""
     case = Case(reading, history, limits)
-    for rule in RULES:
+    for rule in RULES if rules is None else rules:
         fault = rule(case)
         if fault is not None:
             yield fault

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import numbers
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-__all__ = ["NEVER", "Boundaries", "StepCadence", "crossed", "next_multiple", "suppressed", "wait_for_multiple"]
+__all__ = [
+    "NEVER",
+    "Boundaries",
+    "StepCadence",
+    "crossed",
+    "next_multiple",
+    "rewind",
+    "suppressed",
+    "wait_for_multiple",
+]
 
 NEVER = sys.maxsize
 """The `next_due_step` of a hook that waits for something else than a step."""
@@ -37,6 +46,14 @@ class StepCadence:
         hook.next_due_step = 0
 
 
+@runtime_checkable
+class Rewinds(Protocol):
+    """What counts steps."""
+
+    def rewind(self, step: int) -> None:
+        """Count on from `step`, which is not later than the last one."""
+
+
 class Boundaries:
     """Which boundaries of its ``every_n_steps`` a hook has seen, so that it acts once for each.
 
@@ -47,6 +64,10 @@ class Boundaries:
 
     def __init__(self, hook: Any, step: int = 0) -> None:
         self._hook, self._step, self._every = hook, step, hook.every_n_steps
+
+    def rewind(self, step: int) -> None:
+        """Wait for the boundaries after `step` again."""
+        self._step = step
 
     def crosses(self, step: int) -> bool:
         """Whether a boundary lies behind the last step that was given here and not behind `step`."""
@@ -78,6 +99,14 @@ def wait_for_multiple(hook: Any, step: int) -> int:
     if hook.every_n_steps != every:
         hook.next_due_step = 0  # another thread has changed it meanwhile
     return every
+
+
+def rewind(hook: Any, step: int) -> None:
+    """Have `hook` wait for what comes after `step` again, by all its attributes that have a method of this name."""
+    hook.next_due_step = 0
+    for value in vars(hook).values():
+        if isinstance(value, Rewinds):
+            value.rewind(step)
 
 
 def suppressed(pl_module: object) -> bool:

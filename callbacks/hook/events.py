@@ -42,6 +42,8 @@ HOOK_EVENTS = (
     "on_checkpoint_timed",
     "on_checkpoint_durable",
     "on_samples_written",
+    "on_roll_back_due",
+    "on_roll_back",
     "on_fault",
     "on_time_spent",
 )

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RUN_STATE_KEY = "genlight_run_state"
 """Where a checkpoint holds the run state."""
 
-FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason"})
+FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason", "rolls_back"})
 """Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
 
 POLICED_ATTRIBUTE = "_genlight_is_policed"
@@ -186,6 +186,12 @@ class Hook(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
         """Samples of `step` are on disk: for each its record, then the files that belong to it."""
+
+    def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A step has ended after which the run is to go back; fired by genlight's loop where ``rolls_back`` is set."""
+
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """`Recover` has put the run back to ``trainer.global_step``: what counts steps counts on from there."""
 
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
         """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""

@@ -141,6 +141,12 @@ class Heartbeat(Hook):
             self._beat(trainer)
 
     @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Of the attempt, too: what was undone is no progress, and would count twice.
+        self._attempt = _Counts(time.monotonic(), trainer.global_step)
+        self._window = _Counts(self._attempt.began_at, self._attempt.step)
+
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._abandon_count()
 

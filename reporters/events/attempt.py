@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...adapter.contract.exceptions import EventLogError
-from .lines import RESUMED_METRIC
+from .lines import RESUMED_METRIC, ROLLED_BACK_METRIC
 from .reader import count_started
 
 __all__ = ["Attempt", "Phase", "check_run_id"]
@@ -56,6 +56,15 @@ class Attempt:
                 f"got {value} at step {step} in {self._path}"
             )
         self._has_resumed = True
+
+    def note_roll_back(self, value: float | str, step: int) -> None:
+        """Take the metric that says to which step the run goes back; raise `EventLogError` if that is not behind it."""
+        if not isinstance(value, float | int) or not 0 <= value <= step:
+            raise EventLogError(
+                f"metric {ROLLED_BACK_METRIC!r} has a step as its value that is not after its own; got {value} at step "
+                f"{step} in {self._path}"
+            )
+        self.checkpointed = {each for each in self.checkpointed if each <= value}
 
     def refusal(self, event: str, state: Phase | Literal["closed"]) -> EventLogError:
         """The error that says why `event` cannot be written."""

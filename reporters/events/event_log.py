@@ -26,6 +26,7 @@ from .jsonl_file import LineFile
 from .lines import (
     MAX_STEP,
     RESUMED_METRIC,
+    ROLLED_BACK_METRIC,
     SCHEMA_VERSION,
     STOP_REASONS,
     Artifact,
@@ -206,6 +207,8 @@ class EventLog:
             raise attempt.too_late(taken, step)
         if RESUMED_METRIC in taken:
             attempt.note_resume(taken[RESUMED_METRIC], step)
+        elif ROLLED_BACK_METRIC in taken:
+            attempt.note_roll_back(taken[ROLLED_BACK_METRIC], step)
         # Without the lock, which would cost a step 2 µs: `_take_waiting` meets what changes after the looks above.
         self._waiting.append((taken, step, self._clock()))
         file = self._file

@@ -19,6 +19,7 @@ __all__ = [
     "FAILURE_CATEGORIES",
     "MAX_STEP",
     "RESUMED_METRIC",
+    "ROLLED_BACK_METRIC",
     "SCHEMA_VERSION",
     "STOP_REASONS",
     "TERMINAL_EVENTS",
@@ -43,6 +44,8 @@ FAILURE_CATEGORIES: Final = frozenset(get_args(FailureCategory))
 STOP_REASONS: Final = frozenset(get_args(StopReason))
 RESUMED_METRIC: Final = "trainer/resumed_from_step"
 """The metric by which an attempt says where it resumed; its value is its step."""
+ROLLED_BACK_METRIC: Final = "trainer/rolled_back_to_step"
+"""The metric by which an attempt says to which step it goes back, from its own; later steps are told once more."""
 MAX_STEP = 2**63 - 1
 
 _Unset = msgspec.UnsetType

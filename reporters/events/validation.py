@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .lines import MAX_STEP, RESUMED_METRIC, TERMINAL_EVENTS
+from .lines import MAX_STEP, RESUMED_METRIC, ROLLED_BACK_METRIC, TERMINAL_EVENTS
 from .reader import decode_object, whole_lines
 from .schema import event_faults
 
@@ -29,7 +29,7 @@ class Violation:
     Attributes:
         line: Number of the line, from 1.
         rule: ``json``, ``compact``, ``sorted``, ``schema``, ``seq``, ``started``, ``run_id``, ``attempt``,
-            ``terminal``, ``order`` or ``resumed``.
+            ``terminal``, ``order``, ``resumed`` or ``rolled_back``.
         message: What was found, in words.
     """
 
@@ -54,8 +54,9 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
     run_id      the same on all lines of an attempt
     attempt     of a ``started``: one more than its run had before, and left out when that is 1
     terminal    nothing of an attempt follows its ``completed`` or ``failed``
-    order       no metric of a step after a checkpoint of that step
+    order       no metric of a step after a checkpoint of that step, unless the run went back before it in between
     resumed     ``trainer/resumed_from_step`` once an attempt, at the step that is its value
+    rolled_back ``trainer/rolled_back_to_step`` with a step as its value that is not after its own
     ==========  ====================================================================================================
 
     A last line without a newline is not a line yet, and an attempt without terminal event was killed or still runs:
@@ -160,7 +161,7 @@ class _Rules:
             or seq != self._seq + 1
             or metric.run_id != attempt.run_id
             or metric.step in attempt.checkpointed
-            or metric.name == RESUMED_METRIC
+            or metric.name in (RESUMED_METRIC, ROLLED_BACK_METRIC)
         ):
             return False
         self._seq = seq
@@ -227,6 +228,8 @@ def _check_metric(number: int, event: dict[str, Any], attempt: _Attempt) -> Iter
     step, name = event.get("step"), event.get("name")
     if isinstance(step, (int, float)) and step in attempt.checkpointed:
         yield "order", f"metric of step {step} follows its checkpoint on line {attempt.checkpointed[step]}"
+    if name == ROLLED_BACK_METRIC:
+        yield from _take_roll_back(event.get("value"), step, attempt)
     if name != RESUMED_METRIC:
         return
     if attempt.resumed_at is not None:
@@ -234,3 +237,15 @@ def _check_metric(number: int, event: dict[str, Any], attempt: _Attempt) -> Iter
     if event.get("value") != step:
         yield "resumed", f"value {event.get('value')!r} is not step {step!r}"
     attempt.resumed_at = number
+
+
+def _take_roll_back(value: object, step: object, attempt: _Attempt) -> Iterator[_Fault]:
+    """From here on the steps after `value` come once more."""
+    if not isinstance(value, (int, float)) or not isinstance(step, (int, float)) or not 0 <= value <= step:
+        yield "rolled_back", f"value {value!r} is not a step up to {step!r}"
+        return
+    attempt.checkpointed = {at: line for at, line in attempt.checkpointed.items() if not _is_later(at, value)}
+
+
+def _is_later(step: object, than: float) -> bool:
+    return isinstance(step, (int, float)) and step > than

@@ -8,8 +8,11 @@ program too, so that Lightning starts the other ranks with this command line.
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 IS_THE_JOB = "FORKED_JOB"
@@ -36,11 +39,19 @@ def stand_in():
         server.connect(sys.argv[1])
         server.sendall(json.dumps(wanted).encode() + b"\n")
         answers = server.makefile()
-        answers.readline()  # the process's id
+        job = int(answers.readline())
+        threading.Thread(target=watch_launcher, args=(job, os.getppid()), daemon=True).start()
         status = int(answers.readline())
     if status < 0:
         os.kill(os.getpid(), -status)
     return status
+
+
+def watch_launcher(job, launcher):
+    """The job would see for itself that it has another parent, were it not a child of the server."""
+    while os.getppid() == launcher:
+        time.sleep(0.05)
+    os.kill(job, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ class OnNodes(DigitsTrainer):
 '''
 
 
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 class Jobs:
     """Jobs in a folder that all nodes share."""
 
@@ -98,16 +105,36 @@ def limited(slurm, tmp_path_factory):
     return jobs, jobs.submit(path, "--time=2", "--grace=30", "--no-requeue")
 
 
+AN_HOUR_AHEAD = """
+import time
+now = time.time
+time.time = lambda: now() + 3600
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uneven(slurm, tmp_path_factory):
+    """A job with two tasks on one node and one on the other, and the same with all three on one."""
+    jobs = Jobs(slurm, tmp_path_factory.mktemp("uneven"))
+    ids = []
+    for name, nodes in (("uneven", 2), ("even", 1)):
+        command = f"srun {sys.executable} -m genlight.adapter.cli run {jobs.write(name, max_steps=20)}"
+        options = (f"--nodes={nodes}", "--ntasks=3", f"--output={name}-%j.out", f"--wrap={command}")
+        ids.append(slurm.submit(*options, cwd=jobs.folder))
+    return jobs, *ids
+
+
 @pytest.fixture(scope="module", autouse=True)
 def apart(slurm, tmp_path_factory):
-    """A job of which each node has a folder and a code of its own."""
+    """A job of which each node has a folder, a code and a clock of its own."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("apart"))
     jobs.write("apart")
     for rank in range(2):
         copy = jobs.folder / f"copy-{rank}"
         copy.mkdir()
         for name in ("apart.json", "trainer.py", "on_nodes.py"):
-            (copy / name).write_text((jobs.folder / name).read_text() + "\n" * rank)
+            own = AN_HOUR_AHEAD if rank and name == "on_nodes.py" else ""
+            (copy / name).write_text((jobs.folder / name).read_text() + own)
     command = f"cd copy-$SLURM_PROCID && exec {sys.executable} -m genlight.adapter.cli run apart.json"
     options = ("--nodes=2", "--ntasks=2", "--output=apart-%j.out", f"--wrap=srun bash -c '{command}'")
     return jobs, slurm.submit(*options, cwd=jobs.folder)
@@ -141,20 +168,37 @@ def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(j
     assert [event["event"] for event in jobs.events("straight")[before:]] == ["started", "completed"]
 
 
-def test_a_node_that_dies_ends_the_others_and_the_job_comes_back(jobs):
+def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(jobs):
     slurm = jobs.slurm
     job = jobs.submit(jobs.write("dying", checkpoint_every=2, hyperparams={"hold": "go"}), "--nodes=2")
+    first = jobs.until_reached()
+    slurm.set_down("n10")
+    slurm.until(lambda: not any(map(is_alive, first)), "the ranks of both nodes have ended")
+    for rank in range(2):
+        (jobs.folder / f"reached-{rank}").unlink()
+    slurm.resume("n10")
+
     pids = jobs.until_reached()
     slurm.kill_node("n10")
     os.kill(pids[1], signal.SIGKILL)
     (jobs.folder / "go").touch()
-    slurm.until(lambda: any(event["event"] == "failed" for event in jobs.events("dying")), "rank 0 has noticed")
+    slurm.until(lambda: "ended without a word" in str(jobs.events("dying")), "rank 0 has noticed")
     slurm.start_node("n10")
     assert slurm.wait(job) == ("COMPLETED", 0)
-    ends = [event["event"] for event in jobs.events("dying") if event["event"] in ("started", "failed", "completed")]
-    assert ends == ["started", "failed", "started", "completed"]
-    failed = next(event for event in jobs.events("dying") if event["event"] == "failed")
-    assert "RankFailed: rank 1 on n10 ended without a word" in failed["error"]
+    events = [event["event"] for event in jobs.events("dying")]
+    assert events.count("started") == 3
+    assert events[-1] == "completed"
+    failed = [event["error"] for event in jobs.events("dying") if event["event"] == "failed"]
+    assert "RankFailed: rank 1 on n10 ended without a word" in failed[-1]
+
+
+def test_uneven_tasks_per_node_train_what_as_many_on_one_node_do(uneven):
+    jobs, apart, together = uneven
+    assert [jobs.slurm.wait(job) for job in (apart, together)] == [("COMPLETED", 0)] * 2, jobs.output("uneven")
+
+    places = [json.loads((jobs.folder / f"place-uneven-{rank}").read_text()) for rank in range(3)]
+    assert places == [[0, 3, "n9", 0, apart], [1, 3, "n9", 1, apart], [2, 3, "n10", 0, apart]]
+    assert jobs.weights("uneven") == jobs.weights("even")
 
 
 def test_each_task_of_an_array_trains_with_its_values_in_a_folder_of_its_own(jobs):
@@ -183,7 +227,7 @@ def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(li
     assert (record.step, warnings) == (failed["step"], [])
 
 
-def test_nodes_that_do_not_share_the_folder_or_the_code_are_named_before_training(apart):
+def test_nodes_that_do_not_share_the_folder_the_code_or_the_time_are_named_before_training(apart):
     jobs, job = apart
     assert jobs.slurm.wait(job) == ("FAILED", 2)
 
@@ -193,3 +237,4 @@ def test_nodes_that_do_not_share_the_folder_or_the_code_are_named_before_trainin
     assert events[0]["category"] == "startup"
     assert "n10 and n9 do not share the run's folder" in events[0]["error"]
     assert "on_nodes.py on n10 is not the file that n9 has" in events[0]["error"]
+    assert "The clock of n10 is 3,600 s ahead of that of n9" in jobs.output("apart")

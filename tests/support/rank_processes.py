@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from support import SUPPORT
@@ -33,9 +34,14 @@ def run_ranks(program: str, *arguments: object, world_size: int = 2, code: int =
 
 
 def run_ranks_to_their_ends(
-    program: str, *arguments: object, world_size: int, code: int = 0, timeout_s: float = float("inf")
+    program: str,
+    *arguments: object,
+    world_size: int,
+    code: int = 0,
+    timeout_s: float = float("inf"),
+    may_fail: Collection[int] = (),
 ) -> tuple[list[int], list[str]]:
-    """Run all ranks until they have ended or one has ended with another code than `code`.
+    """Run all ranks until they have ended or one, not of those that may fail, has ended with another code than `code`.
 
     Returns the code of each, -9 for those that were killed because of another, and what each wrote.
     """
@@ -51,7 +57,7 @@ def run_ranks_to_their_ends(
                 numbers = (rank, world_size)
                 ranks.append(Forked(program, *numbers, *arguments, environ=environ, folder=Path.cwd(), log=log))
             while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-                if any(rank.poll() not in (None, code) for rank in ranks):
+                if any(rank.poll() not in (None, code) for i, rank in enumerate(ranks) if i not in may_fail):
                     break
                 time.sleep(0.02)
         finally:

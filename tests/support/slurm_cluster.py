@@ -104,6 +104,15 @@ class Cluster:
     def states_of_nodes(self):
         return set(self.call("sinfo", "--noheader", "--Node", "--format=%T").split())
 
+    def set_down(self, node):
+        """What an administrator, or a check of a node's health, does to a broken node: its jobs are ended."""
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def resume(self, node):
+        """Have a node that was set down take jobs again; one that has registered since does so by itself."""
+        if "down" in self.call("sinfo", "--noheader", f"--nodes={node}", "--format=%T"):
+            self.call("scontrol", "update", f"nodename={node}", "state=resume")
+
     def kill_node(self, node):
         """End the daemon of a node; what it has started goes on."""
         os.kill(self.daemon(node), signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import torch
@@ -189,6 +191,78 @@ class DensifiesByItsOwnRows(Base):
         return StepResult({})
 
 
+class FreezesOnOneRank(SkipsTheUpdate):
+    """One rank alone freezes its first layer in the middle of the training."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 3 and ctx.rank == 1:
+            state["model"][0].requires_grad_(False)
+        return Base.train_step(self, batch, state, ctx)
+
+
+class FreezesFromTheStartOnOneRank(Base):
+    """One rank alone builds its first layer frozen."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"][0].requires_grad_(ctx.rank != 1)
+        return state
+
+
+class ReplacesOnOneRank(DensifiesByItsOwnRows):
+    """Points are replaced on one rank alone, by as many as there were."""
+
+    def train_step(self, batch, state, ctx):
+        points, optimizer = state["points"], state["optimizer"]
+        state["calls"] += 1
+        optimizer.zero_grad()
+        torch.cdist(batch["x"], points["mean"]).min(1).values.mean().backward()
+        optimizer.step()
+        if state["calls"] == 2 and ctx.rank == 1:
+            old, new = points["mean"], nn.Parameter(points["mean"].detach().clone())
+            optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][0] = points["mean"] = new
+        return StepResult({})
+
+
+class UpdatesTwiceInTheLastStep(SkipsTheUpdate):
+    """One rank alone makes another update, which no step of the other rank would meet."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        result = Base.train_step(self, batch, state, ctx)
+        if state["calls"] == STEPS and ctx.rank == 0 and together():
+            Base.train_step(self, batch, state, ctx)
+        return result
+
+
+class CallsBackwardOnceMore(SkipsTheUpdate):
+    """One rank alone calls backward twice in the last step, which it may unless somebody looks after each call."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        state["optimizer"].zero_grad()
+        for _ in range(2 if state["calls"] == STEPS and ctx.rank == 0 else 1):
+            self.loss(state["model"], batch).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class KilledInBackward(SkipsTheUpdate):
+    """A rank is killed in the middle of its backward call, while the other exchanges gradients."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        loss = self.loss(state["model"], batch)
+        state["optimizer"].zero_grad()
+        if state["calls"] == 3 and ctx.rank == 1:
+            loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
 RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
 """Equal to one process over the whole batch."""
 
@@ -208,6 +282,16 @@ REFUSED = {
         r"\(at .*ddp_parting\.py:\d+, in train_step\).*between its backward calls on some ranks only"
     ),
     UpdatesByHandOnOneRank: r"rank 0 calls torch\.autograd\.grad \(at .*\) in step 2, while rank 1 has ended the step",
+    FreezesOnOneRank: (
+        r'Ranks train different parameters in step 3: rank 0 trains state\["model"\]\.0\.bias, '
+        r'state\["model"\]\.0\.weight, rank 1 does not\. What is frozen'
+    ),
+    FreezesFromTheStartOnOneRank: (
+        r"Ranks 0 and 1 built different things: rank 0 has state\[.model.\]\.0\.weight \(12, 6\) torch.float32, "
+        r"rank 1 has .* torch.float32 frozen"
+    ),
+    UpdatesTwiceInTheLastStep: r"rank 0 updates .* in step 4, while rank 1 has ended the last step in step 4",
+    ReplacesOnOneRank: r"one of the ranks 0 and 1 has replaced parameters, the other has not",
     DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
 }
 """Ended on both ranks, with what the error says."""

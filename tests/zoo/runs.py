@@ -221,7 +221,8 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
             ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted``, after how many steps to save and go on in
-            a new run, and ``durable`` to save in genlight's format.
+            a new run, ``durable`` to save in genlight's format, and ``looks`` for
+            a callback that looks after each backward call.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -258,12 +259,18 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     if job.get("strategy") == "torch's own":
         return _plain_ddp_run(job["name"], rank, world_size, job.get("hook"))
 
+    import lightning.pytorch as pl
+
     from genlight.callbacks import Checkpoint, WatchNonfinite
     from genlight.callbacks.checkpoint import newest_valid
+
+    class LooksAfterBackward(pl.Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None: ...
 
     checkpoints = folder / f"{job['key']} checkpoints"
     callbacks: list[Any] = [WatchNonfinite(job["on_nonfinite"])] if "on_nonfinite" in job else []
     callbacks += [Checkpoint(checkpoints)] if job.get("durable") else []
+    callbacks += [LooksAfterBackward()] if job.get("looks") else []
 
     def run(**more: Any) -> tuple[Any, Any]:
         return hosted_run(

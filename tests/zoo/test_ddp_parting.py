@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.rank_processes import run_ranks_to_their_ends
 from zoo import ddp_parting, runs
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     names = [f"zoo.ddp_parting:{cls.__name__}" for cls in (*ddp_parting.RIGHT, *ddp_parting.REFUSED)]
-    return runs.on_two_ranks(tmp_path_factory.mktemp("parting"), [{"key": name, "name": name} for name in names])
+    jobs = [{"key": name, "name": name} for name in names]
+    jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in names]
+    once_more = {"name": "zoo.ddp_parting:CallsBackwardOnceMore"}
+    jobs += [{"key": "once more", **once_more}, {"key": "once more, looked at", "looks": True, **once_more}]
+    return runs.on_two_ranks(tmp_path_factory.mktemp("parting"), jobs)
 
 
 @pytest.mark.slow
@@ -29,11 +37,45 @@ def test_ranks_that_may_go_different_ways_agree_with_one_process(together: list[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("buckets", ["", "small buckets "])
 @pytest.mark.parametrize("cls", ddp_parting.REFUSED)
 def test_ranks_that_part_ways_are_ended_together_with_rank_parameter_and_line(
-    together: list[dict[str, Any]], cls: Any
+    together: list[dict[str, Any]], cls: Any, buckets: str
 ) -> None:
     for rank in together:
-        outcome = rank[f"zoo.ddp_parting:{cls.__name__}"]
+        outcome = rank[f"{buckets}zoo.ddp_parting:{cls.__name__}"]
         assert isinstance(outcome, str), "trained to the end in silence"
         assert re.search(ddp_parting.REFUSED[cls], outcome), outcome
+
+
+@pytest.mark.slow
+def test_a_rank_may_call_backward_more_often_unless_a_callback_looks_after_each_call(
+    together: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["once more"] for rank in together)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    for rank in together:
+        said = (
+            r"rank 0 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 4, "
+            r"while rank 1 has ended the last step in step 4"
+        )
+        assert re.search(said, rank["once more, looked at"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_in_an_exchange_is_named_with_the_parameter_that_was_on_its_way(
+    tmp_path: Path,
+) -> None:
+    job = {"key": "lost", "name": "zoo.ddp_parting:KilledInBackward", "strategy": "small buckets"}
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+
+    codes, _ = run_ranks_to_their_ends("zoo.runs", tmp_path, world_size=2, timeout_s=240, may_fail=[1])
+
+    assert codes[1] == -signal.SIGKILL
+    outcome = torch.load(tmp_path / "rank0.pt", weights_only=True)["lost"]
+    assert re.search(
+        r'RankFailed: the exchange of gradients broke off in step 3, where rank 0 updates state\["model"\]\.0\.weight '
+        r"\(at .*ddp_parting\.py:\d+, in train_step\), "
+        r'at the bucket of state\["model"\]\.\d\.\w+; rank 1 did not answer',
+        outcome,
+    ), outcome

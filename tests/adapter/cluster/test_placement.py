@@ -1,8 +1,10 @@
 """What torchrun decides about a Lightning trainer."""
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from genlight.adapter.cluster.placement import placed_by_launcher
+from genlight.adapter.cluster.torchrun_environment import TorchrunEnvironment
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
 
@@ -25,3 +27,10 @@ def test_what_the_job_says_of_them_stays(torchrun):
 
 def test_without_a_launcher_nothing_changes():
     assert placed_by_launcher({"devices": "auto"}) == {}
+
+
+def test_ranks_that_would_meet_in_the_store_of_the_agent_get_one_of_their_own(torchrun, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    (environment,) = placed_by_launcher({"devices": 2, "num_nodes": 3})["plugins"]
+    assert isinstance(environment, TorchrunEnvironment)
+    assert "plugins" not in placed_by_launcher({"plugins": [LightningEnvironment()]})

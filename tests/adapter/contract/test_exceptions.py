@@ -30,6 +30,7 @@ EXAMPLES = [
     exceptions.ReplicaDriftError("one tensor differs"),
     exceptions.ShadowMismatchError("the loss differs after step 1"),
     exceptions.NonfiniteError("the loss is nan at step 3"),
+    exceptions.RecoveryError("training could not be recovered after 5 attempts"),
     exceptions.RankFailed("rank 1 was killed by signal 9"),
     exceptions.TrainingHung(1, 300.0, Path("hangs/rank-1-1.txt")),
     exceptions.TrainingCanceled("preempted"),

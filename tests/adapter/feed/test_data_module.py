@@ -16,6 +16,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
+from support import SUPPORT
+from support.row_audit import trained_rows
 
 
 class Seen(LightningModule):
@@ -140,14 +142,14 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
-from genlight.adapter.feed import ArrowFeed
+from support.row_audit import AuditedFeed
 
 folder, rank, world_size, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 meeting = f"file://{folder}/store-{world_size}-{steps}"
 dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-feed = ArrowFeed(
+feed = AuditedFeed(
     folder / "data.parquet", batch_size=12 // world_size, rank=rank, world_size=world_size, epochs=2, shuffle=True,
-    ledger=folder / sys.argv[5],
+    audit=folder / sys.argv[5],
 )
 checkpoint = folder / "position.json"
 if checkpoint.exists():
@@ -169,16 +171,15 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
-    from genlight.adapter.feed import trained_rows
-
-    path = rows_file(40, 1, 33, 27)
-    ledgers = []
+    rows_file(40, 1, 33, 27)
+    path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    audits = []
     for world_size, steps in ((1, 3), (2, 5), (1, 4), (2, 1000)):
-        ledgers.append(f"ledger-{len(ledgers)}")
+        audits.append(f"attempt-{len(audits)}")
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", TWO_PROCESSES, *map(str, (tmp_path, rank, world_size, steps, ledgers[-1]))],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                [sys.executable, "-c", TWO_PROCESSES, *map(str, (tmp_path, rank, world_size, steps, audits[-1]))],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
                 stderr=subprocess.PIPE,
             )
             for rank in range(world_size)
@@ -186,8 +187,8 @@ def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
         for process in ranks:
             _, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors.decode()
-    trained = trained_rows([tmp_path / name for name in ledgers])
-    assert trained == {(epoch, str(path), row): 1 for epoch in range(2) for row in range(101)}
+    trained = trained_rows([tmp_path / name for name in audits])
+    assert trained == {(epoch, row): 1 for epoch in range(2) for row in range(101)}
     position = json.loads((tmp_path / "position.json").read_text())
     assert position["epoch"] == 1
 

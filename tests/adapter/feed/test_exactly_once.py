@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
-from genlight.adapter.feed import ArrowFeed, trained_rows
+from genlight.adapter.feed import ArrowFeed
+from support import SUPPORT
+from support.row_audit import AuditedFeed, trained_rows
 
 EPOCHS = 2
 
@@ -50,17 +53,17 @@ layouts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size
 )
 
 
-def run(attempt: Attempt, source: Any, state: dict | None, ledger: Path, **options: Any) -> dict:
+def run(attempt: Attempt, source: Any, state: dict | None, audit: Path, **options: Any) -> dict:
     """Hand out batches on all ranks in lock-step; the state is that of the checkpoint before the kill."""
     feeds = [
-        ArrowFeed(
+        AuditedFeed(
             source,
             batch_size=attempt.batch_size,
             world_size=attempt.world_size,
             rank=rank,
             shard=attempt.shard,
             epochs=EPOCHS,
-            ledger=ledger,
+            audit=audit,
             **options,
         )
         for rank in range(attempt.world_size)
@@ -82,14 +85,14 @@ def run(attempt: Attempt, source: Any, state: dict | None, ledger: Path, **optio
 
 def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -> tuple[Counter, int]:
     """Train all attempts and then to the end; the rows that were trained, and how many a warning gave up."""
-    state, ledgers = None, []
+    state, audits = None, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number, attempt in enumerate([*history, LAST]):
-            ledgers.append(folder / f"attempt-{number}")
-            state = run(attempt, source, state, ledgers[-1], **options)
+            audits.append(folder / f"attempt-{number}")
+            state = run(attempt, source, state, audits[-1], **options)
     given_up = sum(int(str(w.message).split()[2]) for w in caught if "left out" in str(w.message))
-    return trained_rows(ledgers), given_up
+    return trained_rows(audits), given_up
 
 
 @settings(max_examples=40)
@@ -98,19 +101,15 @@ def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -
 def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files, history, shuffle, window, drop_last):
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{i}.parquet") for i in range(len(files))]
+        ids = itertools.count()
         for path, groups in zip(paths, files, strict=True):
-            with pq.ParquetWriter(path, pa.schema([("x", pa.int32())])) as writer:
+            with pq.ParquetWriter(path, pa.schema([("id", pa.int32())])) as writer:
                 for rows in groups:
-                    writer.write_batch(pa.record_batch({"x": pa.array(range(rows), pa.int32())}))
+                    writer.write_batch(pa.record_batch({"id": pa.array(itertools.islice(ids, rows), pa.int32())}))
         assume(not drop_last or all(a.world_size * a.batch_size <= sum(map(sum, files)) for a in [*history, LAST]))
         options = {"shuffle": shuffle, "shuffle_window": window, "drop_last": drop_last, "readahead": len(history) % 2}
         trained, given_up = run_all(history, paths, Path(folder), **options)
-        expected = {
-            (epoch, str(path), row)
-            for epoch in range(EPOCHS)
-            for path, groups in zip(paths, files, strict=True)
-            for row in range(sum(groups))
-        }
+        expected = {(epoch, row) for epoch in range(EPOCHS) for row in range(sum(map(sum, files)))}
     assert set(trained.values()) <= {1}
     assert set(trained) <= expected
     assert drop_last or len(expected) - len(trained) == given_up
@@ -121,28 +120,28 @@ def test_a_rank_change_from_one_to_two_and_back_neither_loses_nor_repeats_a_row(
     history = [Attempt(1, 8, "rows", 3, 2), Attempt(2, 4, "rows", 4, 1), Attempt(1, 8, "rows", 2, 0)]
     trained, given_up = run_all(history, path, tmp_path, shuffle=True)
     assert given_up == 0
-    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(101))
+    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))
 
 
 def test_what_two_ranks_left_of_their_row_groups_is_trained_by_one(tmp_path, rows_file):
     path = rows_file(10, 10)
     trained, given_up = run_all([Attempt(2, 1, "row_groups", 2, 1)], path, tmp_path)
     assert given_up == 0
-    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(20))
+    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(20))
 
 
 def test_rows_too_few_for_more_ranks_are_trained_with_the_first_step_of_the_next_epoch(tmp_path, rows_file):
     path = rows_file(9)
     trained, given_up = run_all([Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
     assert given_up == 0
-    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(9))
+    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(9))
 
 
 def test_rows_too_few_for_more_ranks_at_the_very_end_are_given_up_with_a_warning(tmp_path, rows_file):
     path = rows_file(9)
     trained, given_up = run_all([Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
     assert given_up == 1
-    assert set(trained) == {(e, str(path), row) for e in range(EPOCHS) for row in range(9)} - {(1, str(path), 8)}
+    assert set(trained) == {(e, row) for e in range(EPOCHS) for row in range(9)} - {(1, 8)}
 
 
 @settings(max_examples=25)
@@ -166,11 +165,11 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
 TRAIN = """
 import json, os, sys
 from pathlib import Path
-from genlight.adapter.feed import ArrowFeed
+from support.row_audit import AuditedFeed
 
 folder, attempt, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-feed = ArrowFeed(
-    folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, ledger=folder / attempt
+feed = AuditedFeed(
+    folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, audit=folder / attempt
 )
 checkpoint = folder / "position.json"
 if checkpoint.exists():
@@ -186,15 +185,16 @@ feed.close()
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_again_and_again_trains_every_row_once(tmp_path, rows_file):
-    path = rows_file(37, 1, 50, 13)
+    rows_file(37, 1, 50, 13)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
     attempts = [("a", 0, 7), ("b", 1, 10), ("c", 2, 2), ("d", 0, 11), ("e", 1, None)]
     for attempt, workers, kill_at in attempts:
         command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout:
                 if kill_at is not None and int(line) >= kill_at:
                     process.kill()
                     break
         assert process.returncode == (0 if kill_at is None else -9)
     trained = trained_rows([tmp_path / attempt for attempt, _, _ in attempts])
-    assert trained == Counter((epoch, str(path), row) for epoch in range(EPOCHS) for row in range(101))
+    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))

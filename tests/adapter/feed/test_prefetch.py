@@ -19,7 +19,7 @@ from genlight.adapter.feed.prefetch import ReadAhead
 
 
 def chunk(number: int, size: int) -> Chunk:
-    return Chunk(0, number, number + 1, pa.record_batch({"x": pa.array(range(size // 8))}), range(1), "file")
+    return Chunk(0, number, number + 1, pa.record_batch({"x": pa.array(range(size // 8))}))
 
 
 @pytest.fixture

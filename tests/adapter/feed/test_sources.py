@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed import ArrowFeed, trained_rows
+from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.files import expand
 
 
@@ -151,8 +151,6 @@ def test_filters_leave_rows_out_before_they_are_counted(rows_file, tmp_path, fil
     assert sorted(all_ids(path, **options)) == list(range(5, 17))
     assert sorted(all_ids(pq.read_table(path), **options)) == list(range(5, 17))
     assert len(ArrowFeed(path, batch_size=2, epochs=1, **options)) == 6
-    list(ArrowFeed(path, batch_size=5, epochs=1, ledger=tmp_path / "ledger", **options))
-    assert trained_rows([tmp_path / "ledger"]) == {(0, str(path), row): 1 for row in range(5, 17)}
 
 
 def test_filters_work_on_columns_that_are_not_handed_out(rows_file):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlight.adapter.feed import ArrowFeed, trained_rows
+from genlight.adapter.feed import ArrowFeed
 
 
 def with_noise(batch):
@@ -65,13 +65,6 @@ def test_workers_leave_the_random_numbers_of_the_training_process_alone(rows_fil
     before = torch.get_rng_state()
     ids(ArrowFeed(rows_file(30), batch_size=8, epochs=1, workers=2, collate=None))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_ledger_of_workers_tells_the_rows_of_each_step(rows_file, ids, tmp_path):
-    path = rows_file(11, 2, 20)
-    ids(ArrowFeed(path, batch_size=4, epochs=2, workers=2, shuffle=True, ledger=tmp_path / "ledger"))
-    trained = trained_rows([tmp_path / "ledger"])
-    assert trained == {(epoch, str(path), row): 1 for epoch in range(2) for row in range(33)}
 
 
 def test_tensors_come_out_of_workers(rows_file):

@@ -222,7 +222,9 @@ def test_parameters_without_an_optimizer_travel_once_they_have_a_gradient(averag
     assert len(averaged) == 3
     other.requires_grad_(False)
     sync(Point())
-    assert len(averaged) == 4
+    assert len(averaged) == 5, "one more, by which ranks learn that all of them have frozen it"
+    sync(Point())
+    assert len(averaged) == 6
 
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce"])
@@ -342,7 +344,9 @@ def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(average
     monkeypatch.setattr(sent_points, "_to_host", device.copy)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Alone())
-    monkeypatch.setattr(dist, "all_gather_object", lambda points, mine, group: points.__setitem__(1, Point()))
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda points, mine, group: points.__setitem__(1, mine._replace(ordinal=0))
+    )
     sync = GradientSync(discover({"model": (model := nn.Linear(2, 1)), "o": torch.optim.SGD(model.parameters(), 0.1)}))
 
     for _ in range(sent_points.LATE_CALLS):

@@ -1,10 +1,8 @@
 """Every process of a run on several ranks ends with the exit code of its outcome, however they were launched."""
 
-import json
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -71,8 +69,8 @@ def test_a_rank_zero_that_is_killed_while_it_settles_its_uploads(job, ranks):
     assert codes(both) == [-9, 1]
 
 
-SUBREAPER = """
-import ctypes, os, subprocess, sys, time
+REAPS = """
+import ctypes, os, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives its parent becomes a child of this process
 run = subprocess.Popen([sys.executable, "-m", "genlight.adapter.cli", "run", sys.argv[1]])
 codes = [run.wait()]
@@ -85,38 +83,12 @@ except ChildProcessError:
 
 
 def test_a_rank_that_genlight_started_itself(job):
+    """Torchrun's ranks are in ``test_launchers.py``."""
     write(job, {"cancels": 8}, cancel_file_path="cancel")
     done = subprocess.run(
-        [sys.executable, "-c", SUBREAPER, str(job.spec)],
+        [sys.executable, "-c", REAPS, str(job.spec)],
         cwd=job.folder, env=job.process_environ(), capture_output=True, text=True, timeout=150,
     )  # fmt: skip
 
     assert "codes [75, 75]" in done.stdout, done.stderr
-    assert job.terminal_event()["error"] == "canceled"
-
-
-WRITES_ITS_CODE = textwrap.dedent("""
-    import json, os, sys
-    from pathlib import Path
-    from genlight.adapter.cli import main
-
-    code = main()
-    Path(f"code-{os.environ['RANK']}").write_text(json.dumps(code))
-    sys.exit(code)
-""")
-
-
-def test_ranks_of_torchrun(job):
-    """Its agent ends the others when it sees that one has left with an error."""
-    write(job, {"cancels": 8}, cancel_file_path="cancel")
-    (job.folder / "main.py").write_text(WRITES_ITS_CODE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "main.py", "run", str(job.spec)],
-        cwd=job.folder, env=job.process_environ(), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-
-    assert done.returncode == 1  # torchrun's own word for any of its workers' errors
-    assert json.loads((job.folder / "code-0").read_text()) == 75, done.stderr
-    assert "exitcode  : 75" in done.stderr
     assert job.terminal_event()["error"] == "canceled"

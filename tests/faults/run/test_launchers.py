@@ -2,10 +2,12 @@
 
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -108,11 +110,39 @@ def test_a_task_that_is_told_to_stop_while_it_waits_for_one_that_never_comes_end
         assert job.server.posted("/terminal")[-1]["error"] == "preempted"
 
 
+NOTES_ITS_CODE = """
+import os, sys
+from pathlib import Path
+from genlight.adapter.cli import main
+
+code = main()
+Path(f"code-{os.environ['RANK']}").write_text(str(code))
+sys.exit(code)
+"""
+
+
+def test_a_port_that_is_in_use_is_named(job, kill_after, torchrun_environs):
+    write(job, {})
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", 0))
+        another.listen()
+        port = another.getsockname()[1]
+        environ = torchrun_environs(2)[0] | {"MASTER_PORT": str(port)}
+        process = job.fork("run", str(job.spec), **environ)
+        kill_after(process)
+        assert process.wait(120) == 2, (job.folder / "stderr").read_text()
+
+    failed = job.terminal_event()
+    assert failed["category"] == "startup"
+    assert f"port {port} of {socket.gethostname()} is in use" in failed["error"]
+
+
 @pytest.fixture
 def torchrun(job, kill_after):
     def start():
-        options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
-        command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(job.spec)]
+        options = ["--standalone", "--nproc-per-node", "2"]
+        (job.folder / "main.py").write_text(NOTES_ITS_CODE)
+        command = ["main.py", "run", str(job.spec)]
         with (job.folder / "stderr").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *options, *command],
@@ -136,6 +166,24 @@ def test_a_rank_of_torchrun_that_fails_is_the_one_that_is_reported(job, torchrun
     assert "ValueError: bad row (rank 1)" in failed["error"]
 
 
+def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
+    write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
+    process = torchrun()
+    job.wait_until(lambda: job.reached(1), process)
+    ranks = psutil.Process(process.pid).children()
+    try:
+        process.kill()
+        job.go()
+        assert psutil.wait_procs(ranks, timeout=120)[1] == [], (job.folder / "stderr").read_text()
+    finally:
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+    failed = job.terminal_event()
+    assert (failed["error"], failed["resumable"]) == ("preempted", True)
+    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+
+
 def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun):
     write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
     process = torchrun()
@@ -143,7 +191,22 @@ def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun)
     process.send_signal(signal.SIGTERM)
     job.go()
 
-    assert process.wait(150) != 0
+    assert process.wait(150) != 0  # torchrun's own word for it is 1
+    assert [(job.folder / f"code-{rank}").read_text() for rank in range(2)] == ["75", "75"]
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
+
+
+def test_a_port_that_another_process_has_is_told_with_the_way_out(job, tasks):
+    write(job, {})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        job.environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        codes = [process.wait(120) for process in tasks()]
+
+    assert codes == [1, 1]
+    assert "EADDRINUSE" in job.terminal_event()["error"]
+    said = (job.folder / "stderr").read_text()
+    assert said.count("Another process uses the port at which the ranks meet. Set MASTER_PORT to a free one") == 1

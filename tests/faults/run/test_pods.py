@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def pods(job, fork_server, kill_after):
+def pods(job, kill_after):
     """Starts what `genlight k8s render` says, each pod a process; gives them, and the policy for their exit codes."""
 
     def started(*options):
@@ -41,7 +41,7 @@ def pods(job, fork_server, kill_after):
         processes = []
         for index in range(manifest["spec"]["completions"]):
             own = environ | {"NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index)}
-            processes.append(fork_server.start(job, *arguments, **own))
+            processes.append(job.fork(*arguments, **own))
             kill_after(processes[-1])
         return processes, manifest["spec"]["podFailurePolicy"]["rules"]
 

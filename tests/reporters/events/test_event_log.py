@@ -277,6 +277,19 @@ def test_of_metrics_of_which_one_is_refused_none_is_written(path):
     assert [(line["seq"], line["event"]) for line in lines(path)] == [(1, "started"), (2, "metric")]
 
 
+def test_a_run_that_goes_back_may_tell_the_steps_after_that_once_more(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        for step in (1, 2, 3):
+            log.checkpoint(path=f"/{step}", step=step)
+        with pytest.raises(EventLogError, match="a step as its value that is not after its own"):
+            log.metric(name="trainer/rolled_back_to_step", value=5, step=4)
+        log.metric(name="trainer/rolled_back_to_step", value=1, step=4)
+        assert [step for step in (1, 2, 3) if log.takes_metrics_of(step)] == [2, 3]
+        log.metric(name="a", value=0.5, step=2)
+    assert validate_events(path) == []
+
+
 def test_where_an_attempt_resumed_is_said_once_and_truly(path):
     with EventLog(path, run_id="r") as log:
         log.started()

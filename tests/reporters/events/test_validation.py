@@ -26,6 +26,7 @@ SAMPLE = {"event": "sample", "path": "/s", "step": 1, **COMMON}
 COMPLETED = {"event": "completed", "final_checkpoint": None, "step": 1, **COMMON}
 FAILED = {"event": "failed", "category": "input", "error": "input:x", "resumable": False, "step": 1, **COMMON}
 RESUMED = METRIC | {"name": "trainer/resumed_from_step", "value": 1}
+ROLLED_BACK = METRIC | {"name": "trainer/rolled_back_to_step", "value": 1, "step": 3}
 KINDS = [STARTED, METRIC, CHECKPOINT, SAMPLE, COMPLETED, FAILED]
 
 
@@ -64,6 +65,7 @@ SOUND = {
     "a failed start of another run": [STARTED, FAILED | {"run_id": "q"}],
     "metrics of later steps before a checkpoint": [STARTED, METRIC, METRIC | {"step": 2}, CHECKPOINT],
     "a step trained again": [STARTED, METRIC, CHECKPOINT, STARTED | {"attempt": 2}, RESUMED, METRIC],
+    "a step that comes again": [STARTED, CHECKPOINT | {"step": 2}, ROLLED_BACK, METRIC | {"step": 2}],
     "a stop": [STARTED, FAILED | {"category": "timeout", "error": "timeout", "resumable": True}],
 }
 
@@ -91,6 +93,8 @@ BROKEN = {
     "a metric after its checkpoint": ([STARTED, CHECKPOINT, METRIC], [(3, "order")]),
     "a resume said twice": ([STARTED, RESUMED, RESUMED], [(3, "resumed")]),
     "a resume from elsewhere": ([STARTED, RESUMED | {"value": 7}], [(2, "resumed")]),
+    "a roll-back to a later step": ([STARTED, ROLLED_BACK | {"value": 4}], [(2, "rolled_back")]),
+    "a metric of the step gone back to": ([STARTED, CHECKPOINT, ROLLED_BACK, METRIC], [(4, "order")]),
     "a field too many": ([STARTED | {"extra": 1}], [(1, "schema")]),
     "a field too few": ([STARTED, {k: v for k, v in METRIC.items() if k != "value"}], [(2, "schema")]),
     "another version": ([STARTED | {"schema_version": "trainer_event.v2"}], [(1, "schema")]),
@@ -191,7 +195,11 @@ calls = st.one_of(
     st.tuples(
         st.just("metric"),
         st.fixed_dictionaries(
-            {"name": texts | st.just("trainer/resumed_from_step"), "value": st.floats() | steps, "step": steps}
+            {
+                "name": texts | st.sampled_from(["trainer/resumed_from_step", "trainer/rolled_back_to_step"]),
+                "value": st.floats() | steps,
+                "step": steps,
+            }
         ),
     ),
     st.tuples(st.sampled_from(["checkpoint", "sample"]), st.fixed_dictionaries({"path": texts, "step": steps})),

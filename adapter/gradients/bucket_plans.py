@@ -1,0 +1,118 @@
+"""Which gradients travel together, for each choice of parameters that a trainer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from hashlib import blake2b
+from zlib import crc32
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .averaged_parameters import AveragedParameters
+from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, grouped
+from .communication_hooks import CommunicationHook
+from .early_buckets import Plan
+from .rank_points import MARKS, NUMBERS
+from .torch_internals import group_timeout
+
+__all__ = ["Plans"]
+
+
+class Plans:
+    """Makes a plan for each pattern of frozen parameters, and keeps it: a GAN switches between them in each step.
+
+    Args:
+        managed: The parameters; plans are for what it has at the time.
+        group: Process group; None means all ranks.
+        bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
+        hook: Exchanges them in its own way.
+
+    Attributes:
+        group: In which buckets travel: one of their own, once there are several.
+        first_bytes: The largest size of the first bucket.
+    """
+
+    def __init__(
+        self,
+        managed: AveragedParameters,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int | None,
+        hook: CommunicationHook | None,
+    ) -> None:
+        self._managed = managed
+        self._parent = self.group = group
+        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self.first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+        self._hook = hook
+        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._whole = frozenset(id(p) for p in managed.optimized if p.requires_grad)
+        """Ids of what is trained where nothing has been frozen or replaced yet."""
+
+    def now(self, left_out: Collection[int]) -> Plan:
+        """The plan for the parameters that want a gradient now, but for those with ids in `left_out`."""
+        pattern = self._pattern(left_out)
+        plan = self._plans.get(pattern)
+        if plan is None:
+            # Backward makes the last parameters' gradients first; so does the order of the buckets.
+            wanted = [p for p in reversed(self._managed.optimized) if p.requires_grad and id(p) not in left_out]
+            others = [p for p in self._managed.others if p.requires_grad and id(p) not in left_out]
+            plan = self._made(wanted or others, others if wanted else [], _mark(pattern))
+            self._plans[pattern] = plan
+        return plan
+
+    def mark_now(self, left_out: Collection[int]) -> int:
+        """The mark of the plan that `now` would give, which is not made for that."""
+        return _mark(self._pattern(left_out))
+
+    def forget(self) -> None:
+        """Parameters were replaced."""
+        self._plans.clear()
+        self._whole = frozenset()
+
+    def close(self) -> None:
+        """Let go of what gloo keeps for a group of its own; NCCL's goes with the process."""
+        self._plans.clear()
+        own, self.group = self.group, self._parent
+        if own is not None and own is not self._parent and dist.get_backend(own) == "gloo":
+            dist.destroy_process_group(own)
+
+    def _pattern(self, left_out: Collection[int]) -> tuple[bool, ...]:
+        return tuple([p.requires_grad and id(p) not in left_out for p in self._managed.all])
+
+    def _made(self, always: list[Tensor], others: list[Tensor], mark: int) -> Plan:
+        groups = list(grouped(always, self._bucket_bytes, self.first_bytes))
+        last = len(groups) - 1
+        if last > 0 and self.group is self._parent:
+            self.group = _group_of_buckets(self._parent)
+        extra = NUMBERS * dist.get_world_size(self.group) + 1 + len(others)
+        buckets = [
+            Bucket(g, self.group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
+            for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
+        ]
+        return Plan(buckets, others, mark)
+
+    def _indices(self, groups: Sequence[Sequence[Tensor]]) -> Sequence[int]:
+        """What a hook knows buckets by; one that keeps state, by a number that the same parameters have in each run."""
+        keeps_state = self._hook is not None and self._hook.keeps_state
+        if not keeps_state or {id(p) for group in groups for p in group} == self._whole:
+            return range(len(groups))
+        positions = {id(p): position for position, p in enumerate(self._managed.all)}
+        contents = [[(positions[id(p)], *p.shape) for p in group] for group in groups]
+        return [int.from_bytes(blake2b(repr(each).encode(), digest_size=6).digest()) for each in contents]
+
+
+def _mark(pattern: tuple[bool, ...]) -> int:
+    return crc32(bytes(pattern)) % (MARKS - 1)
+
+
+def _group_of_buckets(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of the same ranks for gradients alone.
+
+    They are sent inside of backward, where they could come before or after a collective of the trainer (of a
+    synchronized BatchNorm, say): in a group of their own the order does not matter.
+    """
+    parent = group or dist.group.WORLD
+    assert parent is not None
+    made: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
+    return made

@@ -1,0 +1,65 @@
+"""Names the rank that was lost when an exchange of gradients breaks off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..contract.exceptions import RankFailed
+from .rank_points import Point
+from .torch_internals import default_store
+
+__all__ = ["about_broken_exchange"]
+
+ANSWERED_WITHIN_S = 2.0
+"""How long a rank that still runs may take to notice the same and say so."""
+
+
+def about_broken_exchange(error: RuntimeError, at: Point, what: str, group: dist.ProcessGroup | None) -> RankFailed:
+    """The error of an exchange that `error` ended; waits some seconds for the other ranks, which see it break, too.
+
+    Args:
+        error: What the process group raised.
+        at: Where this rank is.
+        what: Path of the first parameter of the bucket that was on its way.
+        group: Of the ranks that exchange gradients; None means all.
+    """
+    here = dist.get_rank()
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    silent = _silent([rank for rank in ranks if rank != here], here, f"step {at.step}")
+    if silent:
+        names = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        lost = f"{names} did not answer within {ANSWERED_WITHIN_S:.0f} s: lost, or waiting for one that is"
+    else:
+        lost = "all ranks still run, so it is the connection between them that broke"
+    return RankFailed(
+        f"the exchange of gradients broke off in step {at.step}, where rank {here} {at}, at the bucket of {what}; "
+        f"{lost} ({error})"
+    )
+
+
+def _silent(others: Sequence[int], here: int, when: str) -> list[int]:
+    """Those of the ranks `others` that do not say that they have seen the exchange break off."""
+    try:
+        store = default_store()
+        store.set(_key(when, here), "here")
+    except RuntimeError:  # kept by a rank that is gone, which torchrun and Lightning make the first one
+        return [rank for rank in others if rank == 0] or list(others)
+    deadline = time.monotonic() + ANSWERED_WITHIN_S
+    return [rank for rank in others if not _answers(store, _key(when, rank), deadline)]
+
+
+def _key(when: str, rank: int) -> str:
+    return f"genlight/exchange that broke off in {when}/{rank}"
+
+
+def _answers(store: Any, key: str, deadline: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,322 @@
+"""The callback that acts on faults: it skips updates, lowers the rate, rolls back, and gives up in the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from ...adapter.contract.exceptions import RecoveryError
+from ...reporters.events.lines import ROLLED_BACK_METRIC
+from ..diagnosis.readings import Fault, History, Limits
+from ..hook.cadence import rewind
+from ..hook.events import callbacks_of, fire, run_state_of
+from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
+from ..hook.hook import Hook, ending_the_run
+from ..telemetry.run_events import RunEvents, run_id_of
+from .ladder import Attempt, Ladder, Rung
+from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
+from .start_checks import argument_faults, saver_of, start_faults
+from .update_faults import UpdateFigures, faults_of_update, note_good_step
+
+__all__ = ["Recover"]
+
+log = logging.getLogger(__name__)
+
+
+class Recover(Hook):
+    """Recovers from faults in training: skips updates, lowers the learning rate, rolls back to a checkpoint.
+
+    Every update is checked before it is made, and an update with a fault is never made, on any rank. Buffers, such as
+    running statistics, are reset to their values before that step. Then the next rung of the ladder is taken:
+
+    - ``skip``: nothing more. The step counts, and training continues with the next batch.
+    - ``lower_lr``: the learning rate is multiplied by `lr_factor` for the next `lower_lr_steps` steps. Schedulers are
+      not affected. If the rung is taken again while it holds, the rate is lowered again.
+    - ``roll_back``: model, optimizers, schedulers, scalers, the state of the class, random states, callbacks and the
+      step counter are restored from the newest checkpoint that was saved before the incident, is whole and has finite
+      weights. The data is not rewound: all batches since that checkpoint are skipped, because it is not known which of
+      them led to the fault. So an epoch has fewer steps, and a run limited by `max_steps` uses more data. Checkpoints
+      saved in between are removed, and the restored state is saved again under its step, with the new position in the
+      data. Before the first checkpoint this rung does the same as ``skip``.
+
+    Each fault takes the next rung; the last rung is repeated. An incident ends, and the ladder starts again at the
+    first rung, when `good_steps` steps beyond the last fault were trained without a fault and the learning rate is back
+    to normal. After `max_attempts` rungs in one incident the run fails with an error that lists what was tried.
+
+    Each rung is written as a ``recovery`` event of WASR telemetry, with step, rung, attempt, fault and position in the
+    data. So are the end of an incident and of a lowered rate. Loggers receive ``recover/attempt`` (0 when the incident
+    has ended), ``recover/lr_factor``, the number of times each rung was taken (``recover/skip`` and so on) and, for a
+    roll-back, ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every
+    checkpoint: a resumed run continues on the same rung and gives the same weights as an uninterrupted one.
+
+    It works with a trainer class in a `ContractModule`. Costs: the device is synchronized at each update, buffers are
+    copied in each step, and several ranks reduce two numbers in each step. With 16-mixed, an overflow handled by the
+    scaler is not a fault; a loss that is not finite is.
+
+    Args:
+        ladder: The rungs in order: ``skip``, ``lower_lr`` and ``roll_back``. A rung may be repeated or left out.
+        faults: What counts as a fault: ``nonfinite`` (a loss or gradient is nan or infinite), ``loss_spike`` and
+            ``exploding_gradients``, with the rules of `Diagnosis`. The last two can also occur in a healthy run.
+        lr_factor: Factor for the learning rate.
+        lower_lr_steps: Number of steps with the lowered rate.
+        good_steps: Number of steps without a fault that end an incident.
+        max_attempts: Number of rungs that an incident may take.
+        spike_deviations: A loss is a spike if it is this many standard deviations above the median of the last 256.
+        gradient_max_norm: Gradients explode above this norm, or above 100 times the usual norm.
+        scenario: The scenario in the events.
+        path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
+
+    Raises:
+        ValueError: Arguments are invalid; the message lists all of them.
+        RecoveryError: Before the first step: the run cannot be recovered this way; the message lists all reasons.
+    """
+
+    critical = True
+    ranks: Literal["zero", "all"] = "all"
+    writes = ("rolls_back", FIGURES_FIELD)
+    _of_this_process = frozenset({"_trainer"})
+    _trainer: pl.Trainer | None = None
+
+    def __init__(
+        self,
+        ladder: Sequence[str] = ("skip", "lower_lr", "roll_back"),
+        faults: Sequence[str] = ("nonfinite",),
+        *,
+        lr_factor: float = 0.1,
+        lower_lr_steps: int = 100,
+        good_steps: int = 100,
+        max_attempts: int = 5,
+        spike_deviations: float = 8.0,
+        gradient_max_norm: float = 1e4,
+        scenario: str = "trainer",
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        wrong = argument_faults(
+            ladder,
+            faults,
+            counts={"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts},
+            limits={"spike_deviations": spike_deviations, "gradient_max_norm": gradient_max_norm},
+            lr_factor=lr_factor,
+            scenario=scenario,
+        )
+        if wrong:
+            raise ValueError(f"Invalid arguments of Recover: {', '.join(wrong)}.")
+        self.faults = tuple(faults)
+        self.lr_factor = lr_factor
+        self.lower_lr_steps = lower_lr_steps
+        self.limits = Limits(spike_deviations=spike_deviations, gradient_max_norm=gradient_max_norm)
+        self.ladder = Ladder(cast("Sequence[Rung]", ladder), max_attempts, good_steps)
+        self.history = History()
+        self.judges_losses = "loss_spike" in faults
+        self.judges_norms = "exploding_gradients" in faults
+        self.rate_factor = 1.0
+        """By what learning rates are multiplied now."""
+        self._lowered_until = 0
+        self._leaves_out_next = False
+        """Whether the next update has a gradient of a step in which a fault was found and no update was due."""
+        self._events = RunEvents(scenario, path)
+        self._target: Target | None = None
+        self._train_began_at = time.monotonic()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._found: list[Fault] = []
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._has_left_out = False
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        alike = [callback for callback in callbacks_of(trainer) if isinstance(callback, Recover)]
+        wrong = start_faults(trainer, pl_module, self.ladder.rungs, self.faults, is_alone=len(alike) == 1)
+        if wrong:
+            raise RecoveryError(f"Recover cannot be used here: {'; '.join(wrong)}")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        self._train_began_at = time.monotonic()
+        self._target = None
+        run_state_of(trainer).rolls_back = False
+        run_id_of(trainer)  # by which checkpoints are told from those of other runs
+        self._forget_step()
+
+    # What the guard of updates asks, within a step.
+
+    def may_update(self, figures: UpdateFigures) -> bool:
+        """Whether an update is made; asked with the same figures on all ranks."""
+        assert self._trainer is not None
+        if self._leaves_out_next:
+            self._leaves_out_next, self._has_left_out = False, True
+            return False
+        found = faults_of_update(figures, self._trainer.global_step + 1, self.history, self.limits, self.faults)
+        self._found += found
+        self._norm = figures.gradient_norm if self._norm is None else max(self._norm, figures.gradient_norm or 0.0)
+        self._has_left_out = self._has_left_out or bool(found)
+        return not found
+
+    def note_loss(self, loss: float | None) -> None:
+        """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
+        self._loss = loss
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        loss = self._loss if trainer.world_size == 1 else _of_all_ranks(trainer, self._loss)
+        of_loss = faults_of_update(UpdateFigures(loss), step, self.history, self.limits, self.faults)
+        found = {fault.kind: fault for fault in (*of_loss, *self._found)}
+        if found and not self._has_left_out:
+            # Gradients that wait for the end of a window; a scaler leaves out its updates by itself.
+            self._leaves_out_next = not _scales(trainer, pl_module)
+        if not self._has_left_out and not found:
+            note_good_step(self.history, loss if self.judges_losses else None, self._norm)
+        self._forget_step()
+        if found:
+            self._climb(trainer, list(found.values()))
+        elif over := self.ladder.good_step(step):
+            self._tell_recovered(trainer, over)
+        if self._lowered_until and step >= self._lowered_until:
+            self._raise_rate(trainer)
+
+    def _climb(self, trainer: pl.Trainer, found: Sequence[Fault]) -> None:
+        step, text = trainer.global_step, found[0].text  # a loss that is not finite has such gradients
+        attempt = self.ladder.climb(step, text)
+        if attempt is None:
+            raise ending_the_run(RecoveryError(_given_up(self.ladder, step, text)))
+        numbers = {name: value for name, value in found[0].figures.items() if isinstance(value, float)}
+        figures: dict[str, Any] = {"fault": found[0].kind, **numbers, "data": position_of_data(trainer)}
+        if attempt.rung == "lower_lr":
+            self.rate_factor *= self.lr_factor
+            self._lowered_until = step + self.lower_lr_steps
+            self.ladder.hold_until(self._lowered_until)
+            figures |= {"lr_factor": self.rate_factor, "until_step": self._lowered_until}
+        if attempt.rung == "roll_back":
+            saver = saver_of(trainer)
+            assert saver is not None
+            self._target = last_good_checkpoint(trainer, saver, self.ladder.first_step)
+            run_state_of(trainer).rolls_back = self._target is not None
+            to_step = None if self._target is None else self._target[0]
+            figures |= {"to_step": to_step, "passed_over_steps": None if to_step is None else [to_step + 1, step]}
+        self._tell(trainer, attempt, figures)
+
+    @override
+    def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        target, self._target = self._target, None
+        run_state_of(trainer).rolls_back = False
+        saver = saver_of(trainer)
+        assert target is not None
+        assert saver is not None
+        began_at, step = time.monotonic(), trainer.global_step
+        log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
+        restore(trainer, pl_module, target, keeps=self)
+        self._leaves_out_next = False
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Hook):
+                rewind(callback, trainer.global_step)
+        fire(trainer, "on_roll_back")
+        if trainer.is_global_zero:
+            abandon_later(trainer, saver, target[0])
+            log.warning(
+                "rolled back from step %d to step %d; the batches of these %d steps are passed over",
+                *(step, target[0], step - target[0]),
+            )
+        fire(trainer, "on_time_spent", "roll_back", time.monotonic() - began_at)
+        saver.save(trainer, pl_module, wait=True)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ladder": self.ladder.state_dict(),
+            "history": self.history.state_dict(),
+            "rate_factor": self.rate_factor,
+            "lowered_until": self._lowered_until,
+            "leaves_out_next": self._leaves_out_next,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ladder.load_state_dict(state_dict["ladder"])
+        self.history.load_state_dict(state_dict["history"])
+        self.rate_factor, self._lowered_until = state_dict["rate_factor"], state_dict["lowered_until"]
+        self._leaves_out_next = state_dict["leaves_out_next"]
+
+    def _raise_rate(self, trainer: pl.Trainer) -> None:
+        self.rate_factor, self._lowered_until = 1.0, 0
+        publish_figures(trainer, lambda: {"recover/lr_factor": 1.0})
+        self._write(trainer, success=True, error="", figures={"state": "rate_restored", "lr_factor": 1.0})
+
+    def _tell(self, trainer: pl.Trainer, attempt: Attempt, figures: Mapping[str, Any]) -> None:
+        metrics = {"recover/attempt": float(attempt.number), f"recover/{attempt.rung}": self.ladder.taken[attempt.rung]}
+        if attempt.rung == "lower_lr":
+            metrics["recover/lr_factor"] = self.rate_factor
+        publish_figures(trainer, lambda: metrics)
+        if trainer.is_global_zero:
+            log.warning("step %d: %s. %s", attempt.step, attempt.fault, _what_is_done(attempt, figures))
+        told = {"state": "rung", "rung": attempt.rung, "attempt": attempt.number, **figures}
+        self._write(trainer, success=False, error=attempt.fault, figures=told)
+
+    def _tell_recovered(self, trainer: pl.Trainer, over: Sequence[Attempt]) -> None:
+        publish_figures(trainer, lambda: {"recover/attempt": 0.0})
+        if trainer.is_global_zero:
+            log.info("recovered at step %d, after: %s", trainer.global_step, _tried(over))
+        figures = {"state": "recovered", "attempts": len(over), "began_at_step": over[0].step}
+        self._write(trainer, success=True, error="", figures=figures)
+
+    def _write(self, trainer: pl.Trainer, *, success: bool, error: str, figures: Mapping[str, Any]) -> None:
+        if trainer.is_global_zero:
+            self._events.write(
+                trainer,
+                event="recovery",
+                success=success,
+                duration_sec=time.monotonic() - self._train_began_at,
+                error=error,
+                artifacts=dict(figures),
+            )
+
+
+def _of_all_ranks(trainer: pl.Trainer, loss: float | None) -> float | None:
+    """The largest loss of all ranks, ``nan`` where one is not finite; the same on all."""
+    is_bad = loss is not None and not math.isfinite(loss)
+    values = [-math.inf if loss is None or is_bad else loss, float(is_bad)]
+    vector = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    largest, bad = trainer.strategy.reduce(vector, reduce_op="max").tolist()
+    return math.nan if bad else None if largest == -math.inf else largest
+
+
+def _scales(trainer: pl.Trainer, pl_module: Any) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None or bool(pl_module.discovered.scalers)
+
+
+def _what_is_done(attempt: Attempt, figures: Mapping[str, Any]) -> str:
+    if attempt.rung == "lower_lr":
+        factor, until = figures["lr_factor"], figures["until_step"]
+        what = f"The update is left out, and the learning rate is multiplied by {factor:.4g} until step {until}"
+    elif attempt.rung == "roll_back" and figures["to_step"] is not None:
+        what = f"Training goes back to step {figures['to_step']} and passes over the batches since then"
+    elif attempt.rung == "roll_back":
+        what = "The update is left out: there is no sound checkpoint from before that to go back to"
+    else:
+        what = "The update is left out"
+    return f"{what} (attempt {attempt.number})"
+
+
+def _tried(attempts: Sequence[Attempt]) -> str:
+    return ", ".join(f"{attempt.rung} at step {attempt.step}" for attempt in attempts)
+
+
+def _given_up(ladder: Ladder, step: int, text: str) -> str:
+    return (
+        f"training could not be recovered: {text}, at step {step}, after {len(ladder.attempts)} attempts since step "
+        f"{ladder.attempts[0].step}: {_tried(ladder.attempts)}. Mend the cause, such as a learning rate that is too "
+        "high or broken data, and resume from a checkpoint"
+    )

@@ -1,0 +1,180 @@
+"""Puts a running training back to a checkpoint, and the data not.
+
+Weights, optimizers, schedulers, scalers, what the trainer class keeps, random numbers, gradients of an open
+accumulation window and the states of callbacks become those of the checkpoint, as a resume would have them, and so does
+the count of steps. Loaders stay where they are, with the counts of batches and epochs: what was trained since the
+checkpoint is passed over.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...adapter.contract.exceptions import RecoveryError
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.format.record import CheckpointRecord
+from ..checkpoint.rank_state import clear_gradients, gradients_of_rank, restore_gradients, restore_rng_of_rank
+from ..checkpoint.retention import WRITER, is_named, own_records
+from ..checkpoint.saving import CONTRACT_KEY
+from ..checkpoint.selection import list_checkpoints, newest_valid
+from ..checkpoint.storage.commit import delete_checkpoint
+from ..hook.events import callbacks_of, run_state_of
+from ..lightning_internals import checkpoint_connector, loader_states
+from .differences import first_difference
+
+__all__ = ["Target", "abandon_later", "last_good_checkpoint", "position_of_data", "restore"]
+
+log = logging.getLogger(__name__)
+
+Target = tuple[int, Path]
+"""Step and record of a checkpoint."""
+
+UPLOAD_WAIT_S = 60.0
+POLL_S = 0.05
+
+_OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
+"""Facts of the run state that do not go back."""
+
+
+def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) -> Target | None:
+    """The newest checkpoint of this run before step `before` that proves whole and has finite weights. Collective."""
+    saver.wait(trainer)
+    target: Target | None = None
+    if trainer.is_global_zero:
+
+        def is_good(record: CheckpointRecord) -> bool:
+            return _is_of_run(record, trainer, saver) and record.finite_weights is not False and record.step < before
+
+        record, warnings = newest_valid(saver.directory, accept=is_good)
+        for warning in warnings:
+            log.warning("%s", warning)
+        target = None if record is None else (record.step, record.path)
+    told: Target | None = trainer.strategy.broadcast(target)
+    return told
+
+
+def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
+    """Remove what this run saved after `step`, so that no start goes on from there. On rank zero.
+
+    What an upload still has to read is waited for, for a minute at most, and then stays, with a warning.
+    """
+    undone = [r for r in own_records(list_checkpoints(saver.directory)) if r.step > step]
+    waits_until = time.monotonic() + UPLOAD_WAIT_S
+    for record in (record for record in undone if _is_of_run(record, trainer, saver)):
+        while is_named(record, saver.reports.awaited_paths()) and time.monotonic() < waits_until:
+            time.sleep(POLL_S)
+        if is_named(record, saver.reports.awaited_paths()):
+            log.warning(
+                "%s was undone by a roll-back but is not removed, because it is still being uploaded", record.name
+            )
+        else:
+            delete_checkpoint(record.path)
+
+
+def _is_of_run(record: CheckpointRecord, trainer: pl.Trainer, saver: Checkpoint) -> bool:
+    return record.writer == WRITER and record.run_id == (saver.run.run_id or run_state_of(trainer).run_id)
+
+
+def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Callback) -> None:
+    """Put everything but the data back to `target`. Collective.
+
+    Args:
+        trainer: The trainer, between two steps of genlight's loop.
+        pl_module: The module that hosts a trainer class.
+        target: The checkpoint.
+        keeps: The callback whose state stays as it is.
+
+    Raises:
+        BrokenCheckpointError: The checkpoint is not whole any longer.
+        RecoveryError: The trainer class is not what it was at that step; names what differs.
+    """
+    step, path = target
+    connector, given = checkpoint_connector(trainer), trainer.ckpt_path
+    data = {name: getattr(run_state_of(trainer), name) for name in _OF_THE_DATA}
+    connector.resume_start(path)
+    checkpoint = connector._loaded_checkpoint
+    try:
+        connector.restore_model()
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers_and_schedulers()
+        _restore_callbacks(trainer, pl_module, checkpoint, keeps)
+        clear_gradients(pl_module)
+        pl_module.restore_trainer()
+    finally:
+        connector._loaded_checkpoint, connector._ckpt_path = {}, given
+    for name, fact in data.items():
+        setattr(run_state_of(trainer), name, fact)
+    pl_module.step_result = None
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.roll_back_to(step)
+    trainer.should_stop = False  # what asked for it has seen steps that are undone
+    _require_equal(trainer, pl_module, checkpoint, path)
+    parts = checkpoint[CONTRACT_KEY]
+    gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
+    restore_gradients(pl_module, gradients)
+    restore_rng_of_rank(parts["rng"], trainer.global_rank)
+    pl_module.feed_callback_metrics()
+
+
+def _restore_callbacks(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any], keeps: pl.Callback
+) -> None:
+    states: Mapping[str, Any] = checkpoint.get("callbacks", {})
+    for callback in callbacks_of(trainer):
+        if callback is keeps:
+            continue
+        if not isinstance(callback, Checkpoint):  # of which a roll-back puts the parts back by itself
+            callback.on_load_checkpoint(trainer, pl_module, checkpoint)
+        if state := states.get(callback.state_key):
+            callback.load_state_dict(copy.deepcopy(state))
+
+
+def _require_equal(trainer: pl.Trainer, pl_module: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on from what is not the checkpoint: a class need not expect a second ``load_state_dict``."""
+    expected = {
+        "weights": checkpoint["state_dict"],
+        "optimizers": [
+            None if hasattr(optimizer, "consolidate_state_dict") else state
+            for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True)
+        ],
+        "state": checkpoint[CONTRACT_KEY].get("state", {}),
+    }
+    now, again = _what_there_is(trainer, pl_module), _what_there_is(trainer, pl_module)
+    for name, saved in expected.items():
+        where = first_difference(saved, now[name], again[name], name)
+        if where is not None:
+            raise RecoveryError(
+                f"the roll-back to {path.stem} is not exact: {where} is not what the checkpoint holds, after "
+                f"`load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Have it take over "
+                "all of its payload, or leave 'roll_back' out of the ladder. The same start again goes on from that "
+                "checkpoint"
+            )
+
+
+def _what_there_is(trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
+    return {
+        "weights": pl_module.state_dict(),
+        "optimizers": [
+            None if hasattr(optimizer, "consolidate_state_dict") else optimizer.state_dict()
+            for optimizer in trainer.optimizers
+        ],
+        "state": pl_module.state_payload(),
+    }
+
+
+def position_of_data(trainer: pl.Trainer) -> dict[str, Any]:
+    """Where this rank's loaders stand: batches so far, and the plain numbers of their states."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    states = loader_states(trainer)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None:
+        states.append(data.state_dict())
+    told = {name: value for state in states for name, value in state.items() if isinstance(value, int)}
+    return {"batches": batches.ready, **told}

@@ -1,0 +1,136 @@
+"""How long torchrun takes from the death of a rank until the run trains again, and how many restarts that costs.
+
+    python examples/benchmarks/restart_time.py --pairs 5
+
+Each pair is one run whose ranks meet in the store of torchrun's agent, as Lightning does it, and one whose ranks meet
+in a store of each start, as genlight does it; they take turns, since other work on the machine slows both. CPU time
+tells more than the clock on a busy machine: it is that of one rank from its start to its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+
+Mark: TypeAlias = dict[str, Any]
+
+TRAINER = """
+import json, os, signal, time
+import torch
+from genlight.adapter import StepResult
+
+
+def note(what):
+    line = {"what": what, "at": time.time(), "cpu": time.process_time(), "rank": os.environ["RANK"]}
+    with open("marks.jsonl", "a") as file:
+        file.write(json.dumps(line | {"start": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\\n")
+
+
+class Tiny:
+    steps = 0
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(4, 4)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.full((2, 4), float(raw))
+
+    def train_step(self, batch, state, ctx):
+        self.steps += 1
+        if self.steps == 1:
+            note("first step")
+        if ctx.rank == 1 and self.steps == 8 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            note("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = state["model"](batch).pow(2).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+"""
+JOB = {"run_id": "restart", "trainer": "tiny:Tiny", "max_steps": 12, "checkpoint_every": 2, "resume_from_latest": True}
+AS_LIGHTNING = {"class_path": "lightning.fabric.plugins.environments.TorchElasticEnvironment"}
+
+
+def measure(folder: Path, plugins: list[dict[str, str]], patience_s: float) -> tuple[float, float, int] | None:
+    """Seconds from the kill to the first step after it, CPU seconds of a rank until there, and restarts.
+
+    None where that took longer than `patience_s`, or torchrun gave up.
+    """
+    (folder / "tiny.py").write_text(TRAINER)
+    lightning = {"accelerator": "cpu", "strategy": "ddp", "plugins": plugins}
+    (folder / "job.json").write_text(json.dumps(JOB | {"mock_batches": list(range(24)), "lightning": lightning}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
+    command += ["--no-python", sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+    with (folder / "log").open("wb") as log:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        torchrun = psutil.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
+    try:
+        killed = wait_for(lambda: [mark for mark in marks_in(folder) if mark["what"] == "killed"], torchrun, 600)
+        assert killed, (folder / "log").read_text()
+        again = wait_for(lambda: [m for m in marks_in(folder) if m["at"] > killed[0]["at"]], torchrun, patience_s)
+    finally:
+        for process in [*torchrun.children(recursive=True), torchrun]:
+            process.kill()
+        torchrun.wait()
+    return (again[0]["at"] - killed[0]["at"], again[0]["cpu"], again[0]["start"]) if again else None
+
+
+def wait_for(look: Callable[[], list[Mark]], process: psutil.Popen, seconds: float) -> list[Mark]:
+    """What `look` finds, or nothing once the process has ended or the time is over."""
+    end = time.monotonic() + seconds
+    while not (found := look()) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return found or look()
+
+
+def marks_in(folder: Path) -> list[Mark]:
+    path = folder / "marks.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=120, help="seconds after which a run counts as not restarted")
+    args = parser.parse_args()
+    found: dict[str, list[tuple[float, float, int] | None]] = {"the agent's store": [], "a store of each start": []}
+    for _ in range(args.pairs):
+        for (name, results), plugins in zip(found.items(), ([AS_LIGHTNING], []), strict=True):
+            with tempfile.TemporaryDirectory() as folder:
+                results.append(measure(Path(folder), plugins, args.patience))
+            print(name, results[-1], flush=True)
+    print(
+        "\n| the ranks meet in | trained again | s from the kill to the next step | CPU s of a rank | restarts | load |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, results in found.items():
+        whole = [result for result in results if result is not None]
+        medians = [statistics.median(values) for values in zip(*whole, strict=True)] or [math.nan] * 3
+        numbers = " | ".join(f"{median:.1f}" for median in medians)
+        print(f"| {name} | {len(whole)} of {len(results)} | {numbers} | {os.getloadavg()[1]:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

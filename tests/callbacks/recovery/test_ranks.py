@@ -1,0 +1,50 @@
+"""All ranks climb the same ladder, also where one of them alone met the fault."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from genlight.reporters.telemetry import read_events
+from support.rank_processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The folder of several short trainings, and what each rank knew after them."""
+    folder = tmp_path_factory.mktemp("recover")
+    run_ranks("recover_ranks.py", folder)
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_rank_takes_the_same_rungs_at_the_same_steps(outcomes):
+    folder, (first, second) = outcomes
+    for name in first:
+        assert first[name]["ladder"] == second[name]["ladder"], name
+        assert first[name]["next"] == second[name]["next"], name
+        assert first[name]["calls"] == second[name]["calls"], name
+        assert first[name]["error"] == second[name]["error"], name
+    rungs = [event["artifacts"].get("rung") for event in read_events(folder / "nan.jsonl")]
+    assert rungs[:3] == ["skip", "lower_lr", "roll_back"]
+    assert [event["step"] for event in read_events(folder / "nan.jsonl")][:3] == [13, 14, 16]
+
+
+def test_a_resumed_run_of_several_ranks_ends_as_one_in_peace(outcomes):
+    for rank in outcomes[1]:
+        assert rank["nan"]["digest"] == rank["nan, resumed"]["digest"]
+
+
+def test_a_loss_that_is_high_on_one_rank_leaves_the_update_out_on_all(outcomes):
+    folder, (first, second) = outcomes
+    assert first["spike"]["ladder"]["taken"] == {"skip": 1}
+    assert read_events(folder / "spike.jsonl")[0]["step"] == 41
+    assert second["spike"]["error"] == ""
+
+
+def test_a_ladder_that_is_used_up_ends_all_ranks(outcomes):
+    _, (first, second) = outcomes
+    assert "after 5 attempts since step 12" in first["used up"]["error"]
+    assert second["used up"]["digest"] == ""

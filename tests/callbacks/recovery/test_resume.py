@@ -1,0 +1,22 @@
+"""A run that is killed at any moment of its recovery goes on to the same end as one that is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from genlight.reporters.telemetry import read_events
+from support import SUPPORT
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_recovers_or_later_ends_as_one_in_peace(tmp_path):
+    subprocess.run([sys.executable, SUPPORT / "recover_kills.py", tmp_path], check=True, timeout=900)
+    ends = {place.name: (place / "end").read_text().split()[0] for place in tmp_path.iterdir()}
+    assert len(ends) >= 13  # of all moments with GENLIGHT_LONG_FAULTS=1
+    assert {name for name, digest in ends.items() if digest != ends["peace"]} == set()
+    told = [event["artifacts"] for event in read_events(tmp_path / "peace/telemetry.jsonl")]
+    rungs = ["skip", "lower_lr", "roll_back", "roll_back"]
+    assert [each.get("rung", each["state"]) for each in told] == [*rungs, "rate_restored", "recovered"]

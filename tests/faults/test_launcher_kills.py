@@ -1,0 +1,185 @@
+"""The digits job on two ranks of torchrun: ranks, the launcher and all at once are killed at random moments.
+
+However often that was, and whatever it hit, the run ends with the bytes of one that nobody killed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from genlight.callbacks.checkpoint import list_checkpoints, verify
+from genlight.reporters import read_events
+from genlight.reporters.events.validation import validate_events
+from support.forked import fork_server
+
+HERE = Path(__file__).parent
+DIGITS = HERE.parents[1] / "examples" / "digits"
+STEPS, CADENCE = 120, 2
+LIMIT_S = 200
+KINDS = ("rank", "rank", "launcher", "node")
+"""What is hit; a rank as often as both others together."""
+
+
+class Run:
+    """One artifacts directory, from the first start of torchrun to the end."""
+
+    def __init__(self, folder, name, max_restarts):
+        self.folder, self.name, self.max_restarts = folder, name, max_restarts
+        self.artifacts = folder / name
+        self.processes = folder / f"{name}-processes"
+        self.processes.mkdir()
+        self.log = folder / f"{name}-log"
+        self.events = self.artifacts / "metrics/events.jsonl"
+        self.launcher = None
+
+    def start(self):
+        job = [fork_server(), self.log, self.folder / "job.json", self.processes]
+        options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={self.max_restarts}", "--no-python"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *options,
+            sys.executable,
+            HERE / "forked_job.py",
+            *job,
+        ]
+        environ = {**os.environ, "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
+        with self.log.open("ab") as log:
+            self.launcher = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=log)
+
+    def ranks(self):
+        """The ranks that live: a process id that was noted may be another process's by now."""
+        found = []
+        for note in self.processes.iterdir():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(int(note.name.split("-")[1]))
+                if self.is_mine(process):
+                    found.append(process)
+                    continue
+            note.unlink()
+        return found
+
+    def is_mine(self, process):
+        """The fork server gives the ranks its own command line and environment, but this log."""
+        return any(Path(f"/proc/{process.pid}/fd/{number}").resolve() == self.log for number in (1, 2))
+
+    def kill(self, kind, chance):
+        """Hit what there is of that kind; whether there was any."""
+        ranks = self.ranks()
+        victims = {"rank": chance.sample(ranks, min(1, len(ranks))), "launcher": [], "node": ranks}[kind]
+        if kind != "rank":
+            victims = [self.launcher, *victims]
+        hit = 0
+        for process in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                hit += 1
+        if kind != "rank":
+            self.launcher.wait()
+            self.start()
+        return hit > 0
+
+    def size(self):
+        return self.events.stat().st_size if self.events.exists() else 0
+
+    def until_it_grows(self, growth):
+        """Until the event log is so much longer; whether it did before the launcher ended."""
+        size, end = self.size(), time.monotonic() + LIMIT_S
+        while self.size() < size + growth:
+            assert time.monotonic() < end, self.tail()
+            if self.launcher.poll() is not None:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def tail(self):
+        return self.log.read_text(errors="replace")[-8000:]
+
+    def digests(self):
+        final = self.artifacts / "checkpoints/final"
+        files = [final / "model.safetensors", final / "trainer/digits.safetensors"]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+    def end(self):
+        """Nothing of it outlives the test."""
+        if self.launcher is not None and self.launcher.poll() is None:
+            self.launcher.kill()
+            self.launcher.wait()
+        for process in self.ranks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    made = []
+    job = json.loads((DIGITS / "job.json").read_text())
+    job |= {"max_steps": STEPS, "checkpoint_every": CADENCE, "metric_every": 1, "sample_every": 0}
+    job |= {"resume_from_latest": True, "lightning": {"accelerator": "cpu", "strategy": "ddp"}}
+    job["hyperparams"] |= {"width": 32, "depth": 2, "warmup_steps": 5}
+    job["dataset"] |= {"parquet_paths": [str(DIGITS / "digits.parquet")], "batch_size": 60}
+    del job["sample_prompts"]
+    (tmp_path / "trainer.py").write_bytes((DIGITS / "trainer.py").read_bytes())
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    def make(name, max_restarts=1000):
+        made.append(Run(tmp_path, name, max_restarts))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)  # The long run kills 100 times.
+def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new_run, is_long, report):
+    kills = int(os.environ.get("GENLIGHT_KILLS", 100 if is_long else 3))
+    chance = random.Random(kills)
+    reference = new_run("reference", max_restarts=0)
+    reference.start()
+    assert reference.launcher.wait(LIMIT_S) == 0, reference.tail()
+    whole = reference.size()
+
+    done, runs = Counter(), 0
+    began = time.monotonic()
+    while done.total() < kills:
+        runs += 1
+        run = new_run(f"run{runs}")
+        run.start()
+        while done.total() < kills:
+            kind = chance.choice(KINDS)
+            # Three of four while it trains, the others while it starts or ends.
+            grows = run.until_it_grows(chance.uniform(0.02, 0.15) * whole if chance.random() < 0.75 else 1)
+            time.sleep(chance.uniform(0, 0.1 if grows else 0))
+            if run.launcher.poll() is not None:
+                break
+            done[kind] += run.kill(kind, chance)
+        assert run.launcher.wait(LIMIT_S) == 0, run.tail()
+        assert run.digests() == reference.digests()
+        assert validate_events(run.events) == []
+        for listed in list_checkpoints(run.artifacts / "checkpoints"):
+            verify(listed.path)
+        ends = Counter(
+            event.get("category", event["event"])
+            for event in read_events(run.events)
+            if event["event"] in ("completed", "failed")
+        )
+        assert ends["completed"] >= 1
+        # No start failed by itself, as one does that meets what an earlier one has left.
+        assert ends.keys() <= {"completed", "train-step", "preempted"}, run.tail()
+        took_s = time.monotonic() - began
+        report(
+            f"{done.total()} kills {dict(done)} in {runs} runs, {took_s:.0f} s, all equal; attempts ended {dict(ends)}"
+        )
