@@ -274,8 +274,9 @@ class ReplayBuffer:
             raise ValueError(f"rows are numbered from 0 to {self._written - 1}; received {rows.min()} to {rows.max()}")
         with self._changed:
             there = rows >= self._oldest
-            self._tree.set(rows[there] % self.capacity, given[there] ** self.priority_exponent)
-            self._largest_priority = max(self._largest_priority, *(given[there] ** self.priority_exponent), 0.0)
+            weighted = given[there] ** self.priority_exponent
+            self._tree.set(rows[there] % self.capacity, weighted)
+            self._largest_priority = max(self._largest_priority, float(weighted.max(initial=0.0)))
 
     # checkpoints
 

@@ -99,7 +99,7 @@ def test_priorities_of_rows_that_are_gone_are_passed_over():
     assert buffer._tree.total == 4.0
 
 
-@pytest.mark.parametrize("size", [1, 31, 32, 33, 1024, 1025, 40_000])
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 1024, 1025, 40_000, 1_100_000])
 def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
     """At every number of levels, and nothing that has no priority."""
     random = np.random.default_rng(size)
@@ -109,6 +109,24 @@ def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
     targets = np.append(random.random(500) * tree.total, [0.0, np.nextafter(tree.total, 0)])
     found = tree.find(targets)
     assert np.array_equal(found, np.searchsorted(leaves.cumsum(), targets, side="right"))
+    assert (leaves[found] > 0).all()
+
+
+def test_a_sum_tree_that_was_changed_often_is_one_that_was_made_of_its_leaves():
+    """In parts of any size, and rounding never picks a leaf without a priority."""
+    random = np.random.default_rng(3)
+    tree, leaves = SumTree(40_000), np.zeros(40_000)
+    for count in (1, 7, 300, 5000, 40_000, 300, 1):
+        places = random.integers(0, 40_000, count)
+        values = random.random(count) * (random.random(count) < 0.3)
+        tree.set(places, values)
+        leaves[places] = values
+    anew = SumTree(40_000)
+    anew.set(np.arange(40_000), leaves)
+    assert tree.total == anew.total
+    targets = np.append(random.random(5000) * tree.total, [0.0, np.nextafter(tree.total, 0), tree.total])
+    found = tree.find(targets)
+    assert np.array_equal(found, anew.find(targets))
     assert (leaves[found] > 0).all()
 
 
