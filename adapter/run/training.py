@@ -29,6 +29,7 @@ from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
 from .other_weights import about_other_weights
 from .outcome import Completion, Outcome
+from .port_in_use import about_port_in_use
 from .preflight import prepare_training
 from .progress import Progress
 from .ranks.child_processes import RankProcesses, watching_node
@@ -178,7 +179,7 @@ class Training:
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except (ValueError, RuntimeError, MisconfigurationException) as error:
-            if about_it := monitor_error(error) or about_other_weights(error):
+            if about_it := monitor_error(error) or about_other_weights(error) or about_port_in_use(error):
                 raise about_it from error
             if isinstance(error, RuntimeError):
                 raise
