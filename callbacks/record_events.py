@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from ..reporters.events.attempt_report import AttemptReport
 from ..reporters.events.event_log import EventLog
-from ..reporters.events.lines import RESUMED_METRIC
 from .checkpoint.format.record import CheckpointRecord
 from .hook.hook import Hook
 
@@ -32,33 +32,29 @@ class RecordEvents(Hook):
     # On `on_train_start`, first of all callbacks, so that whatever another one logs there comes after `started`.
 
     def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
-        self.event_log = event_log
+        self.report = AttemptReport(event_log)
         self.metadata = metadata
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.event_log.started(metadata=self.metadata)
-        step = trainer.global_step
-        if step:
-            self.event_log.metric(name=RESUMED_METRIC, value=step, step=step)
+        self.report.begin(self.metadata)
+        self.report.resume_from(trainer.global_step)
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        # A run that goes on from this checkpoint does not report the steps up to it again.
-        self.event_log.flush()
+        self.report.prepare_checkpoint()
 
     @override
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
-        self.event_log.checkpoint(path=record.reported_path, step=record.step)
+        self.report.checkpoint(record.reported_path, record.step)
 
     @override
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
-        for path in paths:
-            self.event_log.sample(path=path, step=step)
+        self.report.samples(paths, step)

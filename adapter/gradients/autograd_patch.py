@@ -22,9 +22,24 @@ from torch.utils.hooks import RemovableHandle
 from ...callbacks.lightning_internals import SUPPORTED
 from . import collective_patch, hook_patch
 from .hook_patch import HookTranslator
-from .torch_internals import current_graph_task_id, disable_dynamo, engine_run_backward, set_engine_run_backward
+from .torch_internals import (
+    current_graph_task_id,
+    disable_dynamo,
+    engine_run_backward,
+    keep_out_of_graphs,
+    set_engine_run_backward,
+)
 
 __all__ = ["Interceptor", "begin", "end", "hold", "is_active", "release", "run_backward", "wrap"]
+
+_WITHOUT_GRAPHS = tuple(
+    f"{__package__}.{name}"
+    for name in (
+        *("autograd_patch", "router", "averaging", "lazy_sync", "gradient_sync", "averaged_parameters"),
+        *("bucket_plans", "buckets", "early_buckets", "equal_replicas", "rank_points", "sent_points", "update_guard"),
+    )
+)
+"""What runs in a trainer's backward calls and updates; not what is called in its forward, which has to be traced."""
 
 run_backward = engine_run_backward
 """Torch's own entry: outputs, their gradients, then what the engine takes."""
@@ -72,6 +87,7 @@ def hold(interceptor: Interceptor) -> None:
     Raises:
         RuntimeError: A backward call of this torch does not come through the entry that was replaced.
     """
+    keep_out_of_graphs(*_WITHOUT_GRAPHS)
     with _lock:
         _holders.append(interceptor)
         _replace_or_put_back()

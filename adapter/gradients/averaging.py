@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,9 +17,11 @@ from .equal_replicas import BufferSync, average_scalar
 from .gradient_sync import GradientSync
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
-from .torch_internals import is_gradtrackingtensor
+from .torch_internals import is_gradtrackingtensor, runs_compiled_code
 
 __all__ = ["Averaging"]
+
+log = logging.getLogger(__name__)
 
 
 class Averaging:
@@ -64,6 +67,7 @@ class Averaging:
         """Optimizers whose gradients are those of all ranks, as far as is known; each until its next update."""
         self._was_averaged = False
         """Whether this step has averaged gradients."""
+        self._told_of_graphs = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -170,6 +174,14 @@ class Averaging:
 
     def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
         """Make the gradients those of all ranks."""
+        if why is Why.READ and not self._told_of_graphs and runs_compiled_code():
+            self._told_of_graphs = True
+            log.warning(
+                "torch.compile cannot take a read of `.grad` on several ranks into a graph, because it has the "
+                "gradients averaged: what is compiled around %s runs in parts, and `fullgraph=True` refuses it. Read "
+                "gradients, or clip them, outside of compiled code.",
+                users_line(),
+            )
         self._gradients(self._point(why, ordinal, what))
         self._averaged = set(self._optimizers)
         self._was_averaged = True

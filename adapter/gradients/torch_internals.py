@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -40,10 +41,12 @@ __all__ = [
     "fsdp_training_state",
     "group_timeout",
     "is_gradtrackingtensor",
+    "keep_out_of_graphs",
     "post_accumulate_hooks",
     "power_sgd_state_class",
     "protected",
     "require_fsdp",
+    "runs_compiled_code",
     "set_engine_run_backward",
     "set_requires_grad_if_needed",
     "without_torch_function_of_subclasses",
@@ -132,6 +135,30 @@ def power_sgd_state_class() -> type[Any]:
     state: type[Any] = protected("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "PowerSGDState")
     require_names("torch", state, *POWER_SGD_MEMORY, "rng")
     return state
+
+
+@functools.cache
+def keep_out_of_graphs(*modules: str) -> None:
+    """Have torch.compile run the functions of these modules as they are, and compile only what they call.
+
+    It would break its graphs at each look at a thread, a frame or a process group.
+
+    Raises:
+        ImportError: This torch has no such list; names the release that is installed, and those to install.
+    """
+    add = protected("torch._dynamo.trace_rules", "add")
+    for module in modules:
+        add(module)
+
+
+def runs_compiled_code() -> bool:
+    """Whether this thread is in a call of something that torch.compile has compiled, between two of its graphs."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return callable(_eval_frame_callback())
+
+
+_eval_frame_callback: Callable[[], Any] = protected("torch", "_C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 def default_store() -> torch._C._distributed_c10d.Store:

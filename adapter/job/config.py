@@ -21,7 +21,7 @@ from .errors import ConfigErrors
 from .identity import digest_of_fields, spec_fields
 from .refs import looks_like_path
 from .sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
-from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, SampleRequest, UploadUrls, ValidateSpec
+from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, RecoverSpec, SampleRequest, UploadUrls, ValidateSpec
 
 __all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config", "run_config_of"]
 
@@ -71,6 +71,7 @@ class RunConfig:
     lightning: Mapping[str, Any] = field(repr=False)
     """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
     validate: ValidateSpec | None
+    recover: RecoverSpec | None
     on_nonfinite: Literal["warn", "stop", "skip"]
     checkpoint_weights: Literal["all", "trained"]
     tags: tuple[str, ...]
@@ -180,6 +181,7 @@ def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErro
         private_hosts=private_hosts_of(reading),
         lightning=reading.pick("lightning", {}),
         validate=reading.pick("validate", spec.validate),
+        recover=reading.pick("recover", spec.recover),
         on_nonfinite=reading.pick("on_nonfinite", "warn"),
         checkpoint_weights=reading.pick("checkpoint_weights", "all"),
         tags=reading.pick("tags", ()),

@@ -123,6 +123,11 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
         for request in config.sample_prompts
     ]
+    given = {} if config.recover is None else dataclasses.asdict(config.recover)
+    recover = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    watch = _class(
+        "genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50
+    )
     validate = None if config.validate is None else dataclasses.asdict(config.validate)
     evaluation = [] if validate is None else [_class("genlight.callbacks.Evaluate", **validate)]
     return [
@@ -144,7 +149,7 @@ def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
         _class("genlight.callbacks.JobProgress"),
         _class("genlight.callbacks.Goodput"),
         _class("genlight.callbacks.SystemMonitor"),
-        _class("genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50),
+        _class("genlight.callbacks.Recover", **recover) if recover else watch,
         _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
         _class(
             "genlight.callbacks.Checkpoint",

@@ -68,7 +68,15 @@ def job_reference() -> str:
 
 GROUPS = {
     "the run": ("run_id", "owner", "release_ref", "tags", "notes"),
-    "what is trained": ("trainer", "trainer_api_version", "hyperparams", "max_steps", "on_nonfinite", "lightning"),
+    "what is trained": (
+        "trainer",
+        "trainer_api_version",
+        "hyperparams",
+        "max_steps",
+        "on_nonfinite",
+        "recover",
+        "lightning",
+    ),
     "data and inputs": ("dataset", "mock_batches", "inputs"),
     "cadences": ("metric_every", "checkpoint_every", "checkpoint_weights", "validate"),
     "samples": ("sample_every", "sample_prompts", "sample_seed"),

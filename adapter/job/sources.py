@@ -178,6 +178,7 @@ def require_settings(reading: Settings, errors: ConfigErrors) -> None:
             code="startup.missing_capability_token",
         )
     _refuse_contradictions(reading.spec, errors)
+    _refuse_unrecoverable(reading, errors)
     _refuse_lightning_arguments(reading.spec.lightning, errors)
     _warn_of_no_effect(reading, errors)
 
@@ -194,6 +195,25 @@ def _refuse_contradictions(spec: JobSpec, errors: ConfigErrors) -> None:
         errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
     if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
         errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
+
+
+def _refuse_unrecoverable(reading: Settings, errors: ConfigErrors) -> None:
+    """Note what keeps `recover` from doing what it says."""
+    recover = reading.spec.recover
+    if recover is None:
+        return
+    policy = reading.pick("on_nonfinite", "warn")
+    if policy != "warn":
+        errors.add(f"`recover` and `on_nonfinite` {policy!r} decide about the same updates. Leave one of them out.")
+    if (
+        "roll_back" in recover.ladder
+        and not reading.pick("checkpoint_every")
+        and not errors.concern("checkpoint_every")
+    ):
+        errors.add(
+            "`recover.ladder` has 'roll_back', which needs checkpoints, and `checkpoint_every` is 0. Set it, or leave "
+            "that rung out."
+        )
 
 
 def _refuse_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:

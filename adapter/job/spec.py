@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
+from ...callbacks.recovery.ladder import Rung
+from ...callbacks.recovery.update_faults import FaultKind
 from ..contract.types import TRAINER_API_VERSION
 from ..plumbing.text import is_storable, is_utf8
 from ..plumbing.urls import url_fault
@@ -24,6 +26,7 @@ __all__ = [
     "DatasetSpec",
     "InputsSpec",
     "JobSpec",
+    "RecoverSpec",
     "Rule",
     "SampleRequest",
     "UploadUrls",
@@ -88,6 +91,10 @@ Target: TypeAlias = Annotated[str, Meta(extra=_rule("a URL such as hf://owner/na
 Shard: TypeAlias = Annotated[Literal["rows", "row_groups"], Meta(extra=_rule('"rows" or "row_groups"'))]
 Weights: TypeAlias = Annotated[Literal["all", "trained"], Meta(extra=_rule('"all" or "trained"'))]
 Nonfinite: TypeAlias = Annotated[Literal["warn", "stop", "skip"], Meta(extra=_rule('"warn", "stop" or "skip"'))]
+RungName: TypeAlias = Annotated[Rung, Meta(extra=_rule('"skip", "lower_lr" or "roll_back"'))]
+FaultName: TypeAlias = Annotated[FaultKind, Meta(extra=_rule('"nonfinite", "loss_spike" or "exploding_gradients"'))]
+Share: TypeAlias = Annotated[float, Meta(gt=0, lt=1, extra=_rule("a number between 0 and 1"))]
+Above: TypeAlias = Annotated[float, Meta(gt=0, extra=_rule("a number > 0", lambda number: number < float("inf")))]
 Version: TypeAlias = Annotated[
     str, Meta(extra=_rule(f'"{TRAINER_API_VERSION}"', lambda version: version in ("", TRAINER_API_VERSION)))
 ]
@@ -203,6 +210,35 @@ class ValidateSpec:
 
 
 @dataclass(frozen=True)
+class RecoverSpec:
+    """How faults in training are recovered from (`Recover` in `callbacks/README.md`); without it, not at all."""
+
+    ladder: Annotated[
+        tuple[RungName, ...],
+        Meta(description="What is done, in order; the last one is repeated.", examples=[["skip", "roll_back"]]),
+    ] = ("skip", "lower_lr", "roll_back")
+    faults: Annotated[
+        tuple[FaultName, ...],
+        Meta(
+            description="What counts as a fault.",
+            examples=[["nonfinite", "loss_spike", "exploding_gradients"]],
+        ),
+    ] = ("nonfinite",)
+    lr_factor: Annotated[Share, Meta(description="Factor for the learning rate, of `lower_lr`.")] = 0.1
+    lower_lr_steps: Annotated[Positive, Meta(description="Number of steps with the lowered rate.")] = 100
+    good_steps: Annotated[Positive, Meta(description="Number of steps without a fault that end an incident.")] = 100
+    max_attempts: Annotated[
+        Positive, Meta(description="Number of rungs that an incident may take before the run fails.")
+    ] = 5
+    spike_deviations: Annotated[
+        Above, Meta(description="A loss is a spike this many standard deviations above the median of the last 256.")
+    ] = 8.0
+    gradient_max_norm: Annotated[
+        Above, Meta(description="Gradients explode above this norm, or above 100 times the usual norm.")
+    ] = 1e4
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """A sample to generate at every sample cadence. A plain string is short for its prompt."""
 
@@ -304,3 +340,4 @@ class JobSpec:
         ),
     ] = field(default_factory=dict, repr=False)
     validate: ValidateSpec | None = None
+    recover: RecoverSpec | None = None

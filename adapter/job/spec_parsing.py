@@ -15,7 +15,7 @@ import msgspec
 
 from ..plumbing.text import nearest
 from .errors import ConfigErrors, render_value
-from .spec import LARGEST, DatasetSpec, JobSpec
+from .spec import LARGEST, DatasetSpec, JobSpec, RecoverSpec
 from .spec_keys import ALIASES, Key, keys_of, spec_keys
 
 __all__ = ["DEEPEST", "WHOLE_SPEC", "parse_job_spec"]
@@ -129,6 +129,8 @@ def _convert_block(name: str, value: Any, block: Any, errors: ConfigErrors) -> A
         if not value:
             return None
         _require_cadence(value, errors)
+    if block is RecoverSpec:
+        _check_ladder(values, errors)
     if name == "uploads":
         values = {key: url.strip() if isinstance(url, str) else url for key, url in values.items()}
     if block is DatasetSpec:
@@ -161,6 +163,17 @@ def _require_cadence(given: Mapping[str, Any], errors: ConfigErrors) -> None:
         errors.add(
             '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.',
             name="validate.every_n_steps",
+        )
+
+
+def _check_ladder(values: dict[str, Any], errors: ConfigErrors) -> None:
+    for name in ("ladder", "faults"):
+        if values.get(name) == () and not errors.concern_part(f"recover.{name}"):
+            errors.invalid(f"recover.{name}", "at least one entry", [], way_out="Leave it out for the default.")
+    known = RecoverSpec(**values)
+    if known.max_attempts < len(known.ladder):
+        errors.invalid(
+            "recover.max_attempts", f"at least {len(known.ladder)}, the rungs of `ladder`", known.max_attempts
         )
 
 

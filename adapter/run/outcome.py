@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...callbacks.checkpoint.format.layout import step_name
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
+from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
@@ -121,6 +122,7 @@ class Outcome:
     ) -> None:
         self.config = config
         self.event_log = event_log
+        self.report = AttemptReport(event_log)
         self.stop = stop
         self.progress = progress
         self.rank_failures = rank_failures
@@ -151,9 +153,7 @@ class Outcome:
         if self.lifecycle is not None:
             self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
         try:
-            self.event_log.completed(
-                step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped
-            )
+            self.report.complete(completion.step, completion.final_checkpoint, completion.stopped)
         except EventLogError as error:
             log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
             return EXIT_FAILED
@@ -236,10 +236,7 @@ class Outcome:
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
-        try:
-            self.event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
-        except EventLogError as problem:
-            log.error("the failure could not be recorded: %s", problem)  # noqa: TRY400
+        self.report.fail(failure, step)
         self._tell_ranks(failure.exit_code)
         return failure.exit_code
 

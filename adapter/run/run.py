@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
+from ...callbacks.tracking import RUNS_FILE
+from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
@@ -127,21 +129,15 @@ def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals
     except BaseException as error:  # noqa: BLE001 - no other code may report this attempt
         log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
         attempt = Attempt(EXIT_FAILED, error)
-        if event_log.phase != "ended":
-            _leave_a_last_word(event_log)
+        report = AttemptReport(event_log)
+        if not report.has_ended:
+            report.abort("the end of the run could not be reported", step=0)
     try:
         event_log.close()
     except EventLogError as error:
         log.error("the event log may not be durable: %s", error)  # noqa: TRY400
         return Attempt(attempt.exit_code or EXIT_FAILED, attempt.error or error)
     return attempt
-
-
-def _leave_a_last_word(event_log: EventLog) -> None:
-    try:
-        event_log.failed(step=0, error="the end of the run could not be reported", category="train-step")
-    except EventLogError as error:
-        log.error("the failure could not be recorded: %s", error)  # noqa: TRY400
 
 
 def _open_event_log(config: RunConfig) -> EventLog:
@@ -186,6 +182,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
 
 def _start_afresh(config: RunConfig) -> None:
     moved = move_old_artifacts_aside(config)
+    (config.events_path.parent / RUNS_FILE).unlink(missing_ok=True)
     if moved is not None:
         log.info("moved earlier artifacts to %s", moved)
 

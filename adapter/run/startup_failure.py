@@ -6,9 +6,10 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
@@ -97,7 +98,8 @@ def report_startup_failure(
     if sinks.events_path is not None and not in_use:
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
-                event_log.failed(step=0, error=failure.text, category=failure.category)
+                # Nothing began, so a restart has nothing to continue, whatever ended the start.
+                AttemptReport(event_log).fail(replace(failure, resumable=False), step=0)
         except (OSError, EventLogError, ValueError) as problem:
             log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP

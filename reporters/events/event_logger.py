@@ -23,9 +23,10 @@ from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
+from .attempt_report import AttemptReport
 from .event_log import EventLog
 from .foreign_checkpoints import make_durable, saved_path
-from .lines import RESUMED_METRIC, finite_float
+from .lines import finite_float
 
 __all__ = ["EventLogger"]
 
@@ -80,12 +81,13 @@ class EventLogger(Logger):
         self._save_dir = os.fspath(save_dir)
         self.path = Path(save_dir, path)
         self._log: EventLog | None = None
+        self._report: AttemptReport | None = None
+        """Of the attempt whose log this logger opened itself."""
         self._owns_log = True
         self._is_begun = False
         self._trainer: pl.Trainer | None = None
         self._watch = _FitWatch(self)
         self._pending: list[tuple[str, int]] = []
-        self._last_checkpoint: str | None = None
         self._last_step = 0
         self._warned = False
         self._left_out: set[str] = set()
@@ -121,7 +123,7 @@ class EventLogger(Logger):
             "_is_begun": False,
             "_trainer": None,
             "_pending": [],
-            "_last_checkpoint": None,
+            "_report": None,
         }
         return {**vars(self), **nothing}
 
@@ -146,6 +148,7 @@ class EventLogger(Logger):
         """The event log, opened at the first use."""
         if self._log is None:
             self._log = EventLog(self.path, run_id=self.run_id)
+            self._report = AttemptReport(self._log)
         return self._log
 
     @override
@@ -206,30 +209,24 @@ class EventLogger(Logger):
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if not self._owns_log or self._log is None or status == _LIVES_ON:
+        report = self._report
+        if report is None or status == _LIVES_ON:
             return
         try:
             if status == "success":
-                self._complete(self._log)
+                self._complete(report)
             else:
-                self._fail(self._log, sys.exception())
+                self._fail(report, sys.exception())
         finally:
-            self._log.close()
+            report.event_log.close()
             self._forget()
 
-    def flush(self) -> None:
-        """Bring to the file what waits there."""
-        if self._log is not None:
-            self._log.flush()
-
-    def note_resume(self, step: int) -> None:
-        """Say where this attempt resumed."""
-        self.experiment.metric(name=RESUMED_METRIC, value=step, step=step)
-
-    def note_checkpoint(self, path: Path, step: int) -> None:
-        """Say that a checkpoint can no longer be lost."""
-        self.experiment.checkpoint(path=path, step=step)
-        self._last_checkpoint = str(path)
+    @property
+    def report(self) -> AttemptReport:
+        """The attempt whose log this logger opens itself."""
+        self.experiment  # noqa: B018 - opens the log
+        assert self._report is not None, "a logger that is attached to a log leaves it to the run to report its attempt"
+        return self._report
 
     def _forget(self) -> None:
         """Be ready for the next attempt."""
@@ -239,14 +236,14 @@ class EventLogger(Logger):
         self._is_begun = False
         self._trainer = None
         self._pending = []
-        self._last_checkpoint = None
+        self._report = None
         self._last_step = 0
 
     def _started_log(self) -> EventLog:
         event_log: EventLog = self.experiment
         if event_log.phase == "new":
             module = None if self._trainer is None else self._trainer.lightning_module
-            event_log.started(metadata=metadata_of_module(module))
+            self.report.begin(metadata_of_module(module))
         self._is_begun = True
         return event_log
 
@@ -279,39 +276,34 @@ class EventLogger(Logger):
         self._pending = [entry for entry in self._pending if entry not in due]
         for path, step in due:
             if "://" in path or make_durable(path):
-                self.experiment.checkpoint(path=path, step=step)
-                self._last_checkpoint = path
+                self.report.checkpoint(path, step)
 
-    def _has_checkpoint(self) -> bool:
-        """Whether a restart finds a checkpoint: one of this attempt, or the one it went on from."""
-        return self._last_checkpoint is not None or (self._trainer is not None and self._trainer.ckpt_path is not None)
-
-    def _complete(self, event_log: EventLog) -> None:
-        if event_log.phase != "started":
+    def _complete(self, report: AttemptReport) -> None:
+        if report.event_log.phase != "started":
             return
         self._report_checkpoints()
         stopped: Literal["should_stop"] | None = (
             "should_stop" if self._trainer is not None and self._trainer.should_stop else None
         )
-        event_log.completed(step=self._completed_steps(), final_checkpoint=self._last_checkpoint, stopped=stopped)
+        report.complete(self._completed_steps(), report.last_checkpoint, stopped)
 
-    def _fail(self, event_log: EventLog, error: BaseException | None) -> None:
-        """Write how the attempt failed; a log that cannot be written must not hide why it did."""
-        if event_log.phase == "ended":
+    def _fail(self, report: AttemptReport, error: BaseException | None) -> None:
+        if report.has_ended:
             return
         try:
             self._report_checkpoints()
-            step = self._completed_steps()
-            if error is None:
-                event_log.failed(step=step, error="the run was aborted", category="train-step")
-                return
-            secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
-            failure = describe_failure(
-                error, has_checkpoint=self._has_checkpoint(), lost_steps=step > 0, secrets=secrets
-            )
-            event_log.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except (EventLogError, OSError):
-            log.exception("the failure of run %s could not be written to %s", self.run_id, self.path)
+            log.exception("the last checkpoints of run %s could not be recorded in %s", self.run_id, self.path)
+        step = self._completed_steps()
+        if error is None:
+            report.abort("the run was aborted", step)
+            return
+        secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
+        # A restart finds a checkpoint of this attempt, or the one from which it resumed.
+        resumed = self._trainer is not None and self._trainer.ckpt_path is not None
+        has_checkpoint = report.last_checkpoint is not None or resumed
+        failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
+        report.fail(failure, step)
 
 
 class _HasEventLog(Protocol):
@@ -348,28 +340,25 @@ class _FitWatch(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step:
-            self._logger.note_resume(trainer.global_step)
+        self._logger.report.resume_from(trainer.global_step)
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # A run that goes on from this checkpoint does not report the steps up to it again.
-        self._logger.flush()
+        self._logger.report.prepare_checkpoint()
 
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
     ) -> None:
-        self._logger.note_checkpoint(record.reported_path, record.step)
+        self._logger.report.checkpoint(record.reported_path, record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
-        for path in paths:
-            self._logger.experiment.sample(path=path, step=step)
+        self._logger.report.samples(paths, step)
 
 
 def _is_number(name: Any, value: Any) -> bool:

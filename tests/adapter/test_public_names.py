@@ -36,7 +36,7 @@ PUBLIC = {
         DownloadedInputs EvaluationError EventLogError GenlightError HookOrderError HttpLifecycleClient InputDownloader
         InputError JobContext JobLifecycleClient LifecycleLease MockDataModule ModelRuntimeConfig
         ModelRuntimeLoader MonitorError NonfiniteError OptimizerBundle ParquetArrowBatchFeeder RankFailed
-        ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState
+        RecoveryError ReplicaDriftError ResolveClient ResolvedRef RunBeginContext RunEndContext RunOptions RunState
         ShadowMismatchError SlurmEnvironment
         StartupContractError StepContext StepControlHints StepResult TrainerAuthContext TrainerPathError
         TrainerPlugin TrainingCanceled TrainingHung TrainingJobSpec TrainingReporter UnstorableStateError
@@ -48,7 +48,7 @@ PUBLIC = {
     "genlight.callbacks": """
         Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand EvaluateLoader
         Goodput Guarded Heartbeat Hook
-        JobProgress LogMetrics RecordEvents ReplicaGuard StopRequests SystemMonitor
+        JobProgress LogMetrics RecordEvents Recover ReplicaGuard StopRequests SystemMonitor
         TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",

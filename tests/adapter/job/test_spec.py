@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def test_every_documented_key_is_known():
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "tags", "notes", "checkpoint_weights"),
+        *("on_nonfinite", "recover", "tags", "notes", "checkpoint_weights"),
     }
     assert set(inner_keys("dataset")) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
@@ -236,6 +238,29 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = tmp_path / "job.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
     assert read_job_spec(path, ConfigErrors()) == {"run_id": "r"}
+
+
+def test_all_that_is_wrong_with_a_ladder_is_named():
+    _, errors, _ = parse(recover={"ladder": ["skip", "jump"], "faults": [], "lr_factor": 1, "good_steps": -1})
+    assert errors == [
+        'Invalid `recover.ladder[1]`. Expected "skip", "lower_lr" or "roll_back", but received "jump".',
+        "Invalid `recover.lr_factor`. Expected a number between 0 and 1, but received 1.",
+        "Invalid `recover.good_steps`. Expected an integer >= 1, but received -1.",
+        "Invalid `recover.faults`. Expected at least one entry, but received []. Leave it out for the default.",
+    ]
+    _, errors, _ = parse(recover={"max_attempts": 2})
+    assert errors == ["Invalid `recover.max_attempts`. Expected at least 3, the rungs of `ladder`, but received 2."]
+
+
+def test_the_defaults_of_a_recover_block_are_those_of_the_callback():
+    from genlight.callbacks import Recover
+
+    spec, errors, _ = parse(recover={})
+    assert errors == []
+    parameters = inspect.signature(Recover).parameters
+    assert {f.name: getattr(spec.recover, f.name) for f in dataclasses.fields(spec.recover)} == {
+        name: parameter.default for name, parameter in parameters.items() if name not in ("scenario", "path")
+    }
 
 
 def test_a_validate_block_names_its_cadence():
