@@ -67,13 +67,19 @@ class Minibatches:
 
     def rest_of_pass(self, first: int) -> Iterator[dict[str, Tensor]]:
         """The minibatches from number `first` of the pass whose `order` was drawn last."""
+        order, device = self.order, None
         for index in range(first, len(self)):
             rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-            if self.order is None:
+            if order is None:
                 yield {name: column[rows] for name, column in self.columns.items()}
-            else:
-                picked = self.order[rows]
-                yield {name: column[picked.to(column.device)] for name, column in self.columns.items()}
+                continue
+            minibatch, picked = {}, order[rows]
+            for name, column in self.columns.items():
+                if column.device != device:
+                    device = column.device
+                    picked = order[rows].to(device)
+                minibatch[name] = column[picked]
+            yield minibatch
 
     def state_dict(self) -> dict[str, Any]:
         """Columns, order of the pass and arguments, for `from_state_dict`."""

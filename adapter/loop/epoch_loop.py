@@ -20,6 +20,10 @@ __all__ = ["ContractEpochLoop"]
 
 STOP_POLL_S = 0.05
 """How often a pause looks for a stop request."""
+CHECK_EVERY_N_STEPS = 1000
+"""How often, at most, the first step of an epoch is followed by a search for modules that steps have built.
+
+It takes as long as several small steps, and a rollout is an epoch of a few. Each checkpoint searches, too."""
 
 
 class ContractEpochLoop(TrainingEpochLoop):
@@ -45,6 +49,8 @@ class ContractEpochLoop(TrainingEpochLoop):
         """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
         """Whether the loader was asked for a batch in this epoch that it did not have."""
+        self._next_check = 0
+        """Completed steps from which on an epoch's first step is followed by `check_nothing_new`."""
 
     @property
     def completed_steps(self) -> int:
@@ -127,7 +133,9 @@ class ContractEpochLoop(TrainingEpochLoop):
                 break
             if is_first:
                 is_first = False
-                module.check_nothing_new()
+                if self.global_step >= self._next_check:
+                    self._next_check = self.global_step + CHECK_EVERY_N_STEPS
+                    module.check_nothing_new()
             if (
                 self.validates_within
                 or (self.validates and progress.is_last_batch)

@@ -1,12 +1,21 @@
-"""Writes and samples a second of the replay buffer, beside those of torchrl where that is installed.
+"""Samples and writes a second of the replay buffer, beside those of torchrl and cpprb where these are installed.
 
-Usage: ``python examples/benchmarks/replay.py``; a million rows of 8 + 2 + 1 + 8 floats and a flag, samples of 256 rows,
-writes of 64, one thread. ``pip install torchrl`` for the comparison; its prioritised buffer needs its C++ extension to
-be built for the torch that is installed, and is left out where that is not so.
+    OMP_NUM_THREADS=1 python examples/benchmarks/replay.py
+
+A million rows of 8 + 2 + 1 + 8 floats and a flag, samples of 256 rows, writes of 64, one thread. All buffers take
+turns; a figure is the median over the rounds of calls in a second of CPU time.
+
+For the comparison, in a folder of their own that ``PYTHONPATH`` names: ``pip install --no-deps --target FOLDER
+torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch cpprb``. The sum tree of torchrl is a C++ extension that was built
+for another torch. Where its prioritised buffer says that it is not available, build it from the sources that torchrl
+brings, ``torchrl/csrc/pybind.cpp`` and ``utils.cpp``, with ``torch.utils.cpp_extension.load("_torchrl", SOURCES,
+extra_cflags=["-O3"], build_directory=…)``, and put what that makes in place of ``torchrl/_torchrl.*.so``.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import time
 from collections.abc import Callable
 
@@ -23,65 +32,96 @@ ROW = {
     "next_observation": torch.zeros(8),
     "terminated": torch.tensor(False),
 }
+Actions = dict[str, Callable[[], object]]
 
 
 def rows(count: int) -> dict[str, Tensor]:
     return {name: torch.rand(count, *value.shape).to(value.dtype) for name, value in ROW.items()}
 
 
-def rate(act: Callable[[], object]) -> int:
-    """Calls a second: the best of five spans of 0.4 s."""
-    act()
-    best = 0.0
-    for _ in range(5):
-        began_s, calls = time.perf_counter(), 0
-        while (took_s := time.perf_counter() - began_s) < 0.4:
-            act()
-            calls += 1
-        best = max(best, calls / took_s)
-    return round(best)
-
-
-def genlight(exponent: float | None) -> None:
+def genlight(exponent: float | None) -> Actions:
     buffer = ReplayBuffer(ROWS, ROW, priority_exponent=exponent)
     for _ in range(100):
         buffer.extend(rows(ROWS // 100))
-    new, name = rows(WRITTEN), "uniform" if exponent is None else "by priority"
-    print(f"genlight {name}: {rate(lambda: buffer.sample(DRAWN))} samples/s", end=", ")
-    print(f"{rate(lambda: buffer.extend(new))} writes/s")
+    new = rows(WRITTEN)
+    actions: Actions = {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.extend(new)}
     if exponent is not None:
         index, priorities = buffer.sample(DRAWN)["index"], torch.rand(DRAWN)
-        print(f"genlight {name}: {rate(lambda: buffer.update_priorities(index, priorities))} updates/s")
+        actions["updates"] = lambda: buffer.update_priorities(index, priorities)
+    return actions
 
 
-def torchrl(exponent: float | None) -> None:
+def torchrl(exponent: float | None) -> Actions:
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
     arguments = {"storage": LazyTensorStorage(ROWS), "batch_size": DRAWN}
-    name = "uniform" if exponent is None else "by priority"
-    try:
-        if exponent is None:
-            buffer = TensorDictReplayBuffer(**arguments)
-        else:
-            buffer = TensorDictPrioritizedReplayBuffer(alpha=exponent, beta=0.4, **arguments)
-    except RuntimeError as error:
-        print(f"torchrl {name}: cannot be measured here: {error}")
-        return
+    if exponent is None:
+        buffer = TensorDictReplayBuffer(**arguments)
+    else:
+        buffer = TensorDictPrioritizedReplayBuffer(alpha=exponent, beta=0.4, **arguments)
     for _ in range(100):
         buffer.extend(TensorDict(rows(ROWS // 100), [ROWS // 100]))
     new = TensorDict(rows(WRITTEN), [WRITTEN])
-    print(f"torchrl {name}: {rate(buffer.sample)} samples/s, {rate(lambda: buffer.extend(new))} writes/s")
+    actions: Actions = {"samples": buffer.sample, "writes": lambda: buffer.extend(new)}
     if exponent is not None:
         index, priorities = buffer.sample()["index"], torch.rand(DRAWN)
-        print(f"torchrl {name}: {rate(lambda: buffer.update_priority(index, priorities))} updates/s")
+        actions["updates"] = lambda: buffer.update_priority(index, priorities)
+    return actions
+
+
+def cpprb(exponent: float | None) -> Actions:
+    import cpprb
+
+    columns = {name: {"shape": tuple(value.shape) or 1, "dtype": value.numpy().dtype} for name, value in ROW.items()}
+    if exponent is None:
+        buffer = cpprb.ReplayBuffer(ROWS, columns)
+    else:
+        buffer = cpprb.PrioritizedReplayBuffer(ROWS, columns, alpha=exponent)
+    for _ in range(100):
+        buffer.add(**{name: column.numpy() for name, column in rows(ROWS // 100).items()})
+    new = {name: column.numpy() for name, column in rows(WRITTEN).items()}
+    actions: Actions = {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.add(**new)}
+    if exponent is not None:
+        index, priorities = buffer.sample(DRAWN)["indexes"], torch.rand(DRAWN).numpy()
+        actions["updates"] = lambda: buffer.update_priorities(index, priorities)
+    return actions
+
+
+def rate(act: Callable[[], object], span_s: float) -> float:
+    """Calls in a second of CPU time."""
+    began_s, calls = time.thread_time(), 0
+    while (took_s := time.thread_time() - began_s) < span_s:
+        act()
+        calls += 1
+    return calls / took_s
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Print and return the rates by buffer and action."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--span", type=float, default=0.2, help="seconds of CPU time of an action in a round")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    actions: Actions = {}
+    for made in (genlight, torchrl, cpprb):
+        for exponent, how in ((None, "uniform"), (0.6, "by priority")):
+            try:
+                own = made(exponent)
+            except (ImportError, RuntimeError) as error:
+                print(f"{made.__name__}, {how}: cannot be measured here: {error}")
+                continue
+            actions |= {f"{made.__name__}, {how}: {action}": act for action, act in own.items()}
+    rates: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(chosen.rounds):
+        for name, act in actions.items():
+            rates[name].append(rate(act, chosen.span))
+    found = {name: statistics.median(own) for name, own in rates.items()}
+    for name, median in found.items():
+        print(f"{name} {median:,.0f} a second")
+    return found
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for measured in (genlight, torchrl):
-        for exponent in (None, 0.6):
-            try:
-                measured(exponent)
-            except ImportError as error:
-                print(f"{measured.__name__}: cannot be measured here: {error}")
+    main()

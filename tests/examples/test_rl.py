@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from support.forked import Forked
 from support.snippets import blocks
 
 RL = Path(__file__).parents[2] / "examples" / "rl"
+BENCHMARKS = RL.parent / "benchmarks"
 PACKAGES = Path(sys.prefix) / "guides"
 
 pytestmark = [
@@ -126,6 +128,18 @@ def test_losses_hooks_and_callbacks_hear_of_the_same_training(tmp_path):
     assert len(phases) > 3
     assert [phase["eval_scores"] is not None for phase in phases[:3]] == [False, True, True]
     assert reported <= phases[-1]["loss_stats"].keys()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_the_plain_loops_of_the_benchmark_reach_the_same_bits(algorithm, monkeypatch):
+    """So that its ratio compares the same algorithm; no figure is judged."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES)]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    (found,) = importlib.import_module("rl_overhead").main(["--algorithm", algorithm, "--phases", "1"])
+    assert found["same_bits"]
+    assert found["phases"] == 1
+    assert min(found["cpu_ratio"], found["wall_ratio"]) > 0
 
 
 def test_the_page_names_files_and_commands_that_are_there():

@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from genlight.callbacks.checkpoint import list_checkpoints, verify
@@ -59,20 +59,31 @@ class Run:
             self.launcher = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=log)
 
     def ranks(self):
-        """Process ids of the ranks that live."""
-        noted = [int(note.name.split("-")[1]) for note in self.processes.iterdir()]
-        return [pid for pid in noted if Path(f"/proc/{pid}").exists()]
+        """The ranks that live: a process id that was noted may be another process's by now."""
+        found = []
+        for note in self.processes.iterdir():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(int(note.name.split("-")[1]))
+                if self.is_mine(process):
+                    found.append(process)
+                    continue
+            note.unlink()
+        return found
+
+    def is_mine(self, process):
+        """The fork server gives the ranks its own command line and environment, but this log."""
+        return any(Path(f"/proc/{process.pid}/fd/{number}").resolve() == self.log for number in (1, 2))
 
     def kill(self, kind, chance):
         """Hit what there is of that kind; whether there was any."""
         ranks = self.ranks()
         victims = {"rank": chance.sample(ranks, min(1, len(ranks))), "launcher": [], "node": ranks}[kind]
         if kind != "rank":
-            victims = [self.launcher.pid, *victims]
+            victims = [self.launcher, *victims]
         hit = 0
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
                 hit += 1
         if kind != "rank":
             self.launcher.wait()
@@ -105,9 +116,9 @@ class Run:
         if self.launcher is not None and self.launcher.poll() is None:
             self.launcher.kill()
             self.launcher.wait()
-        for pid in self.ranks():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.ranks():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.fixture

@@ -145,3 +145,25 @@ def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_train
 
     assert [name for name, _ in module.named_children()] == ["model"]
     assert module.state_payload() == {"stopped": False}
+
+
+def test_what_steps_build_is_looked_for_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
+    """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
+    from genlight.adapter.loop import epoch_loop
+
+    from .test_phases import Actor, fit as fit_actor
+
+    searches: list[int] = []
+    find = ContractModule.check_nothing_new
+    monkeypatch.setattr(
+        ContractModule, "check_nothing_new", lambda self: (searches.append(self.completed_steps), find(self))
+    )
+    fit_actor(tmp_path, Actor(), steps=40)  # of seven phases
+    assert searches == [1]
+
+    monkeypatch.setattr(epoch_loop, "CHECK_EVERY_N_STEPS", 10)
+    late = Actor()
+    late.at_step = lambda ctx: setattr(late, "late", torch.nn.Linear(1, 1)) if len(searches) == 3 else None
+    with pytest.raises(ContractError, match=r"trainer\.late appeared after `configure`"):
+        fit_actor(tmp_path, late, steps=40)
+    assert searches == [1, 1, 13, 25]

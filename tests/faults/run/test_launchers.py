@@ -121,6 +121,22 @@ sys.exit(code)
 """
 
 
+def test_a_port_that_is_in_use_is_named(job, kill_after, torchrun_environs):
+    write(job, {})
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", 0))
+        another.listen()
+        port = another.getsockname()[1]
+        environ = torchrun_environs(2)[0] | {"MASTER_PORT": str(port)}
+        process = job.fork("run", str(job.spec), **environ)
+        kill_after(process)
+        assert process.wait(120) == 2, (job.folder / "stderr").read_text()
+
+    failed = job.terminal_event()
+    assert failed["category"] == "startup"
+    assert f"port {port} of {socket.gethostname()} is in use" in failed["error"]
+
+
 @pytest.fixture
 def torchrun(job, kill_after):
     def start():

@@ -1,0 +1,95 @@
+"""`examples/rl/dqn.py` as one file without genlight, to compare with: ``python examples/benchmarks/plain_dqn.py``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+POLES, STEPS, UPDATES, ROWS, SUMMED = 8, 32, 128, 64, 3
+CAPACITY, FIRST_UPDATE_AFTER = 50_000, 1_000
+GAMMA, RATE, TARGET_EVERY = 0.99, 1e-3, 32
+LEAST_RANDOM, RANDOM_UNTIL = 0.04, 8_000
+
+
+def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
+    """After each rollout and its updates: the weights, and the mean return of the last hundred episodes."""
+    torch.manual_seed(seed)
+    envs = gymnasium.make_vec("CartPole-v1", POLES, vectorization_mode="vector_entry_point").unwrapped
+    observation = torch.from_numpy(envs.reset(seed=seed)[0])
+    net = nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+    target = copy.deepcopy(net).requires_grad_(False)
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max_steps)
+
+    draws = torch.Generator().manual_seed(seed)
+    observations, followings = torch.zeros(CAPACITY, 4), torch.zeros(CAPACITY, 4)
+    actions, rewards = torch.zeros(CAPACITY, dtype=torch.int64), torch.zeros(CAPACITY)
+    terminated, truncated, real = (torch.zeros(CAPACITY, dtype=torch.bool) for _ in range(3))
+    written, updates, returns, finished = 0, 0, np.zeros(POLES), []
+
+    def sample() -> tuple[Tensor, ...]:
+        """Rows with rewards that are summed over some steps of the same pole."""
+        index = torch.randint(max(0, written - CAPACITY), written, (ROWS,), generator=draws)
+        total, steps, last = torch.zeros(ROWS), torch.zeros_like(index), index
+        goes_on = torch.ones(ROWS, dtype=torch.bool)
+        for step in range(SUMMED):
+            at = index + step * POLES
+            goes_on &= at < written
+            places = at % CAPACITY
+            total += torch.where(goes_on, rewards[places] * GAMMA**step, 0)
+            steps += goes_on
+            last = torch.where(goes_on, at, last)
+            goes_on &= ~terminated[places]
+            goes_on &= ~truncated[places]
+        first, last = index % CAPACITY, last % CAPACITY
+        return observations[first], actions[first], total, steps, followings[last], terminated[last], real[first]
+
+    while updates < max_steps:
+        collected = 0
+        while collected == 0 or written < FIRST_UPDATE_AFTER:
+            for _ in range(STEPS):
+                random = max(LEAST_RANDOM, 1 - written / RANDOM_UNTIL)
+                with torch.no_grad():
+                    best = net(observation).argmax(-1)
+                action = torch.where(torch.rand(POLES) < random, torch.randint(2, (POLES,)), best)
+                begin = written % CAPACITY
+                rows = slice(begin, begin + POLES)
+                observations[rows], real[rows] = observation, torch.from_numpy(~envs.prev_done)
+                following, reward, is_terminated, is_truncated, _ = envs.step(action.numpy())
+                observation = torch.from_numpy(following)
+                actions[rows], rewards[rows], followings[rows] = action, torch.from_numpy(reward), observation
+                terminated[rows], truncated[rows] = torch.from_numpy(is_terminated), torch.from_numpy(is_truncated)
+                written += POLES
+                collected += POLES
+                returns += reward
+                ended = is_terminated | is_truncated
+                finished = [*finished, *returns[ended].tolist()][-100:]
+                returns[ended] = 0.0
+        for _ in range(UPDATES):
+            x, action, reward, steps, following, is_terminated, is_real = sample()
+            with torch.no_grad():
+                best = net(following).argmax(-1, keepdim=True)
+                wanted = reward + GAMMA**steps * target(following).gather(1, best).squeeze(1) * ~is_terminated
+            values = net(x).gather(1, action[:, None]).squeeze(1)
+            loss = (nn.functional.smooth_l1_loss(values, wanted, reduction="none") * is_real).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            optimizer.step()
+            scheduler.step()
+            updates += 1
+            if updates % TARGET_EVERY == 0:
+                target.load_state_dict(net.state_dict())
+        yield list(net.parameters()), float(np.mean(finished)) if finished else 0.0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for number, (_, mean_return) in enumerate(phases(0, 10_000)):
+        if number % 5 == 0:
+            print(f"{(number + 1) * UPDATES} updates: mean return {mean_return:.1f}")
