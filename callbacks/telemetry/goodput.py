@@ -50,7 +50,7 @@ class Goodput(Hook):
     _figures: Figures
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if every_s <= 0:
+        if not every_s > 0:  # nan is not
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
         self._began_at = self._next_at = time.monotonic()
