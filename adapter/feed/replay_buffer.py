@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..contract.exceptions import ReplayWriterError
 from .replay_arrow import arrow_layout, batch_of, row_of, rows_of
-from .replay_columns import allocate, row_faults
+from .replay_columns import allocate, as_tensors, is_whole_number, row_faults
 from .replay_files import ReplayFiles, SavedReplay
 from .sum_tree import SumTree
 
@@ -77,11 +77,11 @@ class ReplayBuffer:
         """Of columns that were given as Arrow has them."""
         if isinstance(row, pa.Schema):
             row = row_of(row)
-        if faults := _faults(capacity, row, streams, n_step, priority_exponent):
+        self._row, faults = as_tensors(row)
+        if faults := [*faults, *_faults(capacity, self._row, streams, n_step, priority_exponent)]:
             raise ValueError("ReplayBuffer: " + "; ".join(faults))
         self.capacity, self.streams, self.n_step = capacity, streams, n_step
         self.priority_exponent = priority_exponent
-        self._row = {name: torch.as_tensor(value) for name, value in row.items()}
         self._columns, self._lock_file = allocate(capacity, self._row, None if directory is None else Path(directory))
         self._generator = torch.Generator().manual_seed(seed)
         self._tree = None if priority_exponent is None else SumTree(capacity)
@@ -119,11 +119,8 @@ class ReplayBuffer:
                 lists every fault, and nothing was changed.
         """
         self._claim()
-        if isinstance(rows, pa.RecordBatch):
-            given = rows_of(rows, self.schema)
-        else:
-            given = {name: torch.as_tensor(value) for name, value in rows.items()}
-        if faults := row_faults(given, self._row, self.capacity, self.streams):
+        given, faults = (rows_of(rows, self.schema), []) if isinstance(rows, pa.RecordBatch) else as_tensors(rows)
+        if faults := faults or row_faults(given, self._row, self.capacity, self.streams):
             raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
         count = len(next(iter(given.values())))
         with self._changed:
@@ -191,7 +188,7 @@ class ReplayBuffer:
             ValueError: `batch_size` is below 1, or more than there are rows.
         """
         with self._changed:
-            if not 1 <= batch_size <= len(self):
+            if not (is_whole_number(batch_size) and 1 <= batch_size <= len(self)):
                 raise ValueError(
                     f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
                     f"received {batch_size}."
@@ -260,7 +257,10 @@ class ReplayBuffer:
         if self._tree is None or self.priority_exponent is None:
             raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
         given = torch.as_tensor(priorities).detach().to("cpu", torch.float64).reshape(-1).numpy()
-        rows = torch.as_tensor(index).cpu().reshape(-1).numpy()
+        numbers = torch.as_tensor(index).cpu().reshape(-1)
+        if numbers.is_floating_point() or numbers.dtype == torch.bool:
+            raise ValueError(f"`index` is of {numbers.dtype}; it is the `index` of a sample, numbers of rows")
+        rows = numbers.numpy()
         if len(given) != len(rows):
             raise ValueError(f"there are {len(rows)} rows and {len(given)} priorities")
         wrong = ~(np.isfinite(given) & (given >= 0))
@@ -343,14 +343,15 @@ class ReplayBuffer:
 
 
 def _faults(
-    capacity: int, row: Mapping[str, Any], streams: int, n_step: NStep | None, priority_exponent: float | None
+    capacity: int, row: Mapping[str, Tensor], streams: int, n_step: NStep | None, priority_exponent: float | None
 ) -> list[str]:
-    faults = []
-    if capacity < 1:
-        faults.append(f"Invalid `capacity`. Expected a number >= 1, but received {capacity}")
-    if streams < 1:
-        faults.append(f"Invalid `streams`. Expected a number >= 1, but received {streams}")
-    elif capacity >= 1 and capacity % streams:
+    counts = {"capacity": capacity, "streams": streams}
+    faults = [
+        f"Invalid `{name}`. Expected a whole number >= 1, but received {value!r}"
+        for name, value in counts.items()
+        if not (is_whole_number(value) and value >= 1)
+    ]
+    if not faults and capacity % streams:
         faults.append(f"`capacity` {capacity} is not a multiple of `streams` {streams}")
     if not row:
         faults.append("`row` has no columns")
@@ -366,7 +367,7 @@ def _faults(
         named = (n_step.reward, *n_step.following, *n_step.ends)
         if missing := [name for name in named if name not in row]:
             faults.append(f"`n_step` names columns that `row` does not have: {', '.join(missing)}")
-        flags = [name for name in n_step.ends if name in row and torch.as_tensor(row[name]).dtype != torch.bool]
+        flags = [name for name in n_step.ends if name in row and row[name].dtype != torch.bool]
         if flags:
             faults.append(f"columns that end an episode are not of torch.bool: {', '.join(flags)}")
     return faults

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..contract.exceptions import ReplayWriterError
 from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.safe_open import make_directory, open_own
 
-__all__ = ["allocate", "row_faults"]
+__all__ = ["allocate", "as_tensors", "is_whole_number", "row_faults"]
 
 
 def allocate(
@@ -51,6 +52,24 @@ def _mapped(path: Path, capacity: int, value: Tensor) -> Tensor:
     finally:
         os.close(descriptor)
     return torch.frombuffer(memory, dtype=value.dtype, count=elements).reshape(capacity, *value.shape)
+
+
+def as_tensors(values: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Columns as tensors that keep no graph of what they were computed from, and what is wrong with the others."""
+    if not isinstance(values, Mapping):
+        return {}, [f"expected rows by column, but received a {type(values).__qualname__}"]
+    tensors, faults = {}, []
+    for name, value in values.items():
+        try:
+            tensors[name] = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError):
+            faults.append(f"column {name!r} is not a tensor, and none can be made of a {type(value).__qualname__}")
+    return tensors, faults
+
+
+def is_whole_number(value: Any) -> bool:
+    """Whether `value` counts something; a truth value does not."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
 
 
 def row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int, streams: int) -> list[str]:

@@ -14,14 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["patch", "restore"]
+__all__ = ["COLLECTIVES", "patch", "restore"]
 
-_NAMES = (
-    *("all_reduce", "reduce", "broadcast", "barrier", "monitored_barrier", "all_gather", "all_gather_into_tensor"),
-    *("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+COLLECTIVES = (
+    *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier", "monitored_barrier", "gather", "scatter"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
-    *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("send", "recv", "batch_isend_irecv"),
 )
+"""The functions of ``torch.distributed`` that wait for other ranks; not all of them are there in every release.
+
+Not `isend` and `irecv`, which do not wait: a ``P2POp`` takes these very functions, and tells them apart by identity.
+"""
+
 _found: list[tuple[Any, str, Any]] = []
 
 
@@ -30,7 +36,7 @@ def patch(before: Callable[[str], None]) -> None:
     if not dist.is_available():
         return
     for owner in (dist, dist.distributed_c10d):
-        for name in _NAMES:
+        for name in COLLECTIVES:
             function = getattr(owner, name, None)
             if function is not None:
                 _found.append((owner, name, function))

@@ -82,6 +82,45 @@ class Collector:
     def load_state_dict(self, state, payload, ctx): ...
 
 
+class Stream(Collector):
+    """Batches come from a generator, between steps; rank one alone has enough after its second."""
+
+    update_epochs = 2
+    rollout_state = None
+
+    def rollout(self, state, ctx):
+        for index in range(5):
+            if ctx.rank == 1 and index == 1:
+                ctx.run_state.stop_rollout = True
+            ctx.run_state.agent_step += 2
+            yield {"x": torch.randn(2, 2)}
+
+    def train_step(self, batch, state, ctx):
+        state["seen"].append([ctx.run_state.update_epoch, ctx.run_state.minibatch_index])
+        loss = state["model"](batch).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
+def train_stream(rank, world_size):
+    """What a rank trained of a generator that one rank ends."""
+    trainer = pl.Trainer(
+        strategy=DDPStrategy(cluster_environment=Ranks(rank, world_size), process_group_backend="gloo"),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ContractModule(Stream(), TrainingJobSpec(run_id="stream", max_steps=8, metric_every=0))
+    trainer.fit(module)
+    return module.contract_state["seen"]
+
+
 def main(rank, world_size, folder, directory, what):
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -105,6 +144,9 @@ def main(rank, world_size, folder, directory, what):
     plugin = module.plugin
     end = {"position": plugin.position, "minibatches": plugin.minibatches, "seen": state["seen"]}
     end["agent_step"] = run_state_of(trainer).agent_step
+    end["metrics"] = sorted(module.metrics())
+    if what == "train":
+        end["stream"] = train_stream(rank, world_size)
     Path(folder, f"end{rank}.json").write_text(json.dumps(end))
     dist.destroy_process_group()
 

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed as dist, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cosine_similarity, mse_loss, normalize, softmax
 from torch.utils.checkpoint import checkpoint
 
@@ -646,6 +647,31 @@ class SwapsWithItsAverage(ReturnsObject):
         return StepResult({**result.metrics, "score": score})
 
 
+class CompiledSgd(torch.optim.SGD):
+    """Compiles its update of a single number, of which one of two ranks holds nothing; that rank compiles first."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                compiles = p.numel() == 1 and isinstance(p, DTensor) and self.steps > 1 - dist.get_rank()
+                update = torch.compile(self._update, fullgraph=True, dynamic=False) if compiles else self._update
+                update(p.detach(), p.grad, group["lr"])
+
+    @staticmethod
+    def _update(p, grad, lr):
+        p.copy_(p - lr * grad)
+
+
+class UpdatesByCompiledCode(Base):
+    def configure(self, ctx):
+        model = mlp().to(ctx.device)
+        return {"model": model, "optimizer": CompiledSgd(model.parameters(), lr=0.05)}
+
+
 CLASSES = (
     AveragesInWholeModules,
     CentersMovedByHand,
@@ -674,5 +700,6 @@ CLASSES = (
     ReentrantParts,
     NamesInputsOfBackward,
     SwapsWithItsAverage,
+    UpdatesByCompiledCode,
 )
 ZOO = {cls.__name__: cls for cls in CLASSES}

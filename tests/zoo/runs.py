@@ -53,6 +53,15 @@ HOOKS = {
     "powerSGD_hook in fp16": Hook(powerSGD_hook, default_hooks.fp16_compress_wrapper, power_sgd, bucket_cap_mb=25),
     "powerSGD_hook in small buckets": Hook(powerSGD_hook, state=power_sgd),
 }
+DDP: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    # A parameter for each bucket, so that everything that can travel early does.
+    "small buckets": {"bucket_cap_mb": 1e-6},
+    "find_unused_parameters": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6},
+    "static_graph": {"static_graph": True, "bucket_cap_mb": 1e-6},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6},
+}
+"""Settings of DDP."""
 ROWS = 8
 """In a step, over all ranks."""
 
@@ -194,9 +203,8 @@ def strategy_of(kind: str, rank: int, world_size: int) -> Any:
             ddp_comm_wrapper=hook.wrapper,
             ddp_comm_state=hook.state(),
         )
-    if kind in ("ddp", "small buckets"):
-        # A parameter for each bucket, so that everything that can travel early does.
-        settings: Any = {"bucket_cap_mb": 1e-6} if kind == "small buckets" else {}
+    if kind in DDP:
+        settings: Any = DDP[kind]
         return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)
     strategy = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
     strategy.cluster_environment = environment

@@ -13,27 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...contract.exceptions import ContractError
+from ..collective_patch import COLLECTIVES
 
 __all__ = ["about_sharded_update", "about_sharding", "without_collectives"]
-
-_COLLECTIVES: tuple[str, ...] = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-)
-_COLLECTIVES += (
-    "all_to_all_single",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-)
-_COLLECTIVES += ("reduce_scatter_tensor", "scatter", "send")
 
 _ADVICE = {
     r"mixed torch\.Tensor and DTensor": (
@@ -72,7 +54,7 @@ def without_collectives(what: str, agree: Callable[[str], None]) -> Iterator[Non
     Raises:
         ContractError: Names the collective, and the rank.
     """
-    found = {name: getattr(dist, name) for name in _COLLECTIVES}
+    found = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
 
     def refusing(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +70,7 @@ def without_collectives(what: str, agree: Callable[[str], None]) -> Iterator[Non
 
         return call
 
-    for name in _COLLECTIVES:
+    for name in found:
         setattr(dist, name, refusing(name))
     try:
         yield

@@ -59,7 +59,7 @@ class RankAgreement:
             return
         mine = torch.tensor([zlib.crc32(what.encode())], dtype=torch.int64, device=self._device)
         all_of_them = torch.empty(self._world_size, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(all_of_them, mine, group=self._group)
+        dist.all_gather_single(all_of_them, mine, group=self._group)
         digests = all_of_them.tolist()
         if any(digest != digests[0] for digest in digests):
             self._is_on = False

@@ -32,6 +32,7 @@ from ...discovery.parameter_aliases import Alias
 from ..equal_replicas import broadcast_from_zero
 from ..torch_internals import require_fsdp
 from . import values as sharded_values, writes as shard_writes
+from .compiled_code import keep_compiled_code_apart
 from .hooks import adopt_hooks
 from .layout import copies, ordered_hooks, places, sharded_together, with_inner_optimizers
 from .units import govern
@@ -105,6 +106,7 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
         govern(together.root, together.path)
         after = together.parameters_by_place()
         sharded = {id(before[place]): cast("Tensor", after[place]) for place in before}
+        keep_compiled_code_apart(sharded.values())
         replaced |= sharded
         _repoint(optimizers, sharded)
         for alias in kept:

@@ -96,6 +96,10 @@ def test_priorities_of_rows_that_are_gone_are_passed_over():
     drawn = buffer.sample(4)["index"]
     buffer.extend(rows(4, 4))
     buffer.update_priorities(drawn, torch.full((4,), 100.0))
+    with pytest.raises(ValueError, match=r"`index` is of torch\.float32; it is the `index` of a sample"):
+        buffer.update_priorities(torch.ones(1), [1.0])
+    with pytest.raises(ValueError, match=r"to the 4 rows of the buffer, but received 1\.5"):
+        buffer.sample(1.5)
     assert buffer._tree.total == 4.0
 
 
@@ -356,7 +360,11 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
     [
         ({"capacity": 0, "streams": 0}, r"`capacity`.*received 0; Invalid `streams`.*received 0"),
         ({"capacity": 5, "streams": 2}, "`capacity` 5 is not a multiple of `streams` 2"),
+        ({"capacity": 10.0}, r"Invalid `capacity`. Expected a whole number >= 1, but received 10\.0"),
+        ({"capacity": True}, "received True"),
         ({"row": {}}, "`row` has no columns"),
+        ({"row": {"a": "text", "b": None}}, "'a' is not a tensor, and none can be made of a str; column 'b'"),
+        ({"row": [1]}, "expected rows by column, but received a list"),
         ({"row": {"index": torch.zeros(1)}}, "columns that a sample has of its own: index"),
         ({"priority_exponent": float("nan")}, "`priority_exponent`.*received nan"),
         ({"n_step": NStep(0, 2.0, reward="gain")}, r"received 0; .*received 2\.0; .*does not have: gain"),
@@ -376,6 +384,10 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
         ({"observation": torch.zeros(4, 3)}, r"'observation' has rows of shape \(2,\); received \(4, 3\)"),
         ({"reward": torch.zeros(3)}, "columns differ in length: observation 4, reward 3"),
         ({"gain": torch.zeros(4)}, "there is no column 'gain'"),
+        (
+            {"reward": ["a"] * 4, "observation": None},
+            "'observation' is not a tensor, .* of a NoneType; column 'reward'",
+        ),
         ({"reward": torch.tensor(1.0)}, r"'reward' has rows of shape \(\); received \(\)"),
     ],
 )
@@ -386,6 +398,16 @@ def test_rows_that_do_not_fit_change_nothing(change, message):
     with pytest.raises(ValueError, match=message):
         buffer.extend(rows(4, 4, **change))
     assert buffer.written == 4
+
+
+def test_rows_that_were_computed_with_gradients_keep_no_graph():
+    """A log-probability that nobody detached would else keep all networks of the past alive, in every later sample."""
+    buffer, weight = ReplayBuffer(10, ROW), torch.ones((), requires_grad=True)
+    written = rows(0, 4)
+    buffer.extend({**written, "reward": written["reward"] * weight})
+    drawn = buffer.sample(4)
+    assert not drawn["reward"].requires_grad
+    assert torch.equal(drawn["reward"], drawn["index"].float())
 
 
 def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
@@ -406,6 +428,10 @@ def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
         buffer.update_priorities([2, 4], [1.0, 1.0])
     with pytest.raises(ValueError, match="there are 1 rows and 2 priorities"):
         buffer.update_priorities([2], [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"`index` is of torch\.float32; it is the `index` of a sample"):
+        buffer.update_priorities(torch.ones(1), [1.0])
+    with pytest.raises(ValueError, match=r"to the 4 rows of the buffer, but received 1\.5"):
+        buffer.sample(1.5)
     assert buffer._tree.total == 4.0
     buffer.update_priorities(torch.arange(4), torch.zeros(4))
     with pytest.raises(ValueError, match="all rows of the buffer have priority 0"):

@@ -48,6 +48,9 @@ BLOCKS = [
 ]
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
 
+SETTINGS = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"]
+CHANGING = ["Base", "UnusedOnOneRank", "Checkpointed", "Accumulating"]
+"""Classes whose ranks or steps have different graphs, and one that has not."""
 POWER_SGD = ["Base", "Frozen", "Gan", "Accumulating", "UnusedOnOneRank"]
 OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
 
@@ -85,6 +88,7 @@ def two_ranks(tmp_path_factory):
     for hook in runs.HOOKS:
         jobs += [{"key": hook, "name": "Base", "strategy": hook}]
         jobs += [{"key": f"torch {hook}", "name": "Base", "strategy": "torch's own", "hook": hook}]
+    jobs += [{"key": f"{kind} {name}", "name": name, "strategy": kind} for kind in SETTINGS for name in CHANGING]
     for name in POWER_SGD:
         job = {"name": name, "strategy": "powerSGD_hook in small buckets", "durable": True}
         jobs += [{"key": f"powerSGD {name}", **job}, {"key": f"interrupted powerSGD {name}", "interrupted": 3, **job}]
@@ -158,6 +162,16 @@ def test_a_communication_hook_gives_the_bits_that_it_gives_under_torchs_own_ddp(
         assert not isinstance(hooked, str), hooked
         assert all(torch.equal(hooked[key], torchs[key]) for key in torchs)
         assert not all(torch.equal(hooked[key], exact[key]) for key in exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", CHANGING)
+def test_settings_of_ddp_that_are_not_needed_here_allow_any_graph_and_change_no_bit(two_ranks, setting, name):
+    for rank in two_ranks:
+        actual, expected = rank[f"{setting} {name}"], rank[f"ddp {name}"]
+        assert not isinstance(actual, str), actual
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow

@@ -355,13 +355,18 @@ def train_on_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[
 
 @pytest.mark.slow
 def test_each_rank_collects_for_itself_and_all_end_their_passes_together(tmp_path: Path) -> None:
-    """Counts are summed, an early end of one rank is that of all, and a resume within a phase is exact on each."""
+    """Counts are summed, an early end of one rank is that of all, and a resume within a phase is exact on each.
+
+    So is the early end of a rollout whose batches one rank takes from a generator.
+    """
     whole, weights, said = train_on_ranks(tmp_path / "whole", tmp_path / "c", "train")
     in_full = [[14 * phase, epoch, index] for phase in (1, 3) for epoch in (0, 1) for index in (0, 1, 2)]
     for end in whole:
         assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
         assert end["agent_step"] == 42
         assert end["minibatches"] == 11, "a hook of the class hears of them on each rank"
+        assert end.pop("stream") == [[0, 0], [0, 1], [1, 0], [1, 1]] * 2, "a rollout that one rank ends is over on all"
+        assert {"trainer/rollout_seconds", "trainer/update_seconds", "trainer/agent_step"} <= set(end["metrics"])
     assert said.count("Rank 1 has more than the 3 minibatches") == 1
 
     train_on_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")

@@ -1,0 +1,20 @@
+"""Gradients travel in groups that are as `DDPStrategy` was told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from support.process_group_ranks import TIMEOUT_S
+from support.rank_processes import run_ranks
+
+
+@pytest.mark.slow
+def test_backend_and_timeout_of_a_strategy_are_those_of_all_ranks_and_of_the_group_of_the_buckets(tmp_path):
+    run_ranks("process_group_ranks.py", tmp_path)
+
+    as_told = ["gloo", TIMEOUT_S]
+    for rank in range(2):
+        groups = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert groups == {"all": as_told, "buckets": as_told, "is its own": True}
