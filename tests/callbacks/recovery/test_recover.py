@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -254,6 +255,27 @@ def test_a_stop_in_the_step_of_a_roll_back_leaves_the_checkpoint_that_the_run_we
     assert [entry.record.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [5, 10]
     resumed = fit_fragile(tmp_path, recover(["roll_back"]), Batches({12}), resumes=True, steps=12)
     assert resumed.trainer.train_dataloader.next == 15
+
+
+def test_the_time_of_undone_steps_is_told_as_lost(recover, tmp_path):
+    lost = []
+
+    class Look(Hook):
+        def on_time_spent(self, trainer, pl_module, what, seconds):
+            if what == "lost":
+                lost.append(seconds)
+
+    slow = Fragile(lambda calls: time.sleep(0.05 if 11 <= calls <= 13 else 0))
+    fit_fragile(tmp_path, recover(["roll_back"]), Batches({12}), trainer=slow, steps=14, every=10, callbacks=[Look()])
+    assert len(lost) == 1
+    assert lost[0] >= 0.15
+
+
+def test_another_fit_of_the_same_callback_begins_at_the_bottom(recover, tmp_path):
+    ladder = recover(["skip"], max_attempts=1, good_steps=50)
+    for attempt in ("a", "b"):
+        fit_fragile(tmp_path / attempt, ladder, Batches({3}), steps=6, every=0)
+    assert recoveries(tmp_path) == [(4, "skip"), (4, "skip")]
 
 
 # What is refused.
