@@ -42,7 +42,7 @@ class JobProgress(Hook):
     _ticker: Ticker | None = None
 
     def __init__(self, *, line_every_s: float = LINE_EVERY_S, description: str = "") -> None:
-        if line_every_s <= 0:
+        if not line_every_s > 0:  # nan is not
             raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
         self.line_every_s = line_every_s
         self.description = description

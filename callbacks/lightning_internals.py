@@ -8,6 +8,7 @@ silence; the tests of the loop run a fit under the lowest and the highest suppor
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher, _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
@@ -54,6 +56,8 @@ __all__ = [
     "LearningRateSettings",
     "learning_rate_settings",
     "logger_connector",
+    "metric_name",
+    "set_run_of_logger",
     "received_sigterm",
     "require_names",
     "set_callback_metrics",
@@ -144,6 +148,8 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
         ),
     ),
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
+    (WandbLogger, ("_wandb_init", "_id", "_prefix")),
+    (MLFlowLogger, ("_run_id", "_initialized", "_prefix")),
     (
         LearningRateFinder,
         (
@@ -323,3 +329,26 @@ def batch_size_settings(finder: BatchSizeFinder) -> BatchSizeSettings:
         most=finder._max_val,
         ends_fit=finder._early_exit,
     )
+
+
+def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:
+    """Have a logger that has made no run yet use the run `run_id`; None lets it make one, whatever it was told before.
+
+    Returns:
+        Whether it does; False where it was configured with another one.
+    """
+    if isinstance(logger, MLFlowLogger):
+        if run_id is not None and logger._run_id not in (None, run_id):
+            return False
+        logger._run_id, logger._initialized = run_id, False
+        return True
+    if run_id is not None and logger._wandb_init["id"] not in (None, run_id):
+        return False
+    logger._id = logger._wandb_init["id"] = run_id
+    return True
+
+
+def metric_name(logger: WandbLogger | MLFlowLogger, name: str) -> str:
+    """What a logger calls the metric `name` in its run."""
+    prefixed = f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
+    return re.sub("[^a-zA-Z0-9_/. -]+", "", prefixed) if isinstance(logger, MLFlowLogger) else prefixed

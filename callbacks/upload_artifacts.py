@@ -84,8 +84,9 @@ class UploadArtifacts(Hook):
     ) -> None:
         if uploader is None and not run_id.strip():
             raise ValueError("Invalid `run_id`. Expected a non-empty string where no `uploader` is given.")
-        if metric_every < 0:
-            raise ValueError(f"Invalid `metric_every`. Expected a number >= 0, but received {metric_every}.")
+        for name, value in (("metric_every", metric_every), ("deadline_s", deadline_s)):
+            if not value >= 0:  # nan is not
+                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
         self.critical = critical
         self.metric_every = metric_every
         self._given = uploader

@@ -83,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-selector", action="append", default=[], metavar="NAME=VALUE", help="label that nodes must have"
     )
+    parser.add_argument(
+        "--toleration",
+        action="append",
+        default=[],
+        metavar="KEY[=VALUE]:EFFECT",
+        help="taint of nodes that may be used",
+    )
     parser.add_argument("--output", "-o", metavar="FILE", help="default: standard output")
 
 
@@ -152,6 +159,7 @@ def kubernetes_job(args: argparse.Namespace) -> KubernetesJob:
             namespace=args.namespace,
             labels=labels,
             node_selector=selector,
+            tolerations=args.toleration,
             overrides=[text for text in args.set if not text.startswith("artifacts_dir=")],
             jobset=args.jobset,
         )

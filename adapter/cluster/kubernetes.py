@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plumbing.failures import EXIT_STARTUP, EXIT_STOPPED
+
 __all__ = ["CONTAINER", "JOB_PATH", "KubernetesJob"]
 
 CONTAINER = "genlight"
@@ -21,7 +23,6 @@ MASTER_PORT = 29500
 """Each pod has ports of its own."""
 LARGEST_SPEC_BYTES = 900_000
 """A ConfigMap takes 1 MiB."""
-EXIT_STARTUP, EXIT_STOPPED = 2, 75
 REPLICATED_JOB = "node"
 """The name of the one job in a JobSet."""
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -37,6 +38,9 @@ _QUANTITY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(m|[kMGTPE]i?|Ki)?")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _SECRET_KEY = re.compile(r"[-.\w]+", re.ASCII)
 _LABEL_NAME = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-.\w]{0,61}[A-Za-z0-9])?", re.ASCII)
+_TAINT = re.compile(
+    r"(?P<key>[-./\w]+)(=(?P<value>[-.\w]*))?:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute)", re.ASCII
+)
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-.\w]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 
 
@@ -87,6 +91,8 @@ class KubernetesJob:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of the Job or JobSet, such as the name of its queue."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[str] = ()
+    """Taints of nodes that do not keep the pods away, as ``KEY:EFFECT`` or ``KEY=VALUE:EFFECT``."""
     overrides: Sequence[str] = ()
     """``--set`` of every pod."""
     jobset: bool = False
@@ -144,6 +150,9 @@ class KubernetesJob:
             for name, value in pairs.items():
                 if not _LABEL_NAME.fullmatch(name) or not _LABEL_VALUE.fullmatch(value):
                     yield f"Invalid `{what}`. {f'{name}={value}'!r} is not a label."
+        for text in self.tolerations:
+            if not _TAINT.fullmatch(text):
+                yield f"Invalid `tolerations`. Expected KEY[=VALUE]:EFFECT, but received {text!r}."
         if not _LABEL_NAME.fullmatch(self.gpu_resource):
             yield f"Invalid `gpu_resource`. Expected a name such as nvidia.com/gpu, but received {self.gpu_resource!r}."
         if len(self.spec.encode()) > LARGEST_SPEC_BYTES:
@@ -239,6 +248,7 @@ class KubernetesJob:
         # A JobSet sets the subdomain of its pods itself.
         subdomain = {} if self.jobset else {"subdomain": self.name}
         selector = {"nodeSelector": dict(self.node_selector)} if self.node_selector else {}
+        tolerations = {"tolerations": [_toleration(text) for text in self.tolerations]} if self.tolerations else {}
         root = {} if self.user == 0 else {"runAsNonRoot": True}
         who = {"runAsUser": self.user, "runAsGroup": self.user, "fsGroup": self.user}
         return {
@@ -250,6 +260,7 @@ class KubernetesJob:
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
                 **selector,
+                **tolerations,
                 "securityContext": {
                     **root,
                     **who,
@@ -326,6 +337,14 @@ class KubernetesJob:
 
 def _exits(code: int) -> dict[str, Any]:
     return {"containerName": CONTAINER, "operator": "In", "values": [code]}
+
+
+def _toleration(text: str) -> dict[str, str]:
+    taint = _TAINT.fullmatch(text)
+    assert taint is not None  # the constructor has looked
+    key, value = {"key": taint["key"]}, taint["value"]
+    same = {"operator": "Exists"} if value is None else {"operator": "Equal", "value": value}
+    return {**key, **same, "effect": taint["effect"]}
 
 
 def _literal(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,9 @@ from .buckets import grouped
 from .torch_internals import NormBase
 
 __all__ = ["BufferSync", "average_scalar", "broadcast_from_zero", "check_same", "check_same_on_all_ranks"]
+
+_ON_THEIR_WAY_AT_MOST = 2
+"""The statistics of a BatchNorm are floats and counts: two messages, and one wait. More would cost memory."""
 
 
 class BufferSync:
@@ -56,11 +60,20 @@ class BufferSync:
 def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
     source = dist.get_global_rank(group, 0) if group is not None else 0
+    on_their_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
     for bucket in grouped([t for t in tensors if not isinstance(t, DTensor)]):
+        if len(on_their_way) == _ON_THEIR_WAY_AT_MOST:
+            _take(*on_their_way.popleft())
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
-        dist.broadcast(flat, src=source, group=group)
-        for tensor, view in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-            tensor.detach().copy_(view.view(tensor.shape))
+        on_their_way.append((bucket, flat, dist.broadcast(flat, src=source, group=group, async_op=True)))
+    while on_their_way:
+        _take(*on_their_way.popleft())
+
+
+def _take(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    for tensor, view in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.detach().copy_(view.view(tensor.shape))
 
 
 def average_scalar(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:

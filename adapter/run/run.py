@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
+from ...callbacks.tracking import RUNS_FILE
 from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
@@ -181,6 +182,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
 
 def _start_afresh(config: RunConfig) -> None:
     moved = move_old_artifacts_aside(config)
+    (config.events_path.parent / RUNS_FILE).unlink(missing_ok=True)
     if moved is not None:
         log.info("moved earlier artifacts to %s", moved)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.layout import FINAL_NAME
-from ...callbacks.checkpoint.format.record import RecordMeta
+from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
 from ...callbacks.checkpoint.format.record_file import read_record
 from ...callbacks.checkpoint.storage.commit import sweep
 from ...callbacks.stop.signals import StopSignals
@@ -149,6 +149,7 @@ class Training:
         resumes = record is not None and not record.is_old
         with beside:
             self._attach(trainer, plugin, self._metadata(project_folder(plugin)))
+            self._continue_runs(trainer, record)
             with self._watching_ranks(trainer), watching_rendezvous(trainer, self.stop.raise_if_stopped, self.end_now):
                 self._fit(trainer, module, data, ckpt_path=str(record.path) if record and resumes else None)
         return Completion(module.completed_steps, _reported_final(self.config), module.stopped)
@@ -242,6 +243,18 @@ class Training:
             callbacks_of(trainer).insert(0, RecordEvents(event_log, metadata))
         if self.outcome is not None and self.outcome.uploader is not None:
             callbacks_of(trainer).append(UploadArtifacts(self.outcome.uploader))
+
+    def _continue_runs(self, trainer: pl.Trainer, record: CheckpointRecord | None) -> None:
+        """Have W&B and MLflow go on with the runs of the last attempt where this one goes on with its training."""
+        from ...callbacks.tracking.continue_runs import continue_runs
+
+        if self.outcome is None:
+            return
+        config = self.config
+        step = (0 if config.resume_from_latest else None) if record is None else record.step
+        if record is not None and record.spec_digest not in (None, config.spec_digest):
+            step = None  # another training, with hyperparameters of its own, which MLflow does not change
+        continue_runs(trainer, config.events_path.parent, resumed_step=step, events_path=config.events_path)
 
     def _record_meta(self, attempt: int, metadata: Mapping[str, Any]) -> RecordMeta:
         """What every checkpoint of this run says of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -26,7 +27,7 @@ class StepCadence:
     It may be changed while training: the hook is then called after the next step, whatever it waited for.
 
     Raises:
-        ValueError: A negative number is assigned.
+        ValueError: Something else than a whole number from 0 on is assigned.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -36,9 +37,11 @@ class StepCadence:
         # Not a method when running: Python then takes the value from the hook itself, without a call.
         def __get__(self, hook: Any, owner: type | None = None) -> int: ...
 
-    def __set__(self, hook: Any, every: int) -> None:
-        if every < 0:
-            raise ValueError(f"Invalid `{self._name}`. Expected a number >= 0, but received {every}.")
+    def __set__(self, hook: Any, every: Any) -> None:
+        is_whole = isinstance(every, numbers.Integral) and not isinstance(every, bool)
+        if not (is_whole and every >= 0):
+            expected = "a number" if is_whole else "a whole number"
+            raise ValueError(f"Invalid `{self._name}`. Expected {expected} >= 0, but received {every!r}.")
         vars(hook)[self._name] = every
         hook.next_due_step = 0
 

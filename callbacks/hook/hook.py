@@ -197,7 +197,10 @@ class Hook(pl.Callback):
         """`Diagnosis` has found a fault, on all ranks alike; ``fault.is_over`` says that it has ended."""
 
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
-        """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``."""
+        """Training was held up for `seconds` by `what`: ``checkpoint``, ``samples`` or ``evaluation``.
+
+        With ``lost`` it is the time of the steps that a roll-back has undone.
+        """
 
 
 def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

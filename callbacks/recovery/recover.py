@@ -1,4 +1,4 @@
-"""The callback that acts on faults: it skips updates, lowers the rate, rolls back, and gives up in the end."""
+"""The callback that reacts to faults: it skips updates, lowers the learning rate, rolls back, and finally fails."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.lines import ROLLED_BACK_METRIC
+from ..checkpoint.sharded.save import require_shared_directory
 from ..diagnosis.readings import Fault, History, Limits
 from ..hook.cadence import rewind
 from ..hook.events import callbacks_of, fire, run_state_of
@@ -29,6 +30,8 @@ from .update_faults import UpdateFigures, faults_of_update, note_good_step
 __all__ = ["Recover"]
 
 log = logging.getLogger(__name__)
+
+MOST_SAVES = 64
 
 
 class Recover(Hook):
@@ -113,18 +116,25 @@ class Recover(Hook):
         self.lr_factor = lr_factor
         self.lower_lr_steps = lower_lr_steps
         self.limits = Limits(spike_deviations=spike_deviations, gradient_max_norm=gradient_max_norm)
-        self.ladder = Ladder(cast("Sequence[Rung]", ladder), max_attempts, good_steps)
-        self.history = History()
+        self._arguments = (cast("Sequence[Rung]", ladder), max_attempts, good_steps)
         self.judges_losses = "loss_spike" in faults
         self.judges_norms = "exploding_gradients" in faults
+        self._events = RunEvents(scenario, path)
+        self._train_began_at = time.monotonic()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a run, without a fault so far."""
+        self.ladder = Ladder(*self._arguments)
+        self.history = History()
         self.rate_factor = 1.0
         """By what learning rates are multiplied now."""
         self._lowered_until = 0
         self._leaves_out_next = False
         """Whether the next update has a gradient of a step in which a fault was found and no update was due."""
-        self._events = RunEvents(scenario, path)
         self._target: Target | None = None
-        self._train_began_at = time.monotonic()
+        self._saved_at: dict[int, float] = {}
+        """When checkpoints were saved, by their steps, on the clock of ``time.monotonic``; the newest ones."""
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -132,6 +142,12 @@ class Recover(Hook):
         self._loss: float | None = None
         self._norm: float | None = None
         self._has_left_out = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":  # a resume restores the state after this
+            self._begin()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -144,10 +160,11 @@ class Recover(Hook):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._train_began_at = time.monotonic()
-        self._target = None
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # by which checkpoints are told from those of other runs
-        self._forget_step()
+        saver, channel = saver_of(trainer), getattr(pl_module, "rank_channel", None)
+        if "roll_back" in self.ladder.rungs and saver is not None and channel is not None:
+            require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
 
     # What the guard of updates asks, within a step.
 
@@ -206,7 +223,7 @@ class Recover(Hook):
             self._target = last_good_checkpoint(trainer, saver, self.ladder.first_step)
             run_state_of(trainer).rolls_back = self._target is not None
             to_step = None if self._target is None else self._target[0]
-            figures |= {"to_step": to_step, "passed_over_steps": None if to_step is None else [to_step + 1, step]}
+            figures |= {"to_step": to_step, "skipped_steps": None if to_step is None else [to_step + 1, step]}
         self._tell(trainer, attempt, figures)
 
     @override
@@ -216,7 +233,7 @@ class Recover(Hook):
         saver = saver_of(trainer)
         assert target is not None
         assert saver is not None
-        began_at, step = time.monotonic(), trainer.global_step
+        step = trainer.global_step
         log_to_loggers(trainer, {ROLLED_BACK_METRIC: float(target[0])}, step)
         restore(trainer, pl_module, target, keeps=self)
         self._leaves_out_next = False
@@ -227,11 +244,22 @@ class Recover(Hook):
         if trainer.is_global_zero:
             abandon_later(trainer, saver, target[0])
             log.warning(
-                "rolled back from step %d to step %d; the batches of these %d steps are passed over",
+                "rolled back from step %d to step %d; the batches of these %d steps are skipped",
                 *(step, target[0], step - target[0]),
             )
-        fire(trainer, "on_time_spent", "roll_back", time.monotonic() - began_at)
+        since = self._saved_at.get(target[0], self._train_began_at)
+        fire(trainer, "on_time_spent", "lost", time.monotonic() - since)
+        self._saved_at.clear()
         saver.save(trainer, pl_module, wait=True)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        self._saved_at[trainer.global_step] = time.monotonic()
+        if len(self._saved_at) > MOST_SAVES:
+            del self._saved_at[min(self._saved_at)]
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -300,13 +328,13 @@ def _scales(trainer: pl.Trainer, pl_module: Any) -> bool:
 def _what_is_done(attempt: Attempt, figures: Mapping[str, Any]) -> str:
     if attempt.rung == "lower_lr":
         factor, until = figures["lr_factor"], figures["until_step"]
-        what = f"The update is left out, and the learning rate is multiplied by {factor:.4g} until step {until}"
+        what = f"The update is skipped, and the learning rate is multiplied by {factor:.4g} until step {until}"
     elif attempt.rung == "roll_back" and figures["to_step"] is not None:
-        what = f"Training goes back to step {figures['to_step']} and passes over the batches since then"
+        what = f"Training rolls back to step {figures['to_step']} and skips the batches since then"
     elif attempt.rung == "roll_back":
-        what = "The update is left out: there is no sound checkpoint from before that to go back to"
+        what = "The update is skipped, because there is no good checkpoint from before the incident"
     else:
-        what = "The update is left out"
+        what = "The update is skipped"
     return f"{what} (attempt {attempt.number})"
 
 

@@ -76,7 +76,7 @@ class StopRequests(Hook):
         canceled: bool = False,
         signals: StopSignals | None = None,
     ) -> None:
-        if max_runtime_s is not None and max_runtime_s < 0:
+        if max_runtime_s is not None and not max_runtime_s >= 0:  # nan is not
             raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._requested: StopReason | None = None

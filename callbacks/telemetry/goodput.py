@@ -28,8 +28,8 @@ class Goodput(Hook):
 
     ``time/start_up`` is the time from the start of the process to its first step, ``time/data_wait`` what steps waited
     for data, ``time/checkpoint``, ``time/samples``, ``time/evaluation`` and ``time/rollout`` what these held training
-    up, and ``time/steps`` the rest. What a run of several attempts has lost to kills and waits shows in its event log:
-    ``genlight events RUN --goodput`` adds it up.
+    up, ``time/lost`` what a roll-back has undone, and ``time/steps`` the rest. What a run of several attempts has lost
+    to kills and waits shows in its event log: ``genlight events RUN --goodput`` adds it up.
 
     They come in the record of the next metrics that `LogMetrics` sends. Time is taken where something happens and not
     in each step, so that a step costs nothing.
@@ -50,7 +50,7 @@ class Goodput(Hook):
     _figures: Figures
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if every_s <= 0:
+        if not every_s > 0:  # nan is not
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
         self._began_at = self._next_at = time.monotonic()

@@ -27,7 +27,7 @@ PARTS = {
     "rollout": "rollouts",
     "start_up": "from the start of a process to its first step",
     "ending": "after the last step: final checkpoint, uploads",
-    "lost": "steps that were made again after a kill or a stop",
+    "lost": "steps that were made again after a kill or a stop, or undone by a roll-back",
     "idle": "between two attempts, or after the last sign of one that was killed",
 }
 """What each part is, in the order in which they are shown."""
@@ -168,7 +168,7 @@ def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
         spent[part] = 0.0
     lost = _share_after(attempt, kept_until) * spent.get("steps", 0.0)
     spent["steps"] = spent.get("steps", 0.0) - lost
-    return {**spent, "lost": lost, "start_up": attempt.start_up_s}
+    return {**spent, "lost": spent.get("lost", 0.0) + lost, "start_up": attempt.start_up_s}
 
 
 def _share_after(attempt: _Attempt, step: int) -> float:

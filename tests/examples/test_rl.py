@@ -15,6 +15,7 @@ import pytest
 
 from genlight.callbacks.checkpoint import load
 from genlight.reporters import read_events
+from support.forked import Forked
 from support.snippets import blocks
 
 RL = Path(__file__).parents[2] / "examples" / "rl"
@@ -50,8 +51,12 @@ def run(folder: Path, *settings: str) -> int:
     """Run the job of `folder`; the exit code."""
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES), str(RL), str(folder)]))
-    command = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json", *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, timeout=280).returncode
+    environ, log = {**os.environ, "PYTHONPATH": path}, folder / "log"
+    process = Forked("genlight.adapter.cli", "run", "job.json", *arguments, environ=environ, folder=folder, log=log)
+    try:
+        return process.wait(280)
+    finally:
+        process.kill_session()
 
 
 @pytest.mark.parametrize(

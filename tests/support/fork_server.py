@@ -134,8 +134,10 @@ def become(wanted):
 def run(program, arguments):
     """As ``python program arguments`` or ``python -m program arguments``."""
     sys.argv = [program, *arguments]
+    # In place of the folder of this file.
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(program)) if program.endswith(".py") else os.getcwd())
     if program.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(program))
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from support.forked import Forked
 
 __all__ = ["blocks", "run_snippets"]
 
@@ -55,5 +59,20 @@ def _commands(text: str) -> list[list[str]]:
 
 
 def _run(folder: Path, command: list[str], environ: Mapping[str, str] | None) -> None:
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    code, said = _ended(folder, command[1:], os.environ if environ is None else environ)
+    assert code == 0, f"{command}\n{said}"
+
+
+def _ended(folder: Path, arguments: list[str], environ: Mapping[str, str], timeout_s: float = 240) -> tuple[int, str]:
+    """What ``python ARGUMENTS…`` ended with, and what it said."""
+    if environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):  # other packages, which the fork server has not
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
+        return done.returncode, done.stdout + done.stderr
+    program, *rest = arguments[1:] if arguments[0] == "-m" else arguments
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        process = Forked(program, *rest, environ=environ, folder=folder, log=Path(log.name))
+        try:
+            return process.wait(timeout_s), log.read()
+        finally:
+            process.kill_session()

@@ -36,7 +36,7 @@ def forget_exit_code(artifacts_dir: Path) -> None:
 
 
 def leave_exit_code(artifacts_dir: Path, exit_code: int) -> None:
-    """Leave the exit code of rank zero for the other ranks; where that cannot be done, each ends with its own."""
+    """Leave the exit code of rank zero for the other ranks; without it, to them it was killed."""
     note = msgspec.json.encode(ExitNote(exit_code, launch_id()))
     try:
         write_bytes_durably(artifacts_dir / FILE, note, mode=PRIVATE_FILE)

@@ -182,6 +182,7 @@ FAULTS = [
     (["--env", "MASTER_ADDR=x"], "Invalid variable 'MASTER_ADDR'. The manifest sets it itself."),
     (["--env", "WANDB_API_KEY=0123456789"], "The value of WANDB_API_KEY would be shown"),
     (["--label", "queue"], "Invalid `--label`. Expected NAME=VALUE, but received 'queue'."),
+    (["--toleration", "gpu"], "Invalid `tolerations`. Expected KEY[=VALUE]:EFFECT, but received 'gpu'."),
     (["--jobset", "--time", "60"], "no effect on a JobSet"),
     (["--set", "capability_token=s3cret-token"], "The job holds a token or other credentials"),
     (["--set", "max_runtime_seconds=60"], "The job has `max_runtime_seconds`"),
@@ -223,11 +224,20 @@ def test_what_looks_like_a_variable_of_kubernetes_is_taken_as_it_is(job, capsys)
     assert {"name": "A", "value": "$$(B)"} in container["env"]
 
 
+def test_pods_may_go_to_nodes_that_are_kept_for_them(job, capsys):
+    pod = pod_of(documents(capsys, "--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=a:NoExecute"))
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "a", "effect": "NoExecute"},
+    ]
+
+
 OPTIONS = [
     (),
     ("--nodes", "4", "--gpus-per-node", "8", "--cpus", "16", "--memory", "200Gi", "--time", "3600", "--user", "0"),
     ("--token-secret", "hub", "--env-secret", "hf", "--env", "A=1e3", "--label", "kueue.x-k8s.io/queue-name=q"),
     ("--jobset", "--nodes", "2", "--namespace", "training", "--node-selector", "gpu=h100"),
+    ("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=vision:NoExecute"),
 ]
 
 

@@ -44,6 +44,13 @@ def test_a_loss_that_is_high_on_one_rank_leaves_the_update_out_on_all(outcomes):
     assert second["spike"]["error"] == ""
 
 
+def test_updates_of_a_sharded_model_are_left_out_and_a_roll_back_of_one_is_refused_at_the_start(outcomes):
+    _, (first, second) = outcomes
+    assert second["sharded"]["ladder"]["taken"] == {"skip": 1}
+    assert first["sharded"]["error"] == ""
+    assert "'roll_back' does not support sharded parameters" in first["sharded, refused"]["error"]
+
+
 def test_a_ladder_that_is_used_up_ends_all_ranks(outcomes):
     _, (first, second) = outcomes
     assert "after 5 attempts since step 12" in first["used up"]["error"]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,15 +10,12 @@ import pytest
 import torch
 
 from genlight.adapter import StepResult, TrainingJobSpec
-from genlight.adapter.cli import events as command
 from genlight.callbacks import Checkpoint, Evaluate, Goodput, LogMetrics, WriteSamples
 from genlight.callbacks.hook.events import timed
 from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLogger
 from genlight.reporters.events.goodput import account_of
 from genlight.reporters.events.reader import read_events
-
-KILLED = Path(__file__).parents[2] / "support" / "goodput_run.py"
 
 
 class Slow:
@@ -112,39 +104,3 @@ def test_a_training_that_is_shorter_than_its_cadence_says_nothing(tmp_path):
 def test_a_cadence_that_is_not_positive_is_refused(every_s):
     with pytest.raises(ValueError, match="every_s"):
         Goodput(every_s)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_three_times_accounts_for_its_whole_time(tmp_path, capsys):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    began_s = time.time()
-    for kill_at in (12, 23, 37, None):
-        process = subprocess.Popen(
-            [sys.executable, str(KILLED), str(tmp_path), str(kill_at or 0)], env=env, stderr=subprocess.DEVNULL
-        )
-        assert process.wait(timeout=240) == (0 if kill_at is None else -signal.SIGKILL)
-    real_s = time.time() - began_s
-
-    log = next(tmp_path.rglob("events.jsonl"))
-    account = account_of(log)
-
-    assert account is not None
-    assert account.attempts == 4
-    assert sum(account.seconds.values()) == pytest.approx(account.wall_s, rel=0.01)
-    assert account.wall_s <= real_s
-    assert account.seconds["lost"] > 0
-    assert account.seconds["idle"] > 0
-    assert account.seconds["start_up"] > 0
-    arguments = command_arguments(log, "--goodput", "--json")
-    assert command.run(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["attempts"] == 4
-    assert command.run(command_arguments(log, "--goodput")) == 0
-    assert "4 attempts" in capsys.readouterr().out
-
-
-def command_arguments(*given: object):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args([str(argument) for argument in given])

@@ -48,6 +48,21 @@ def test_a_run_that_was_never_interrupted(tmp_path):
     assert account.goodput == pytest.approx(15 / 28)
 
 
+def test_steps_that_a_roll_back_has_undone_are_lost(tmp_path):
+    path = log(
+        tmp_path,
+        (100, "started", {}),
+        *spent(120, 100, steps=16.0, lost=4.0, start_up=5.0),
+        (120, "completed", {"step": 100, "final_checkpoint": "f"}),
+    )
+
+    account = account_of(path)
+
+    assert account is not None
+    assert {part: s for part, s in account.seconds.items() if s} == {"steps": 16.0, "lost": 4.0, "start_up": 5.0}
+    assert account.wall_s == 25.0
+
+
 def test_steps_that_a_kill_took_back_are_lost_and_the_time_until_the_next_process_is_idle(tmp_path):
     path = log(
         tmp_path,

@@ -1,0 +1,148 @@
+"""W&B and MLflow hold every step of a run that is killed and resumed, once and in order, in one run.
+
+With the real packages, offline, which `make` installs into `.venv/guides`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genlight.callbacks.tracking import RUNS_FILE
+from genlight.reporters import read_events
+
+PACKAGES = Path(sys.prefix) / "guides"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
+]
+
+STEPS = 460
+TRAINER = """
+import os, signal
+from gen_worker.trainer import StepResult
+
+
+class Killed:
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        return {"step": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        state["step"] += 1
+        if state["step"] == int(os.environ["KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return StepResult(metrics={"loss": 1.0 / state["step"], "batch": float(batch)})
+
+    def state_dict(self, state):
+        return dict(state)
+
+    def load_state_dict(self, state, payload, ctx):
+        state.update(payload)
+"""
+JOB = {
+    "run_id": "tracked",
+    "trainer": "killed:Killed",
+    "max_steps": STEPS,
+    "metric_every": 1,
+    "checkpoint_every": 200,
+    "resume_from_latest": True,
+    "mock_batches": list(range(STEPS)),
+    "lightning": {
+        "accelerator": "cpu",
+        "logger": [
+            {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": ".", "offline": True}},
+            {
+                "class_path": "lightning.pytorch.loggers.MLFlowLogger",
+                "init_args": {"experiment_name": "demo", "tracking_uri": "file:mlflow"},
+            },
+        ],
+    },
+}
+READ = """
+import json, sys
+from pathlib import Path
+from wandb.proto.wandb_internal_pb2 import Record
+from mlflow.tracking import MlflowClient
+from genlight.callbacks.tracking.wandb_history import _records
+
+parts = []
+for path in sorted(Path("wandb").glob("offline-run-*/*.wandb")):
+    rows = []
+    for content in _records(path):
+        record = Record()
+        record.ParseFromString(content)
+        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if "train/loss" in row:
+            rows.append([row["trainer/global_step"], row["train/loss"], row["batch"]])
+    parts.append({"id": path.stem.removeprefix("run-"), "rows": rows})
+client = MlflowClient("file:mlflow")
+(experiment,) = [found for found in client.search_experiments() if found.name == "demo"]
+runs = []
+for run in client.search_runs([experiment.experiment_id]):
+    history = {key: client.get_metric_history(run.info.run_id, key) for key in ("train/loss", "batch")}
+    runs.append({
+        "id": run.info.run_id,
+        "status": run.info.status,
+        **{key: [[metric.step, metric.value] for metric in metrics] for key, metrics in history.items()},
+    })
+print(json.dumps({"wandb": parts, "mlflow": runs}))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run Python in the folder of the job, as a user who has wandb and mlflow, and no network."""
+    (tmp_path / "killed.py").write_text(TRAINER)
+    (tmp_path / "job.json").write_text(json.dumps(JOB))
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
+    offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    environ = mine | offline | {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def run(*arguments: str, kill_at: int = 0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environ | {"KILL_AT": str(kill_at)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+
+    return run
+
+
+def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(command, tmp_path):
+    """After the first kill W&B holds steps beyond the checkpoint; after the second it lacks some before it."""
+    for kill_at in (350, 405, 0):
+        done = command("-m", "genlight", "run", "job.json", kill_at=kill_at)
+        assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
+
+    found = json.loads(command("-c", READ).stdout)
+
+    expected = [[step, 1.0 / step, float(step - 1)] for step in range(1, STEPS + 1)]
+    assert len(found["wandb"]) == 3
+    assert len({part["id"] for part in found["wandb"]}) == 1
+    assert found["wandb"][0]["rows"][-1][0] > 200
+    assert found["wandb"][2]["rows"][0][0] <= 400
+    assert [row for part in found["wandb"] for row in part["rows"]] == expected
+    (run,) = found["mlflow"]
+    assert run["status"] == "FINISHED"
+    assert run["train/loss"] == [row[:2] for row in expected]
+    assert run["batch"] == [[step, batch] for step, _, batch in expected]
+    metrics = tmp_path / "runs" / "tracked" / "metrics"
+    runs = json.loads((metrics / RUNS_FILE).read_text())
+    assert runs == {"WandbLogger-0": found["wandb"][0]["id"], "MLFlowLogger-0": run["id"]}
+    assert [event["event"] for event in read_events(metrics / "events.jsonl")].count("started") == 3
