@@ -461,3 +461,29 @@ class Hidden(WithoutDropout):
 
     def load_state_dict(self, state, payload, ctx):
         HIDDEN["state"].model.load_state_dict(payload["model"])
+
+
+class Collects(Sound):
+    """Collects two batches a rollout, on an environment with a position and a generator that come back."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.draws, self.position = torch.Generator().manual_seed(3), torch.zeros(2)
+
+    def rollout(self, state, ctx):
+        batches = []
+        for _ in range(2):
+            self.position = 0.9 * self.position + torch.randn(2, generator=self.draws)
+            batches.append({"x": [self.position.tolist()] * 2, "y": [[1.0], [2.0]]})
+        return batches
+
+    def rollout_state(self, state):
+        return {"position": self.position, "draws": self.draws.get_state()}
+
+    def load_rollout_state(self, state, payload, ctx):
+        self.position = payload["position"]
+        self.draws.set_state(payload["draws"])
+
+
+class ForgetsItsEnvironment(Collects):
+    rollout_state = load_rollout_state = None
