@@ -47,6 +47,33 @@ class Sound:
         state.count = payload["count"]
 
 
+class WithoutHooks(torch.optim.Optimizer):
+    """A wrapper as opacus makes them: without torch's constructor, and so without hooks of its own."""
+
+    def __init__(self, optimizer) -> None:
+        self.original, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
+        self.state = optimizer.state
+
+    def step(self, closure=None):
+        return self.original.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.original.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.original.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.original.load_state_dict(state_dict)
+
+
+class WrappedOptimizer(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = WithoutHooks(state.opt)
+        return state
+
+
 class Accumulates(Sound):
     """Updates every fourth step, by the sum of what it has seen."""
 

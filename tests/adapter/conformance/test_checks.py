@@ -93,7 +93,7 @@ def test_a_sound_class_passes_every_check(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock"]
+    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock", "WrappedOptimizer"]
 )
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
     found = findings_of(name, monkeypatch)
