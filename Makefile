@@ -46,11 +46,11 @@ shake: $(INSTALLED)  ## the tests while processes pause, disks are slow and thre
 
 lowest-torch: $(INSTALLED)  ## what depends on torch, under the lowest supported release; several GB
 	$(BIN)/python -m pip install --quiet --upgrade --target .versions/torch "torch==$(LOWEST_TORCH).*"
-	PYTHONPATH=.versions/torch $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
+	PYTHONPATH=$(CURDIR)/.versions/torch $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
 
 newest-lightning: $(INSTALLED)  ## what depends on Lightning, under the newest release of the supported range
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .versions/lightning "$(LIGHTNING)"
-	PYTHONPATH=.versions/lightning $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
+	PYTHONPATH=$(CURDIR)/.versions/lightning $(BIN)/python -m pytest -m "not gpu" $(TESTS_OF_VERSIONS)
 
 lock: $(INSTALLED)  ## write down the versions that are installed now
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.new

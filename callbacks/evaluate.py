@@ -108,7 +108,7 @@ def as_scores(scores: Any, source: str) -> dict[str, float]:
     """What `source` returned, as scores by name.
 
     Raises:
-        ContractError: It is no mapping of numbers.
+        ContractError: It is not a mapping of numbers.
     """
     if not isinstance(scores, Mapping):
         raise ContractError(f"{source} returned a {type(scores).__qualname__}; it must be a mapping of scores")

@@ -181,7 +181,7 @@ class LogMetrics(Hook):
 
 
 def _means(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the statistics of a rollout, as metrics; what is no number has no place in a record."""
+    """The numbers among the statistics of a rollout, as metrics; what is not a number has no place in a record."""
     means: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, torch.Tensor):

@@ -1,14 +1,17 @@
-"""What optimizers keep: usually a mapping for each parameter, but torch takes anything, under any key.
+"""What optimizers of every make have in common.
 
+What they keep is usually a mapping for each parameter, but torch takes anything, under any key:
 MADGRAD counts its steps in ``state["k"]``, a tensor; others keep one tensor, and no mapping, for a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["map_values", "named_values"]
+from torch.optim import Optimizer
+
+__all__ = ["map_values", "named_values", "with_step_hooks"]
 
 
 def named_values(entry: Any) -> Iterator[tuple[str, Any]]:
@@ -24,3 +27,17 @@ def map_values(function: Callable[[Any], Any], entry: Any) -> Any:
     if isinstance(entry, Mapping):
         return {name: function(value) for name, value in entry.items()}
     return function(entry)
+
+
+def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Those of `optimizers` whose step calls its hooks; of a wrapper that calls none, the optimizer that it wraps.
+
+    A wrapper whose constructor leaves out that of `torch.optim.Optimizer`, as opacus' DPOptimizer does, has no hooks.
+    """
+    found: list[Optimizer] = []
+    for optimizer in optimizers:
+        if "_optimizer_step_pre_hooks" in vars(optimizer):
+            found.append(optimizer)
+        else:
+            found += with_step_hooks(value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+    return found

@@ -171,7 +171,7 @@ class GenlightCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        # LightningCLI would unpickle the checkpoint to take over hyperparameters that it holds; ours are no pickles.
+        # LightningCLI would unpickle the checkpoint to take over hyperparameters that it holds; ours are not pickles.
         return
 
     def before_fit(self) -> None:
@@ -197,7 +197,7 @@ class GenlightCLI(LightningCLI):
         elif settings["resume"] == "never":
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, Checkpoint):
-                    callback.replace_existing = True  # what is no checkpoint, and of a name that one may get
+                    callback.replace_existing = True  # what is not a checkpoint, but has a name that one may get
                     self._move_aside(callback.dirpath or Path(self.trainer.default_root_dir) / "checkpoints")
         elif directory is not None and checkpoint_files(directory):
             raise UnusableConfigurationError(

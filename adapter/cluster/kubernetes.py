@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plumbing.failures import EXIT_STARTUP, EXIT_STOPPED
+
 __all__ = ["CONTAINER", "JOB_PATH", "KubernetesJob"]
 
 CONTAINER = "genlight"
@@ -21,7 +23,6 @@ MASTER_PORT = 29500
 """Each pod has ports of its own."""
 LARGEST_SPEC_BYTES = 900_000
 """A ConfigMap takes 1 MiB."""
-EXIT_STARTUP, EXIT_STOPPED = 2, 75
 REPLICATED_JOB = "node"
 """The name of the one job in a JobSet."""
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

@@ -83,7 +83,7 @@ def find_store(agent: Store, host: str) -> int:
 
 
 def _is_there(host: str, port: int, proof: str) -> bool:
-    """Whether what was made known is not that of an earlier start, whose port nobody or somebody else may have now."""
+    """Whether what was made known is not that of an earlier start, whose port may be free now, or another process's."""
     try:
         with contextlib.closing(socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S)):
             pass

@@ -94,7 +94,7 @@ def likely_cause(
             "variable of its module or class, which the plain loop changed before."
         )
     return (
-        "The update differs: look for a loss that is no mean over rows, or code that depends on ctx.rank or "
+        "The update differs: look for a loss that is not a mean over the rows, or code that depends on ctx.rank or "
         "ctx.world_size."
         if how.world_size > 1
         else "The update differs: look for state outside of the trainer, such as a variable of its module or class."

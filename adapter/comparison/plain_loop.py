@@ -98,7 +98,7 @@ def plain_steps(
 
 
 def random_states() -> list[bytes]:
-    """What tells whether somebody drew from a global generator."""
+    """What tells whether anything drew from a global generator."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     tensors = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
     return [*tensors, repr(random.getstate()).encode(), repr(np.random.get_state()).encode()]

@@ -59,7 +59,7 @@ def _pass(phase: Phase, run_state: RunState) -> Iterator[Any]:
         yield batch
         if run_state.stop_update_epoch or (is_collecting and run_state.stop_rollout):
             return
-    if phase.update_epoch == phase.minibatch_index == 0:
+    if phase.update_epoch == 0 and phase.minibatch_index == 0:
         raise ContractError("the rollout gave no batches: there is nothing to compare")
 
 

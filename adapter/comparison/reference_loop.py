@@ -117,7 +117,7 @@ def job_batches(config: RunConfig, parquet_paths: Sequence[str], how: Circumstan
 def plain_context(
     config: RunConfig, trainer: pl.Trainer, dataset: Any, model_handles: Mapping[str, Any] | None
 ) -> StepContext:
-    """What a trainer class gets in a plain loop: one rank, fp32, the device of the job's first rank."""
+    """What a trainer class gets in a plain loop: one rank, fp32, the device of rank zero of the job."""
     job = config.job if trainer.max_steps == -1 else replace(config.job, max_steps=trainer.max_steps)
     return StepContext(
         job=job,
@@ -132,7 +132,7 @@ def plain_context(
 
 @contextmanager
 def _feed(config: RunConfig, parquet_paths: Sequence[str], how: Circumstances) -> Iterator[Any]:
-    """What a class finds as ``ctx.dataset`` on the first rank."""
+    """What a class finds as ``ctx.dataset`` on rank zero."""
     with ExitStack() as stack:
         data = make_data(config, parquet_paths)
         yield None if data is None else rank_feed(data, 0, how.world_size, stack)

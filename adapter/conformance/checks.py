@@ -22,6 +22,7 @@ from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_nothing_new
 from ..module.hook_signatures import HOOK_ARGUMENTS, misspelled_hooks, signature_faults
 from ..module.module import ContractModule
+from ..module.plugin_loading import optional_hook
 from ..plumbing.finding import Finding
 from .forgotten import Snapshots, forgotten_values
 from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks
@@ -51,7 +52,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
     yield check_hooks(trainer)
     yield from (Finding("hooks", "warn", misspelled) for misspelled in misspelled_hooks(trainer))
     yield from check_source(trainer)
-    if not subject.batches:
+    if not subject.batches and optional_hook(trainer, "rollout") is None:
         yield Finding(
             "steps", "skip", "training was not checked: there is no data", "Give --data FILES or --job JOB.json."
         )
@@ -73,6 +74,10 @@ def _dynamic(subject: Subject, folder: Path) -> Iterator[Finding]:
     yield Finding("devices", "pass", "a run without any CUDA device works")
     yield from _guarded("state", lambda: check_state(subject, whole, folder / "state"))
     yield from _guarded("resume", lambda: check_resume(subject, whole, middle, folder / "resume"))
+    if not subject.batches:
+        reason = "the class collects its own batches, of which each rank and each precision has others"
+        yield Finding("ranks", "skip", f"not compared, nor bf16-mixed and step time: {reason}")
+        return
     yield from _guarded("ranks", lambda: check_ranks(subject, whole, folder / "ranks"))
     yield from _guarded("bf16-mixed", lambda: check_bf16(subject, whole))
     yield from _guarded("step time", lambda: check_time(subject))
@@ -180,6 +185,16 @@ def _resume_finding(
 ) -> Finding:
     steps = f"{2 * subject.steps} steps against {subject.steps} + resume + {subject.steps}"
     unequal = differences(whole.weights(), resumed.weights())
+    if not unequal and not subject.batches:
+        # Environments have values of their own, such as whether a wrapper has warned, that no later rollout depends on.
+        if resumed.rollouts:
+            return Finding("resume", "pass", f"{steps}: bit-equal, with {resumed.rollouts} rollouts after the resume")
+        return Finding(
+            "resume",
+            "warn",
+            f"{steps}: bit-equal, but all of them train one rollout: nothing shows whether the next is the same",
+            "Give --steps a number above that of the minibatches of a phase.",
+        )
     if not unequal:
         assert whole.module.discovered is not None
         modules = [found.path for found in whole.module.discovered.modules]
@@ -191,7 +206,10 @@ def _resume_finding(
             "resume",
             "fail",
             f"{steps}: the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)",
-            f"Return {lost[0]} from state_dict and restore it in load_state_dict.",
+            f"Return {lost[0]} from state_dict and restore it in load_state_dict."
+            if subject.batches
+            else f"Return {lost[0]} from state_dict, or from rollout_state if that is an environment's, and restore it "
+            "in load_state_dict or load_rollout_state.",
         )
     return Finding(
         "resume",

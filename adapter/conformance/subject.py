@@ -28,7 +28,7 @@ class Subject:
 
     import_path: str
     batches: tuple[Any, ...]
-    """Raw batches, one for each step; twice as many as `steps`."""
+    """Raw batches, one for each step; twice as many as `steps`. None has a class with ``rollout`` collect its own."""
     steps: int
     """Half of a whole run: where it is interrupted."""
     search_path: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Subject:
         """Train a new instance, from the same seed each time, on the CPU.
 
         Args:
-            batches: Raw batches; None takes those of the subject.
+            batches: Raw batches; None takes those of the subject. Without any the class collects its own.
             at_step: Called with the completed steps and the module: after each step, and before the first of this run.
             stop_after: Leave after so many steps, though the job asks for more.
             save_to: Folder for a checkpoint of the step at which the run is left.
@@ -69,8 +69,10 @@ class Subject:
             dropout: Whether dropout layers drop anything.
             trainer_arguments: For Lightning's trainer.
         """
+        batches = self.batches if batches is None else batches
         module = ContractModule(self.make(), self.job())
-        callbacks: list[pl.Callback] = [_Watch(at_step, stop_after)]
+        watch = _Watch(at_step, stop_after)
+        callbacks: list[pl.Callback] = [watch]
         if not dropout:
             callbacks.append(WithoutDropout())
         if save_to is not None:
@@ -80,7 +82,7 @@ class Subject:
                 **{"accelerator": "cpu", "devices": 1, **trainer_arguments},
                 plugins=[MixedPrecision("bf16-mixed", "cpu") if bf16 else Precision()],
                 max_steps=2 * self.steps,
-                max_epochs=1,
+                max_epochs=1 if batches else -1,
                 callbacks=callbacks,
                 logger=False,
                 enable_checkpointing=save_to is not None,
@@ -89,9 +91,9 @@ class Subject:
                 use_distributed_sampler=False,
                 limit_val_batches=0,
             )
-            data = MockDataModule(list(self.batches if batches is None else batches))
+            data = MockDataModule(list(batches)) if batches else None
             trainer.fit(module, datamodule=data, ckpt_path=None if resume_from is None else str(resume_from))
-        return Trained(module, trainer)
+        return Trained(module, trainer, watch.rollouts)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Trained:
 
     module: ContractModule
     trainer: pl.Trainer
+    rollouts: int = 0
+    """How many were begun."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all modules that were found, and bare parameters, by path."""
@@ -113,6 +117,10 @@ class _Watch(pl.Callback):
         self._at_step = at_step
         self._stop_after = stop_after
         self._begun = False
+        self.rollouts = 0
+
+    def on_rollout_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.rollouts += 1
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if not self._begun and self._at_step is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...callbacks.optimizer_state import with_step_hooks
 from ..discovery.discover import discover
 from ..gradients.lightning_hooks import StepHooks
 from ..gradients.precision import StepPrecision
@@ -28,9 +29,9 @@ def step_times(subject: Subject) -> dict[str, float]:
     state = trainer.configure(ctx)
     clock = _Clock()
     discovered = discover(state, trainer)
-    for found in discovered.optimizers:
-        found.value.register_step_pre_hook(lambda *_: clock.start())
-        found.value.register_step_post_hook(lambda *_: clock.stop("optimizer"))
+    for optimizer in with_step_hooks(found.value for found in discovered.optimizers):
+        optimizer.register_step_pre_hook(lambda *_: clock.start())
+        optimizer.register_step_post_hook(lambda *_: clock.stop("optimizer"))
     hooks = StepHooks(before_backward=lambda _: clock.start(), after_backward=lambda: clock.stop("backward"))
     router = StepRouter(discovered, torch.device("cpu"), precision=StepPrecision("fp32"), hooks=hooks)
     steps = [_timed(trainer, raw, state, ctx, router, clock) for raw in subject.batches][1:]

@@ -50,7 +50,7 @@ TRAINER_API_VERSION = "v1"
 """The only version of the trainer contract that exists."""
 
 REQUIRED_HOOKS = ("setup", "configure", "prepare_batch", "train_step", "state_dict", "load_state_dict")
-"""The hooks without which a class is no trainer."""
+"""The hooks that every trainer class must have."""
 
 
 @dataclass(frozen=True)

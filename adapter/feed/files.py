@@ -4,7 +4,7 @@ A plain path is local, and so is a ``file:`` URL, in which ``%20`` is a blank. A
 that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to the one that fsspec has (``hf://``, ``memory://``,
 ``az://``, …).
 
-In a folder, what begins with a dot or an underscore is no data, as Spark, Hive and Arrow have it: ``_SUCCESS``,
+In a folder, what begins with a dot or an underscore is not data, as Spark, Hive and Arrow have it: ``_SUCCESS``,
 ``_temporary``, ``._part-0.parquet``.
 """
 

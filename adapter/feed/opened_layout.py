@@ -29,7 +29,7 @@ def layout_of(source: Source, options: FeedOptions) -> Layout:
 
 
 def say_short_batches(layout: Layout, options: FeedOptions) -> None:
-    """Whoever asks for a batch size learns where it is not what is trained with."""
+    """Say where the batch size that was asked for is not the one that is trained with."""
     rows, step_rows = layout.order.rows, layout.share(0).step_rows
     if options.rank or options.drop_last or rows % step_rows == 0:
         return

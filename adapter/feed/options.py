@@ -29,7 +29,7 @@ class FeedOptions:
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A number is no integer.
+        TypeError: A number is not an integer.
     """
 
     batch_size: int

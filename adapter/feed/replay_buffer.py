@@ -125,7 +125,7 @@ class ReplayBuffer:
         count = len(next(iter(given.values())))
         with self._changed:
             places = np.arange(self._written, self._written + count) % self.capacity
-            # Before a row of it is touched: what an interrupt leaves half written is no row of the buffer any more.
+            # Before a row of it is touched: what an interrupt leaves half written is no longer a row of the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
             try:
                 self._put(given, self._written, count)

@@ -89,6 +89,7 @@ class Accumulation:
         for kind, parameters in self._guarded.items():
             own = self._classes[kind]
             for parameter in parameters:
+                # Only a class can have a property `grad`; the parameter has to stay the object that everybody holds.
                 parameter.__class__ = own
         self._is_on = True
 

@@ -29,7 +29,7 @@ class Unscaling:
     walk the graph for them costs about a millisecond, so it is done on only when the first calls from some place found
     one, or the trainer called ``requires_grad_`` on one, hooked it or named it as an input of ``backward``.
 
-    Sharded parameters are no leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
+    Sharded parameters are not leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
     taken away for the length of the call, and the new gradient is unscaled before it is added to that.
 
     Args:

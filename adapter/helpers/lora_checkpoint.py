@@ -173,7 +173,7 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
 def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON, its tensors moved to `tensors` under their path.
 
-    What JSON cannot tell apart (tuples, keys that are no text, tensors) becomes an object with one key that starts
+    What JSON cannot tell apart (tuples, keys that are not text, tensors) becomes an object with one key that starts
     with a dollar sign.
     """
     import torch

@@ -77,7 +77,7 @@ def readable_file(path: Path) -> Path:
     """`path`, absolute.
 
     Raises:
-        InputError: It is no file, or one that may not be read.
+        InputError: It is not a file, or may not be read.
     """
     if path.is_dir():
         raise InputError(f"{str(path)!r} is a folder. Expected a file.")

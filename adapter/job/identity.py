@@ -168,7 +168,7 @@ def _portable(path: str, spec_dir: Path) -> str:
 
 
 def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; an absent value is no leaf, an empty one is none either."""
+    """Dotted names and values; neither an absent value nor an empty one is a leaf."""
     for name, inner in value.items():
         dotted = f"{prefix}.{name}" if prefix else name
         if isinstance(inner, Mapping):

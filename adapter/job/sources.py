@@ -204,7 +204,7 @@ def _refuse_unrecoverable(reading: Settings, errors: ConfigErrors) -> None:
         return
     policy = reading.pick("on_nonfinite", "warn")
     if policy != "warn":
-        errors.add(f"`recover` and `on_nonfinite` {policy!r} decide about the same updates. Leave one of them out.")
+        errors.add(f"`recover` and `on_nonfinite: {policy}` cannot be combined. Remove one of them.")
     if (
         "roll_back" in recover.ladder
         and not reading.pick("checkpoint_every")

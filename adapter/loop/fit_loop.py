@@ -221,7 +221,7 @@ class ContractFitLoop(FitLoop):
         fire(self.trainer, "on_train_phase_end")
         fire(self.trainer, "on_epoch_end")
         batches = self.epoch_loop.batch_progress
-        # Batches that the module's own `on_train_batch_start` refused are no empty source.
+        # Batches that the module's own `on_train_batch_start` refused are not an empty source.
         if not self.epoch_loop.completed_steps and not batches.total.ready:
             raise _empty_source()
         # A source of one pass stays empty: another epoch would train nothing, and then another.

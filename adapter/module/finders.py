@@ -35,6 +35,7 @@ from ...callbacks.lightning_internals import (
     training_loader,
     training_source,
 )
+from ...callbacks.optimizer_state import with_step_hooks
 from ..contract.exceptions import ContractError, StartupContractError
 from ..contract.types import TrainingJobSpec
 from .rehearsal import Rehearsal, value_of
@@ -249,7 +250,7 @@ def _rates_set(optimizers: Sequence[Optimizer], module: ContractModule, given: A
         current = rate
         put()
 
-    handles = [optimizer.register_step_pre_hook(put) for optimizer in optimizers]
+    handles = [optimizer.register_step_pre_hook(put) for optimizer in with_step_hooks(optimizers)]
     try:
         yield set_rate
     finally:

@@ -129,7 +129,7 @@ class RolloutBatches:
         batches = phase.rest_of_pass()
         nothing = object()
         while True:
-            is_first = phase.update_epoch == phase.minibatch_index == 0
+            is_first = phase.update_epoch == 0 and phase.minibatch_index == 0
             stops = run_state.stop_update_epoch and not is_first
             has_ended = stops or (is_collecting and run_state.stop_rollout and not is_first)
             batch = nothing if has_ended else next(batches, nothing)

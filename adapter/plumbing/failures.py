@@ -16,6 +16,7 @@ from ..contract.exceptions import (
     AuthError,
     FailureCategory,
     GenlightError,
+    HookOrderError,
     InputError,
     StartupContractError,
     StopReason,
@@ -120,7 +121,7 @@ def safe_text(
 
 def failure_category(error: BaseException) -> FailureCategory:
     """Where a failure came from, as far as the exception's type says; where it says nothing, ``train-step``."""
-    if isinstance(error, StartupContractError):
+    if isinstance(error, StartupContractError | HookOrderError):
         return "startup"
     if isinstance(error, AuthError) or (isinstance(error, UploadError) and error.auth):
         return "auth"

@@ -4,7 +4,7 @@ On a shared machine a neighbour may have been in a folder first: with a link tha
 nobody writes to, a lock that never ends. So a file of ours is opened without following a link, never waits, must be
 regular and belong to a user who may be trusted with it; and what is read is bounded before memory is taken.
 
-Whom to trust: this user; root, who can do everything anyway; and whoever owns the folder that the file lies in, since
+Whom to trust: this user; root, who can do everything anyway; and the owner of the folder that the file lies in, since
 that one could put any file there. The last is also what keeps network file systems working that show all files as those
 of one user (``root_squash``, ``all_squash``, a mount with ``uid=``). Whether the folder itself may be trusted is for
 `distrust` to say, which is asked once, at the start.
@@ -158,7 +158,7 @@ def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> st
       before anything is refused. Who else reaches such a file system as the same user cannot be told apart by anybody.
     - With `may_be_sticky`, a directory like ``/tmp``: others may add files, but can neither remove nor replace ours.
 
-    Directories above `path` are not looked at: whoever may rename those has been given the machine's folders by its
+    Directories above `path` are not looked at: a user who may rename those has been given the machine's folders by its
     administrator, and to refuse them would refuse the common layout of group folders with users' folders inside.
 
     Raises:

@@ -24,7 +24,7 @@ def open_uploader(config: RunConfig) -> Uploader | None:
     Raises:
         UploadError: The spool is damaged.
         StartupContractError: Another run has the spool open, or its uploads wait in it; the spool cannot be written; a
-            target is no place for uploads; or the environment's proxies cannot be used.
+            target is not a place for uploads; or the environment's proxies cannot be used.
     """
     wanted = UploadConfig(
         run_id=config.run_id,

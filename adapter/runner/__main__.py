@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace, termination: _Termination) -> int:
     try:
         try:
             begin = replace(begin, job_context=_job_context(options.job_dir))
-        finally:  # so that somebody can be told
+        finally:  # so that the callbacks can be told
             callbacks = travelling(read_pickle(options.callbacks_file))
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()
         kwargs = dict(read_pickle(options.kwargs_file)) if options.kwargs_file else {}

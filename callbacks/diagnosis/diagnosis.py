@@ -48,7 +48,7 @@ class Diagnosis(Hook):
     steps. All ranks reach the same verdict, by one reduction a check. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
-      the step of the check (`trace_modules`: in any step). An update that a gradient scaler leaves out is no fault.
+      the step of the check (`trace_modules`: in any step). An update that a gradient scaler leaves out is not a fault.
     - ``vanishing_gradients``, ``exploding_gradients``, ``dead_parameters`` (no gradient for several checks)
     - ``large_updates``, ``small_updates``: norm of an update over that of the weights
     - ``loss_spike``: by median and median absolute deviation of the last 256 losses

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..optimizer_state import with_step_hooks
 from .contained import contained
 
 __all__ = ["StepClock"]
@@ -52,7 +53,7 @@ class StepClock:
         self._began = None
         if not self._handles and self._first is not None and self._first.is_leaf:
             self._handles.append(self._first.register_post_accumulate_grad_hook(self._end))  # type: ignore[no-untyped-call]
-            self._handles += [optimizer.register_step_pre_hook(self._begin) for optimizer in self._optimizers]
+            self._handles += [o.register_step_pre_hook(self._begin) for o in with_step_hooks(self._optimizers)]
 
     def detach(self) -> None:
         """Measure no longer."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..optimizer_state import with_step_hooks
 from .contained import contained
 
 __all__ = ["UpdateWatch"]
@@ -64,7 +65,7 @@ class UpdateWatch:
         self._before.clear()
         self._is_seen, self.highest_rate = False, None
         if not self._handles:
-            for optimizer in self.optimizers:
+            for optimizer in with_step_hooks(self.optimizers):
                 self._handles.append(optimizer.register_step_pre_hook(self._before_update))
                 self._handles.append(optimizer.register_step_post_hook(self._after_update))
 

@@ -1,4 +1,4 @@
-"""The callback that acts on faults: it skips updates, lowers the rate, rolls back, and gives up in the end."""
+"""The callback that reacts to faults: it skips updates, lowers the learning rate, rolls back, and finally fails."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Recover(Hook):
         self._begin()
 
     def _begin(self) -> None:
-        """Know of no fault, as before the first step of a run."""
+        """Begin a run, without a fault so far."""
         self.ladder = Ladder(*self._arguments)
         self.history = History()
         self.rate_factor = 1.0

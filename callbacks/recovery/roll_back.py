@@ -1,9 +1,8 @@
-"""Puts a running training back to a checkpoint, and the data not.
+"""Restores the state of a checkpoint within a running training, without rewinding the data.
 
-Weights, optimizers, schedulers, scalers, what the trainer class keeps, random numbers, gradients of an open
-accumulation window and the states of callbacks become those of the checkpoint, as a resume would have them, and so does
-the count of steps. Loaders stay where they are, with the counts of batches and epochs: what was trained since the
-checkpoint is passed over.
+Weights, optimizers, schedulers, scalers, the state of the trainer class, random states, gradients of an open
+accumulation window, callbacks and the step counter are restored as by a resume. Loaders keep their position, with the
+counters of batches and epochs: the batches since the checkpoint are skipped.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def last_good_checkpoint(trainer: pl.Trainer, saver: Checkpoint, before: int) ->
 
 
 def abandon_later(trainer: pl.Trainer, saver: Checkpoint, step: int) -> None:
-    """Remove what this run saved after `step`, so that no start goes on from there. On rank zero.
+    """Remove the checkpoints that this run saved after `step`, so that no start resumes from them. On rank zero.
 
-    What an upload still has to read is waited for, for a minute at most, and then stays, with a warning.
+    A checkpoint that is being uploaded is removed after its upload; after a minute it is kept, with a warning.
     """
     undone = [r for r in own_records(list_checkpoints(saver.directory)) if r.step > step]
     waits_until = time.monotonic() + UPLOAD_WAIT_S
@@ -83,7 +82,7 @@ def _is_of_run(record: CheckpointRecord, trainer: pl.Trainer, saver: Checkpoint)
 
 
 def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Callback) -> None:
-    """Put everything but the data back to `target`. Collective.
+    """Restore everything but the position in the data from `target`. Collective.
 
     Args:
         trainer: The trainer, between two steps of genlight's loop.
@@ -92,8 +91,8 @@ def restore(trainer: pl.Trainer, pl_module: Any, target: Target, *, keeps: pl.Ca
         keeps: The callback whose state stays as it is.
 
     Raises:
-        BrokenCheckpointError: The checkpoint is not whole any longer.
-        RecoveryError: The trainer class is not what it was at that step; names what differs.
+        BrokenCheckpointError: The checkpoint is no longer whole.
+        RecoveryError: The restored state differs from the checkpoint; names the value.
     """
     step, path = target
     connector, given = checkpoint_connector(trainer), trainer.ckpt_path
@@ -137,7 +136,7 @@ def _restore_callbacks(
 
 
 def _require_equal(trainer: pl.Trainer, pl_module: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse to go on from what is not the checkpoint: a class need not expect a second ``load_state_dict``."""
+    """Refuse a state that is not that of the checkpoint: a class may not expect ``load_state_dict`` within a run."""
     expected = {
         "weights": checkpoint["state_dict"],
         "optimizers": [
@@ -151,10 +150,9 @@ def _require_equal(trainer: pl.Trainer, pl_module: Any, checkpoint: Mapping[str,
         where = first_difference(saved, now[name], again[name], name)
         if where is not None:
             raise RecoveryError(
-                f"the roll-back to {path.stem} is not exact: {where} is not what the checkpoint holds, after "
-                f"`load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Have it take over "
-                "all of its payload, or leave 'roll_back' out of the ladder. The same start again goes on from that "
-                "checkpoint"
+                f"the roll-back to {path.stem} is not exact: {where} differs from the checkpoint, after "
+                f"`load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
+                "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
             )
 
 

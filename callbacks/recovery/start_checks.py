@@ -67,20 +67,19 @@ def start_faults(
         is_alone: Whether there is no second `Recover`.
     """
     if getattr(pl_module, "discovered", None) is None:
-        return [f"it recovers a trainer class, in a ContractModule, and {type(pl_module).__name__} is not one"]
-    wrong = [] if is_alone else ["there is more than one; keep one"]
+        return [f"it needs a trainer class in a ContractModule, and {type(pl_module).__name__} is not one"]
+    wrong = [] if is_alone else ["there is more than one Recover callback; keep one of them"]
     watches = (each for each in callbacks_of(trainer) if isinstance(each, WatchNonfinite) and each.policy != "warn")
-    wrong += [
-        f"`on_nonfinite: {each.policy}` (WatchNonfinite) decides about the same updates; leave it at `warn`"
-        for each in watches
-    ]
+    wrong += [f"`on_nonfinite: {each.policy}` (WatchNonfinite) conflicts with it; use `warn`" for each in watches]
     scaled = _scalers(trainer, pl_module)
     sized = [kind for kind in faults if kind != "nonfinite"]
     if scaled and sized:
-        wrong.append(f"{' and '.join(sized)} cannot be told with {scaled}; use bf16-mixed, or `faults: [nonfinite]`")
+        wrong.append(
+            f"{' and '.join(sized)} cannot be detected with {scaled}; use bf16-mixed, or `faults: [nonfinite]`"
+        )
     if "lower_lr" in rungs:
         wrong += [
-            f"'lower_lr' needs a learning rate, and a group of {found.path} has none; leave that rung out"
+            f"'lower_lr' needs a learning rate, and a parameter group of {found.path} has none; leave that rung out"
             for found in pl_module.discovered.optimizers
             if any(group.get("lr") is None for group in found.value.param_groups)
         ]
@@ -97,10 +96,10 @@ def _scalers(trainer: pl.Trainer, pl_module: Any) -> str:
 def _roll_back_faults(trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:
     if saver_of(trainer) is None:
         yield (
-            "'roll_back' needs checkpoints, and no `Checkpoint` saves any within the training; give it a cadence "
+            "'roll_back' needs checkpoints, and no `Checkpoint` callback saves any during training; give it a cadence "
             "(`checkpoint_every` of a job), or leave that rung out"
         )
     if isinstance(trainer.strategy, ModelParallelStrategy):
-        yield "'roll_back' cannot put sharded parameters back (ModelParallelStrategy); leave that rung out"
+        yield "'roll_back' does not support sharded parameters (ModelParallelStrategy); leave that rung out"
     if callable(getattr(pl_module.plugin, "rollout", None)):
-        yield "'roll_back' cannot take a rollout back, of which the environments have moved on; leave that rung out"
+        yield "'roll_back' does not support trainers with a `rollout`: environments cannot go back; leave that rung out"

@@ -17,8 +17,6 @@ ROUND_S = 0.05
 """About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
 MOST_STEPS = 32
 """How many steps apart they are at most, for a run whose steps become slow from one to the next."""
-
-
 LONGEST_END = dt.timedelta(minutes=2)
 """How long another rank waits for the process of rank zero to end."""
 _NOTHING_COMES = 1

@@ -35,7 +35,7 @@ class _Counts:
     """Completed steps when it began."""
     batches: int = 0
     samples: int | None = 0
-    """None once a batch has not told."""
+    """None once a batch does not tell."""
     tokens: int | None = 0
 
     def add(self, samples: int | None, tokens: int | None) -> None:
@@ -142,7 +142,7 @@ class Heartbeat(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Of the attempt, too: what was undone is no progress, and would count twice.
+        # Of the attempt, too: what was undone is not progress, and would count twice.
         self._attempt = _Counts(time.monotonic(), trainer.global_step)
         self._window = _Counts(self._attempt.began_at, self._attempt.step)
 

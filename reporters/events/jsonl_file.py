@@ -84,7 +84,7 @@ class LineFile:
         self._flusher: threading.Thread | None = None
         try:
             self.last_line, self.size = _cut_torn_tail(self._descriptor, self.path)
-            if not self.size:  # with lines in it, whoever began the file has made its name durable
+            if not self.size:  # with lines in it, the process that began the file has made its name durable
                 fsync_directory(self.path.parent)
         except BaseException:
             os.close(self._descriptor)
@@ -182,7 +182,7 @@ class LineFile:
 
     def _settle(self, start: int, end: int, count: int) -> None:
         """Bring the bookkeeping and the file to agree: the line from `start` to `end` is in it, or no byte of it is."""
-        if start < end == os.fstat(self._descriptor).st_size:
+        if start < end and end == os.fstat(self._descriptor).st_size:
             self.size, self.lines = end, count + 1
             return
         self.size, self.lines = start, count

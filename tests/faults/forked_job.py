@@ -1,4 +1,4 @@
-"""Stands for a job that ``support/fork_server.py`` runs: ends as it ends, and when this is killed, so is the job.
+"""Stands for a job that ``support/fork_server.py`` runs: ends as it ends; when this is killed, so is the job.
 
     python forked_job.py SOCKET LOG JOB_SPEC FOLDER
 
@@ -6,6 +6,7 @@ The job notes its processes in the folder, by files whose names are ``<rank>-<pi
 program too, so that Lightning starts the other ranks with this command line.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ def stand_in():
         server.sendall(json.dumps(wanted).encode() + b"\n")
         answers = server.makefile()
         job = int(answers.readline())
+        signal.signal(signal.SIGTERM, lambda *_: tell_to_stop(job))
         threading.Thread(target=watch_launcher, args=(job, os.getppid()), daemon=True).start()
         status = int(answers.readline())
     if status < 0:
@@ -51,7 +53,12 @@ def watch_launcher(job, launcher):
     """The job would see for itself that it has another parent, were it not a child of the server."""
     while os.getppid() == launcher:
         time.sleep(0.05)
-    os.kill(job, signal.SIGTERM)
+    tell_to_stop(job)
+
+
+def tell_to_stop(job):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(job, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,33 @@ class Sound:
         state.count = payload["count"]
 
 
+class WithoutHooks(torch.optim.Optimizer):
+    """A wrapper as opacus makes them: without torch's constructor, and so without hooks of its own."""
+
+    def __init__(self, optimizer) -> None:
+        self.original, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
+        self.state = optimizer.state
+
+    def step(self, closure=None):
+        return self.original.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.original.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.original.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.original.load_state_dict(state_dict)
+
+
+class WrappedOptimizer(Sound):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state.opt = WithoutHooks(state.opt)
+        return state
+
+
 class Accumulates(Sound):
     """Updates every fourth step, by the sum of what it has seen."""
 
@@ -434,3 +461,29 @@ class Hidden(WithoutDropout):
 
     def load_state_dict(self, state, payload, ctx):
         HIDDEN["state"].model.load_state_dict(payload["model"])
+
+
+class Collects(Sound):
+    """Collects two batches a rollout, on an environment with a position and a generator that come back."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.draws, self.position = torch.Generator().manual_seed(3), torch.zeros(2)
+
+    def rollout(self, state, ctx):
+        batches = []
+        for _ in range(2):
+            self.position = 0.9 * self.position + torch.randn(2, generator=self.draws)
+            batches.append({"x": [self.position.tolist()] * 2, "y": [[1.0], [2.0]]})
+        return batches
+
+    def rollout_state(self, state):
+        return {"position": self.position, "draws": self.draws.get_state()}
+
+    def load_rollout_state(self, state, payload, ctx):
+        self.position = payload["position"]
+        self.draws.set_state(payload["draws"])
+
+
+class ForgetsItsEnvironment(Collects):
+    rollout_state = load_rollout_state = None

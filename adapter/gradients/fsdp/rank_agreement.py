@@ -46,7 +46,7 @@ class RankAgreement:
         self._is_on = often and self._world_size > 1
 
     def end_step(self) -> None:
-        """What follows is no part of a step."""
+        """What follows is not part of a step."""
         self._is_on = False
 
     def __call__(self, what: str) -> None:

@@ -7,7 +7,7 @@ weights that changed since are gathered again, and outside of a call the trainer
     a call ends       show the shards again; what was gathered is kept for a backward
     an update, a write, the end of a step            what is gathered is stale from now on
 
-So a change of the weights between a forward and its backward, or a forward without backward, is no special case.
+So a change of the weights between a forward and its backward, or a forward without backward, is not a special case.
 """
 
 from __future__ import annotations

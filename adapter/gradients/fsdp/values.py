@@ -124,7 +124,7 @@ def number(parameters: Iterable[Tensor]) -> None:
 
 
 def announce(name: str, tensor: Any) -> None:
-    """Say that this rank is about to compute `name` of `tensor`, which all ranks have to, where somebody holds this."""
+    """Say that this rank is about to compute `name` of `tensor`, as all ranks have to; to nobody outside of a step."""
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
     for _, agree in _holders[-1:]:
         agree(f"compute `{name}` of a sharded tensor of shape {shape}{_last_parameter}")

@@ -109,7 +109,8 @@ def _sound(entry: SliceEntry) -> SliceEntry:
     numbers = (*entry.whole, *entry.offset, *entry.shape, entry.begin, entry.size)
     if any(not 0 <= number < 2**63 for number in numbers):
         raise ValueError(f"a slice of {entry.key!r} has a number out of range")
-    if not len(entry.whole) == len(entry.offset) == len(entry.shape) > 0:
+    dimensions = len(entry.whole)
+    if dimensions == 0 or len(entry.offset) != dimensions or len(entry.shape) != dimensions:
         raise ValueError(f"a slice of {entry.key!r} does not say which part of the tensor it is")
     if math.prod(entry.shape) == 0 or len(entry.blocks) != -(-entry.size // BLOCK):
         raise ValueError(f"a slice of {entry.key!r} has a size that does not fit its shape")

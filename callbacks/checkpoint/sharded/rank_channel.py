@@ -2,7 +2,7 @@
 
 Channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot meet
 a collective of training that another rank has issued in another order. One is for the training threads and one for the
-threads that write, so that the two never share one either. A rank that dies closes its connections, and whoever
+threads that write, so that the two never share one either. A rank that dies closes its connections, and a rank that
 waits for it gets an error at once.
 """
 

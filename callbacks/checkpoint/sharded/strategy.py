@@ -36,6 +36,7 @@ def save_through_plugin(strategy: Strategy) -> None:
     """Let a `ModelParallelStrategy` use its checkpoint plugin, as other strategies do by themselves."""
     if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
         name = f"Durable{type(strategy).__name__}"
+        # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
 
 

@@ -255,7 +255,7 @@ def _mark(folder: Path) -> None:
 
 
 def _try_to_unmark(folder: Path) -> None:
-    """A mark in a folder that a record names means nothing, so a failure is no more than logged."""
+    """A mark in a folder that a record names means nothing, so a failure is only logged."""
     try:
         (folder / UNCOMMITTED_FILE).unlink(missing_ok=True)
     except OSError as error:

@@ -50,6 +50,29 @@ def findings_of(name: str, monkeypatch, *, ranks: bool = False) -> dict:
     return {finding.check: finding for finding in run_checks(subject)}
 
 
+def test_a_class_that_collects_its_own_batches_is_checked_without_data():
+    """Whether the rollouts after a resume are the same; ranks and precisions collect others."""
+
+    def found(name: str, steps: int) -> dict:
+        subject = Subject(f"check_zoo:{name}", (), steps=steps, search_path=(HERE,))
+        return {finding.check: finding for finding in run_checks(subject)}
+
+    sound = found("Collects", 3)
+    assert {name: finding.level for name, finding in sound.items()} == {
+        **dict.fromkeys(("hooks", "discovered", "devices", "state", "state round trip", "reproducible"), "pass"),
+        "resume": "pass",
+        "ranks": "skip",
+    }
+    assert "bit-equal, with 1 rollouts after the resume" in sound["resume"].detail
+    within = found("Collects", 1)["resume"]
+    assert within.level == "warn"
+    assert "all of them train one rollout" in within.detail
+    forgetful = found("ForgetsItsEnvironment", 3)["resume"]
+    assert forgetful.level == "fail"
+    assert "trainer.draws" in forgetful.detail
+    assert "from rollout_state if that is an environment's" in forgetful.remedy
+
+
 def test_a_sound_class_passes_every_check(monkeypatch):
     found = findings_of("Sound", monkeypatch)
 
@@ -70,7 +93,7 @@ def test_a_sound_class_passes_every_check(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock"]
+    "name", ["WithoutTorch", "GroupsOfParameters", "SparseGraph", "OddTypes", "Lazy", "ReadsAClock", "WrappedOptimizer"]
 )
 def test_a_class_passes_whatever_its_state_is_made_of(name, monkeypatch):
     found = findings_of(name, monkeypatch)

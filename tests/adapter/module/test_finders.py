@@ -227,22 +227,13 @@ class Sized(pl.LightningDataModule):
         return DataLoader(rows, self.batch_size, shuffle=True, generator=self.generator)  # type: ignore[arg-type]
 
 
-def test_the_tuner_searches_one_after_the_other_and_fit_trains_with_both(tmp_path: Path) -> None:
+def test_the_tuner_searches_one_after_the_other_and_fit_trains_with_both(tmp_path: Path, quiet: dict[str, Any]) -> None:
     """``scale_batch_size`` and ``lr_find`` of stock Lightning, on a data module of a user."""
 
     def trainer(**settings: Any) -> pl.Trainer:
         torch.manual_seed(5)
         random.seed(5)
-        return pl.Trainer(
-            max_steps=9,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            **settings,
-        )
+        return pl.Trainer(**quiet, max_steps=9, default_root_dir=tmp_path, **settings)
 
     tuned, data = trainer(), Sized()
     module = ContractModule(Regression(), TrainingJobSpec("tuned", 9, hyperparams={"lr": 1e-3}))
@@ -305,21 +296,14 @@ class Plain:
 
 @pytest.mark.parametrize("mode", ["exponential", "linear"])
 @pytest.mark.parametrize("highest", [1.0, 30.0])
-def test_the_search_is_that_of_stock_lightning(tmp_path: Path, mode: str, highest: float) -> None:
+def test_the_search_is_that_of_stock_lightning(
+    tmp_path: Path, mode: str, highest: float, quiet: dict[str, Any]
+) -> None:
     """The same rates, the same smoothed losses, the same end where it diverges, the same suggestion."""
     curves = []
     for module in (Stock(), ContractModule(Plain(), TrainingJobSpec("r", 5, hyperparams={"lr": 0.1}))):
         finder = LearningRateFinder(min_lr=1e-4, max_lr=highest, num_training_steps=60, mode=mode)
-        trainer = pl.Trainer(
-            max_steps=5,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[finder],
-        )
+        trainer = pl.Trainer(**quiet, max_steps=5, default_root_dir=tmp_path, callbacks=[finder])
         trainer.fit(module, DataLoader(torch.linspace(-1, 1, 32).unsqueeze(-1), batch_size=4))  # type: ignore[arg-type]
         curves.append(finder.optimal_lr)
     stock, ours = curves
@@ -330,7 +314,7 @@ def test_the_search_is_that_of_stock_lightning(tmp_path: Path, mode: str, highes
     assert ours.suggestion() == pytest.approx(stock.suggestion())
 
 
-def test_groups_keep_their_proportions_in_the_search(tmp_path: Path) -> None:
+def test_groups_keep_their_proportions_in_the_search(tmp_path: Path, quiet: dict[str, Any]) -> None:
     """A group with no rate is not trained by the search either."""
 
     class Watched(Plain):
@@ -342,15 +326,7 @@ def test_groups_keep_their_proportions_in_the_search(tmp_path: Path) -> None:
             return result
 
     job = TrainingJobSpec("r", 2, hyperparams={"lr": 0.1, "factor": 0})
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[LearningRateFinder(num_training_steps=30)],
-    )
+    trainer = pl.Trainer(**quiet, max_steps=2, callbacks=[LearningRateFinder(num_training_steps=30)])
     trainer.fit(ContractModule(Watched(), job), DataLoader(torch.ones(8, 1), batch_size=4))  # type: ignore[arg-type]
     assert len(Watched.biases) == 32
     assert len(set(Watched.biases)) == 1
@@ -389,7 +365,7 @@ def test_a_finder_without_a_name_for_what_it_finds_is_refused(
         fit(tmp_path, data, finder, hyperparams=hyperparams)
 
 
-def test_a_hyperparameter_may_be_the_batch_size(tmp_path: Path) -> None:
+def test_a_hyperparameter_may_be_the_batch_size(tmp_path: Path, quiet: dict[str, Any]) -> None:
     """Of a class that makes its own batches; it is configured anew for each size."""
 
     class Collects(Regression):
@@ -401,15 +377,7 @@ def test_a_hyperparameter_may_be_the_batch_size(tmp_path: Path) -> None:
             return [torch.linspace(-1, 1, self.size)] * 3
 
     finder = BatchSizeFinder(mode="binsearch", margin=0.0)
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[finder],
-    )
+    trainer = pl.Trainer(**quiet, max_steps=2, callbacks=[finder])
     module = ContractModule(Collects(), TrainingJobSpec("r", 2, hyperparams={"batch_size": 1}))
     trainer.fit(module)
     assert finder.optimal_batch_size == 20
@@ -427,11 +395,11 @@ def test_a_class_that_ignores_the_rate_is_told(tmp_path: Path, data: str, caplog
     assert "check that `configure` of Regression takes it from the hyperparameter 'rate'" in caplog.text
 
 
-def test_a_class_that_cannot_be_copied_is_refused(tmp_path: Path, data: str) -> None:
+def test_a_class_that_cannot_be_copied_is_refused(tmp_path: Path, data: str, quiet: dict[str, Any]) -> None:
     """Rather than trained with what the search left in it."""
     module = ContractModule(Regression(), TrainingJobSpec("r", 2, hyperparams={"lr": 0.1}))
     module.plugin.open = (line for line in [])  # type: ignore[attr-defined]
-    trainer = pl.Trainer(max_steps=2, accelerator="cpu", logger=False, callbacks=[LearningRateFinder()])
+    trainer = pl.Trainer(**quiet, max_steps=2, callbacks=[LearningRateFinder()])
     with pytest.raises(StartupContractError, match="Regression cannot be copied before `setup`"):
         trainer.fit(module, datamodule=ArrowDataModule(data))
 

@@ -205,4 +205,4 @@ def test_a_job_needs_no_dataset_where_the_trainer_has_a_rollout(tmp_path: Path) 
         if event["event"] == "metric"
     ]
     times = ["trainer/rollout_seconds", "trainer/update_seconds"]
-    assert metrics == [(3, "score"), (4, "train/loss"), *((4, name) for name in times)]
+    assert metrics == [(3, "score"), (4, "train/loss"), *((4, name) for name in times), (4, "rollout/reward")]

@@ -231,6 +231,30 @@ def test_metrics_have_the_contracts_names_and_steps(write_job: Callable[..., Pat
     ]
 
 
+@pytest.mark.parametrize(
+    ("hooks", "words"),
+    [
+        (["Reads"], "Reads reads 'nobody_writes', which no hook writes"),
+        (["First", "Second"], "hooks wait for each other: First reads"),
+    ],
+)
+def test_hooks_that_cannot_be_ordered_are_a_mistake_of_the_user(
+    write_job: Callable[..., Path], caplog: pytest.LogCaptureFixture, hooks: list[str], words: str
+) -> None:
+    """Nothing is trained, and no traceback hides what is wrong."""
+    job = write_job(lightning={"accelerator": "cpu", "callbacks": [{"class_path": f"unordered.{h}"} for h in hooks]})
+    (job.parent / "unordered.py").write_text(
+        "from genlight.callbacks import Hook\n"
+        "class Reads(Hook):\n    reads = ('nobody_writes',)\n"
+        "class First(Hook):\n    reads, writes = ('a',), ('b',)\n"
+        "class Second(Hook):\n    reads, writes = ('b',), ('a',)\n"
+    )
+    assert run(job) == 2
+    assert words in events(job)[-1]["error"]
+    assert events(job)[-1]["category"] == "startup"
+    assert "Traceback" not in caplog.text
+
+
 DAMAGED = {
     "cut": b'{"event":"metric","na',
     "without its time": b'{"event":"metric","name":"x","step":1,"value":1.0}',

@@ -12,6 +12,7 @@ from genlight.callbacks import Checkpoint, Diagnosis, Hook
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
+from support.check_zoo import WithoutHooks
 
 
 @pytest.fixture
@@ -257,6 +258,15 @@ def test_updates_as_large_as_the_weights_and_updates_lost_in_rounding(fit, path:
 
     fit(Planted(lr=1e-12), [Diagnosis(2, path=path)], steps=2, batches=batches(2))
     assert begun(path, "small_updates")["artifacts"]["update_ratio"] < 1e-8
+
+
+def test_the_update_of_a_wrapper_without_hooks_is_that_of_the_optimizer_inside(fit, path: Path) -> None:
+    class Wraps(Planted):
+        def configure(self, ctx):
+            return {"optimizer": WithoutHooks(super().configure(ctx)["optimizer"])}
+
+    fit(Wraps(lr=5.0), [Diagnosis(2, path=path)], steps=2, batches=batches(2))
+    assert begun(path, "large_updates")["artifacts"]["update_ratio"] > 0.3
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_updates_of_a_sharded_model_are_left_out_and_a_roll_back_of_one_is_refus
     _, (first, second) = outcomes
     assert second["sharded"]["ladder"]["taken"] == {"skip": 1}
     assert first["sharded"]["error"] == ""
-    assert "'roll_back' cannot put sharded parameters back" in first["sharded, refused"]["error"]
+    assert "'roll_back' does not support sharded parameters" in first["sharded, refused"]["error"]
 
 
 def test_a_ladder_that_is_used_up_ends_all_ranks(outcomes):

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import psutil
 import pyarrow as pa
@@ -13,10 +14,12 @@ import pytest
 
 from genlight.adapter import read_events
 from genlight.adapter.plumbing import durable
+from support.forked import fork_server
 from support.slurm_cluster import free_ports
 
 pytestmark = pytest.mark.slow
 
+STAND_IN = Path(__file__).parents[1] / "forked_job.py"
 ROWS, BATCH, EPOCHS = 100, 4, 2
 LIMIT_S = 200
 
@@ -83,12 +86,15 @@ class Nodes:
         options = [f"--rdzv-{name}={value}" for name, value in rendezvous.items()]
         options += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items())]
         options += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--no-python"]
-        job = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+        notes = self.folder / "processes"
+        notes.mkdir(exist_ok=True)
+        log = self.folder / f"agent-{len(self.agents)}.log"
+        job = [sys.executable, STAND_IN, fork_server(), log, "job.json", notes]
         # Without this a node that joins later waits in vain for the address of rank zero (torch 2.13).
         environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with (self.folder / f"agent-{len(self.agents)}.log").open("wb") as log:
-            command = [sys.executable, "-m", "torch.distributed.run", *options, *job]
-            agent = psutil.Popen(command, cwd=self.folder, env=environ, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, job)]
+        with log.open("ab") as output:
+            agent = psutil.Popen(command, cwd=self.folder, env=environ, stdout=output, stderr=output)
         self.agents.append(agent)
         return agent
 

@@ -31,13 +31,13 @@ def pods(job, kill_after):
         words = ["--volume", f"claim:{job.folder}", "--nodes", "2", *options]
         done = subprocess.run([*command, *words], cwd=job.folder, capture_output=True, text=True, check=True)
         config_map, _, manifest = yaml.safe_load_all(done.stdout)
-        (job.folder / "mounted.json").write_text(config_map["data"]["job.json"])
+        spec = mount(config_map["data"], job.folder / "etc")
         pod = manifest["spec"]["template"]["spec"]["containers"][0]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         environ = {variable["name"]: variable.get("value") for variable in pod["env"]} | place
-        arguments = [str(job.folder / "mounted.json") if "/etc/" in word else word for word in pod["command"][1:]]
+        arguments = [str(spec) if word == "/etc/genlight/job.json" else word for word in pod["command"][1:]]
         processes = []
         for index in range(manifest["spec"]["completions"]):
             own = environ | {"NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index)}
@@ -49,8 +49,18 @@ def pods(job, kill_after):
     return started
 
 
+def mount(data, folder):
+    """The job spec, where the files of a ConfigMap are links, as the kubelet makes them."""
+    versions = folder / "..2026"
+    versions.mkdir(parents=True, exist_ok=True)
+    (versions / "job.json").write_text(data["job.json"])
+    for link, target in ((folder / "..data", "..2026"), (folder / "job.json", "..data/job.json")):
+        if not link.is_symlink():
+            link.symlink_to(target)
+    return folder / "job.json"
+
+
 def write(job, plan=None, **fields):
-    # What is on the volume beside the job is found there, as in a pod.
     fields = {"max_steps": 400, "mock_batches": list(range(800)), "checkpoint_every": 100, **fields}
     trainer = {"accelerator": "cpu", "strategy": "ddp"}
     job.write(plan={"accumulates": 2, **(plan or {})}, lightning=trainer, **fields)
