@@ -2,7 +2,7 @@
 
 A ``.wandb`` file is a header of seven bytes and a log in the format of LevelDB (``doc/log_format.md`` there): blocks of
 32 KiB with records, each with a checksum, a length and a type. Each holds a ``Record`` of W&B's protocol. The process
-that writes them writes whole blocks, so what was logged last before a kill is not there.
+that writes them gathers a block before it does, so what was logged last before a kill may not be there.
 """
 
 from __future__ import annotations

@@ -129,6 +129,9 @@ def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(
     for kill_at in (350, 405, 0):
         done = command("-m", "genlight", "run", "job.json", kill_at=kill_at)
         assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stderr
+        if kill_at == 405:  # how much its process has written by then is a matter of luck
+            written = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+            os.truncate(written, written.stat().st_size // 2)
 
     found = json.loads(command("-c", READ).stdout)
 
