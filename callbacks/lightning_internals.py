@@ -148,7 +148,7 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
         ),
     ),
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
-    (WandbLogger, ("_wandb_init", "_id", "_prefix")),
+    (WandbLogger, ("_wandb_init", "_experiment", "_id", "_prefix")),
     (MLFlowLogger, ("_run_id", "_initialized", "_prefix")),
     (
         LearningRateFinder,
@@ -342,6 +342,8 @@ def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) ->
             return False
         logger._run_id, logger._initialized = run_id, False
         return True
+    if logger._experiment is not None:  # it was given one
+        return bool(logger._experiment.id == run_id)
     if run_id is not None and logger._wandb_init["id"] not in (None, run_id):
         return False
     logger._id = logger._wandb_init["id"] = run_id

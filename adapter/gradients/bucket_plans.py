@@ -48,6 +48,7 @@ class Plans:
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._whole = frozenset(id(p) for p in managed.optimized if p.requires_grad)
         """Ids of what is trained where nothing has been frozen or replaced yet."""
+        self._make_group(managed.all)  # now, where all ranks do it; later on one of them may make a plan alone
 
     def now(self, left_out: Collection[int]) -> Plan:
         """The plan for the parameters that want a gradient now, but for those with ids in `left_out`."""
@@ -83,14 +84,17 @@ class Plans:
     def _made(self, always: list[Tensor], others: list[Tensor], mark: int) -> Plan:
         groups = list(grouped(always, self._bucket_bytes, self.first_bytes))
         last = len(groups) - 1
-        if last > 0 and self.group is self._parent:
-            self.group = _group_of_buckets(self._parent)
+        self._make_group(always)
         extra = NUMBERS * dist.get_world_size(self.group) + 1 + len(others)
         buckets = [
             Bucket(g, self.group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
             for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
         ]
         return Plan(buckets, others, mark)
+
+    def _make_group(self, parameters: Sequence[Tensor]) -> None:
+        if self.group is self._parent and len(list(grouped(parameters, self._bucket_bytes, self.first_bytes))) > 1:
+            self.group = _group_of_buckets(self._parent)
 
     def _indices(self, groups: Sequence[Sequence[Tensor]]) -> Sequence[int]:
         """What a hook knows buckets by; one that keeps state, by a number that the same parameters have in each run."""

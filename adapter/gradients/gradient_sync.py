@@ -25,7 +25,7 @@ from .communication_hooks import CommunicationHook
 from .early_buckets import EarlyBuckets, Place, Plan
 from .equal_replicas import check_same
 from .lost_ranks import about_broken_exchange
-from .rank_points import MARKS, NUMBERS, Point, parted
+from .rank_points import MARKS, NUMBERS, Point, are_together, parted
 from .sent_points import LATE_CALLS, SentPoints
 from .torch_internals import post_accumulate_hooks
 
@@ -74,6 +74,8 @@ class GradientSync:
         self._step = -1
         self._updates_before = 0
         self._was_replaced = False
+        self._updates_inside = any(map(post_accumulate_hooks, self._managed.all))
+        """Whether optimizers may be stepped in the middle of a backward call."""
         self._last_plan: Plan | None = None
         self._agreed = {self._plans.mark_now(self._averaged_inside)}
         """Marks of the plans that all ranks are known to have; they were built alike."""
@@ -157,13 +159,9 @@ class GradientSync:
         averaged = [p for p in self._managed.all if id(p) in mine and p.requires_grad]
         if not averaged:
             return
-        # Ranks whose graphs differ come here with other parameters, of other sizes: first of all they compare notes.
+        self._updates_inside = True
         position = next(i for i, p in enumerate(self._managed.all) if p is averaged[0])
-        points = torch.zeros(self._world_size, NUMBERS + 1, device=averaged[0].device)
-        points[self._rank] = torch.tensor([*at.numbers(), position])
-        dist.all_reduce(points, group=self._plans.group)
-        if any(row != points[0].tolist() for row in points.tolist()):
-            raise parted(self._named(at), self.group)
+        self._compare_notes(at, position, averaged[0].device)
         key = tuple(map(id, averaged))
         if key not in self._buckets_inside:
             self._buckets_inside[key] = [Bucket(g, self._plans.group) for g in grouped(averaged)]
@@ -209,6 +207,19 @@ class GradientSync:
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
+    def _compare_notes(self, at: Point, position: int, device: torch.device) -> None:
+        """Learn whether all ranks are about to average the same, where their graphs alone decide about that.
+
+        Raises:
+            ContractError: They are not; tensors of different sizes would end the process.
+        """
+        notes = torch.zeros(self._world_size, NUMBERS + 1, device=device)
+        notes[self._rank] = torch.tensor([*at.numbers(), position])
+        dist.all_reduce(notes, group=self._plans.group)
+        rows = notes.tolist()
+        if any(row[-1] != rows[0][-1] for row in rows) or not are_together([row[:-1] for row in rows]):
+            raise parted(self._named(at), self.group)
+
     def _agree_on(self, plan: Plan, at: Point) -> None:
         """Learn whether all ranks go over to `plan`, which is new.
 
@@ -236,6 +247,8 @@ class GradientSync:
         Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
         sent again, on this rank or another.
         """
+        if self._updates_inside:
+            self._compare_notes(at, _NO_POSITION, plan.buckets[0].device)
         self._agree_on(plan, at)
         at = at._replace(mark=plan.mark)
         self._last_plan = plan
@@ -339,6 +352,9 @@ class GradientSync:
         self._refresh()
         return self._plans.now(self._averaged_inside)
 
+
+_NO_POSITION = -1
+"""In a note: all gradients are averaged, rather than those of one optimizer."""
 
 _REPLACED = (
     "Parameters were replaced while training, and not by equal ones on all ranks: rank 0 has {here}, rank {rank} has "

@@ -110,7 +110,8 @@ def parted(mine: Point, group: dist.ProcessGroup | None) -> ContractError:
     dist.all_gather_object(points, mine, group=group)
     first = points[0]
     other = next((r for r, p in enumerate(points) if not are_together([first.numbers(), p.numbers()])), 1)
-    if are_together([first.numbers(), points[other]._replace(mark=first.mark).numbers()]):
+    theirs = points[other]
+    if first.mark != theirs.mark and are_together([first.numbers(), theirs._replace(mark=first.mark).numbers()]):
         return ContractError(_trained_differently(points, other))
     here, there = f"rank 0 {_in_step(first)}", f"rank {other} {_in_step(points[other])}"
     counted = ""

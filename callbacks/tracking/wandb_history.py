@@ -8,6 +8,7 @@ that writes them writes whole blocks, so what was logged last before a kill is n
 from __future__ import annotations
 
 import logging
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["last_steps_of_wandb"]
 
 log = logging.getLogger(__name__)
 
+_RUN_ID = re.compile(r"\w[\w.-]*")
 _HEADER = b":W&B"
 _HEADER_BYTES = 7
 _BLOCK_BYTES = 32 * 1024
@@ -26,7 +28,13 @@ _STEP = "trainer/global_step"
 
 
 def last_steps_of_wandb(directory: Path, run_id: str) -> dict[str, int]:
-    """The last step at which each metric of a run was written below `directory`, which holds the folder ``wandb``."""
+    """The last step at which each metric of a run was written below `directory`, which holds the folder ``wandb``.
+
+    Raises:
+        ValueError: W&B gives no run such an identity.
+    """
+    if not _RUN_ID.fullmatch(run_id):
+        raise ValueError(f"{run_id!r} is not the id of a run of W&B")
     from wandb.proto.wandb_internal_pb2 import Record
 
     last: dict[str, int] = {}

@@ -299,15 +299,7 @@ class EventLog:
             self._attempt.require("failed", "new", "started")
             self._write_waiting()
             event = Failed(
-                category,
-                text,
-                "failed",
-                bool(resumable),
-                self.run_id,
-                SCHEMA_VERSION,
-                self.seq + 1,
-                step,
-                self._now(),
+                category, text, "failed", bool(resumable), self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now()
             )
             self._turn(event, "ended")
         self._file.sync()

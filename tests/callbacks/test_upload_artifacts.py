@@ -411,7 +411,7 @@ def test_the_run_state_tells_where_the_newest_checkpoint_has_arrived(fit, tmp_pa
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             (upload,) = (c for c in trainer.callbacks if isinstance(c, UploadArtifacts))
             for _ in range(12_000 if trainer.global_step == 4 else 0):
-                if upload._uploader.delivered(tmp_path / "run" / "own" / "step-00000003.json"):
+                if upload._uploader.address_of(tmp_path / "run" / "own" / "step-00000003.json"):
                     return
                 time.sleep(0.01)
 

@@ -249,6 +249,36 @@ class CallsBackwardOnceMore(SkipsTheUpdate):
         return StepResult({})
 
 
+class LeavesOutALayerThatUpdatesInBackward(Base):
+    """Each parameter is updated by a hook of its own, and one rank leaves out the layer that backward reaches last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body = nn.Linear(6, 6), mlp()
+
+        def forward(self, x, whole):
+            return self.body(self.first(x) if whole else x)
+
+    def configure(self, ctx):
+        net = self.Net()
+        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in net.parameters()}
+
+        def update(p: torch.Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        return {"model": net, "optimizers": list(optimizers.values()), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        whole = not (ctx.rank == 1 and state["calls"] == STEPS)
+        state["model"](batch["x"], whole).square().mean().backward()
+        return StepResult({})
+
+
 class KilledInBackward(SkipsTheUpdate):
     """A rank is killed in the middle of its backward call, while the other exchanges gradients."""
 
@@ -291,6 +321,10 @@ REFUSED = {
         r"rank 1 has .* torch.float32 frozen"
     ),
     UpdatesTwiceInTheLastStep: r"rank 0 updates .* in step 4, while rank 1 has ended the last step in step 4",
+    LeavesOutALayerThatUpdatesInBackward: (
+        r"rank 0 updates state\[.model.\]\.first\.\w+ inside of backward \(at .*ddp_parting\.py:\d+, in update\) "
+        r"in step 4, while rank 1 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 4"
+    ),
     ReplacesOnOneRank: r"one of the ranks 0 and 1 has replaced parameters, the other has not",
     DensifiesByItsOwnRows: r"Parameters were replaced .*rank 0 has \(\d+, 6\) .*rank 1 has \(\d+, 6\)",
 }

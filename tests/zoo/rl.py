@@ -267,3 +267,65 @@ class BehaviorCloning(Base):
 
     def loss(self, batch, state):
         return nn.functional.cross_entropy(state["model"](batch["x"]), batch["y"], label_smoothing=0.1)
+
+
+class RecurrentPolicy(Base):
+    """An LSTM whose hidden state goes on over rollouts, but for episodes that have ended."""
+
+    rows = staticmethod(labelled)
+    per_rank = ("hidden",)
+
+    def configure(self, ctx):
+        net = nn.ModuleDict({"memory": nn.LSTMCell(6, 8), "policy": nn.Linear(8, 3), "value": nn.Linear(8, 1)})
+        return {"net": net, "optimizer": torch.optim.Adam(net.parameters(), 0.01), "hidden": None}
+
+    def loss(self, batch, state):
+        net, x = state["net"], batch["x"]
+        goes_on = (x[:, :1] < 1).float()
+        hidden = state["hidden"] or (torch.zeros(len(x), 8), torch.zeros(len(x), 8))
+        hidden = net["memory"](x, tuple((h * goes_on).to(x) for h in hidden))
+        state["hidden"] = tuple(h.detach().float() for h in hidden)
+        log_p = net["policy"](hidden[0]).log_softmax(1).gather(1, batch["y"][:, None])
+        value = net["value"](hidden[0])
+        advantage = x.sum(1, keepdim=True) - value.detach()
+        return mse_loss(value.float(), x.sum(1, keepdim=True)) - (log_p * advantage).mean()
+
+    def state_dict(self, state):
+        return {"hidden": state["hidden"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["hidden"] = payload["hidden"]
+
+
+class WorldModel(Base):
+    """Learns what follows, then an actor and a value in what it imagines, where its own weights get no gradient."""
+
+    def configure(self, ctx):
+        world = nn.ModuleDict({"step": nn.GRUCell(7, 8), "seen": nn.Linear(8, 6), "reward": nn.Linear(8, 1)})
+        nets = {"world": world, "actor": nn.Linear(8, 1), "value": nn.Linear(8, 1)}
+        return {**nets, "optimizers": {name: torch.optim.Adam(net.parameters(), 0.01) for name, net in nets.items()}}
+
+    def update(self, name, loss, state):
+        state["optimizers"][name].zero_grad()
+        loss.backward()
+        state["optimizers"][name].step()
+
+    def train_step(self, batch, state, ctx):
+        world, x = state["world"], batch["x"]
+        seen = [world["step"](torch.cat([x, batch["y"]], 1))]
+        seen.append(world["step"](torch.cat([x.flip(1), batch["y"]], 1), seen[0]))
+        model_loss = mse_loss(world["seen"](seen[0]).float(), x.flip(1)) + mse_loss(
+            world["reward"](seen[1]).float(), batch["y"]
+        )
+        self.update("world", model_loss, state)
+        world.requires_grad_(False)
+        hidden, gained = seen[1].detach(), 0.0
+        for _ in range(3):
+            action = state["actor"](hidden).tanh()
+            hidden = world["step"](torch.cat([world["seen"](hidden), action], 1), hidden)
+            gained = gained + world["reward"](hidden)
+        goal = gained + state["value"](hidden)
+        self.update("actor", -goal.mean(), state)
+        world.requires_grad_(True)
+        self.update("value", mse_loss(state["value"](seen[1].detach()).float(), goal.detach().float()), state)
+        return StepResult({"loss": model_loss.detach()})

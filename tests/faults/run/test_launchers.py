@@ -196,17 +196,3 @@ def test_torchrun_that_is_told_to_end_stops_all_ranks_at_one_step(job, torchrun)
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
-
-
-def test_a_port_that_another_process_has_is_told_with_the_way_out(job, tasks):
-    write(job, {})
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        job.environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
-        codes = [process.wait(120) for process in tasks()]
-
-    assert codes == [1, 1]
-    assert "EADDRINUSE" in job.terminal_event()["error"]
-    said = (job.folder / "stderr").read_text()
-    assert said.count("Another process uses the port at which the ranks meet. Set MASTER_PORT to a free one") == 1
