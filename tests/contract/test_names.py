@@ -254,7 +254,15 @@ def test_the_reference_has_every_name_and_module_of_the_older_path() -> None:
 
 def test_the_reference_describes_every_hook_and_every_field_of_the_context() -> None:
     """A section for each hook, a row for each field."""
-    hooks = [*REQUIRED_HOOKS, "save_checkpoint", "load_checkpoint", "generate_sample", "evaluate", "rollout"]
+    hooks = [
+        *REQUIRED_HOOKS,
+        "save_checkpoint",
+        "load_checkpoint",
+        "generate_sample",
+        "evaluate",
+        "rollout",
+        "trainer_hooks",
+    ]
     sections = re.findall(r"^### (\w+)$", REFERENCE.partition("## StepContext")[0], re.MULTILINE)
     assert sorted(sections) == sorted(hooks)
     rows = REFERENCE.partition("## StepContext")[2].partition("###")[0]
