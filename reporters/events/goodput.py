@@ -26,7 +26,8 @@ PARTS = {
     "evaluation": "evaluation",
     "rollout": "rollouts",
     "start_up": "from the start of a process to its first step",
-    "ending": "after the last step: final checkpoint, uploads",
+    "ending": "after the last step: final checkpoint",
+    "upload_wait": "after the last checkpoint or sample: waiting for uploads, and for the end to be acknowledged",
     "lost": "steps that were made again after a kill or a stop, or undone by a roll-back",
     "idle": "between two attempts, or after the last sign of one that was killed",
 }
@@ -112,6 +113,7 @@ class _Attempt:
     newest: _Line
     resumed_from: int = 0
     last_step: int = 0
+    upload_wait_s: float = 0.0
     figures: list[_Figures] = field(default_factory=list)
 
     @property
@@ -160,6 +162,7 @@ def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     span_s = attempt.last_s - attempt.started_s
     last = attempt.figures[-1] if attempt.figures else _Figures(attempt.resumed_from)
     spent = {part: spent_s for part, spent_s in last.seconds.items() if part != "start_up"}
+    spent["upload_wait"] = attempt.upload_wait_s
     rest_s = span_s - sum(spent.values())
     part = "ending" if attempt.ended and attempt.last_step <= last.step else "steps"
     spent[part] = spent.get(part, 0.0) + rest_s
@@ -201,8 +204,17 @@ def _attempts(events: Iterable[_Line]) -> list[_Attempt]:
                 attempt.last_step = event.step
             if isinstance(event, _Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
                 _take_metric(attempt, event)
+            if isinstance(event, _Completed | _Failed):
+                attempt.upload_wait_s = _upload_wait_s(attempt.newest, event)
             attempt.newest = event
     return attempts
+
+
+def _upload_wait_s(before: _Line, terminal: _Completed | _Failed) -> float:
+    """The time to the terminal event, which waits for uploads, from a checkpoint or sample of the same step."""
+    if not isinstance(before, _Checkpoint | _Sample) or before.step != terminal.step:
+        return 0.0
+    return max(terminal.timestamp_ms - before.timestamp_ms, 0) / 1000
 
 
 def _take_metric(attempt: _Attempt, event: _Metric) -> None:

@@ -48,6 +48,39 @@ def test_a_run_that_was_never_interrupted(tmp_path):
     assert account.goodput == pytest.approx(15 / 28)
 
 
+def test_the_time_from_the_last_checkpoint_to_the_end_is_that_of_uploads(tmp_path):
+    path = log(
+        tmp_path,
+        (100, "started", {}),
+        *spent(120, 100, steps=20.0, start_up=5.0),
+        (122, "checkpoint", {"step": 100, "path": "final.json"}),
+        (130, "completed", {"step": 100, "final_checkpoint": "final.json"}),
+    )
+
+    account = account_of(path)
+
+    assert account is not None
+    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
+        {"steps": 20.0, "start_up": 5.0, "ending": 2.0, "upload_wait": 8.0}
+    )
+
+
+def test_a_failure_after_a_checkpoint_of_another_step_has_not_waited_for_uploads(tmp_path):
+    failed = {"step": 150, "error": "train-step: no", "category": "train-step", "resumable": True}
+    path = log(
+        tmp_path,
+        (100, "started", {}),
+        *spent(110, 100, steps=10.0, start_up=5.0),
+        (111, "checkpoint", {"step": 100, "path": "step-00000100.json"}),
+        (120, "failed", failed),
+    )
+
+    account = account_of(path)
+
+    assert account is not None
+    assert {part: s for part, s in account.seconds.items() if s} == {"steps": 20.0, "start_up": 5.0}
+
+
 def test_steps_that_a_roll_back_has_undone_are_lost(tmp_path):
     path = log(
         tmp_path,
