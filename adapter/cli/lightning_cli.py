@@ -43,6 +43,7 @@ from ..run.resume import move_checkpoints_aside
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, outlast_rank_zero, text_of_error
 from .fit_results import show_fit_results
+from .fit_tracking import continue_tracking
 from .parser import CommandParser
 
 __all__ = ["GenlightCLI", "run_lightning_cli"]
@@ -274,6 +275,7 @@ class GenlightCLI(LightningCLI):
             watching_paused_ranks(children.ids, stop.is_stopping, self._end_failed),
         ):
             try:
+                continue_tracking(self.trainer, self.model, self._resumed_step, resume=self.config["fit"]["resume"])
                 self.trainer.fit(**arguments)
             except RuntimeError as error:
                 cause = stop_behind_lost_worker(error, signals.reason) or about_other_weights(error)

@@ -3,5 +3,8 @@
 May import the rest of `callbacks`, and `reporters`. This file itself imports neither torch nor Lightning.
 """
 
-RUNS_FILE = "tracking.json"
-"""Which run of W&B or MLflow each logger has, in the folder of the run's metrics."""
+RUNS_FILE = "tracking.jsonl"
+"""Which run of W&B or MLflow each logger has, in one line: in the folder of a job's metrics, or beside a fit's checkpoints.
+
+Not ``.json``, which would be looked at as the record of a checkpoint.
+"""

@@ -42,7 +42,7 @@ def continue_runs(
     Args:
         trainer: Its loggers are looked at; those of other classes are left alone.
         directory: Where `RUNS_FILE` is kept.
-        resumed_step: The step after which training goes on; None where it begins, with new runs.
+        resumed_step: The last step that training does not report again; None where it begins, with new runs.
         events_path: The event log of the earlier attempts; None sends nothing again.
     """
     loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | MLFlowLogger)]
@@ -53,7 +53,7 @@ def continue_runs(
     names = _names(loggers)
     found = [(logger, _go_on(logger, name, known[name])) for name, logger in names.items() if name in known]
     runs = {name: _run_of(logger) for name, logger in names.items()}
-    write_bytes_durably(path, msgspec.json.encode(runs), mode=PRIVATE_FILE)
+    write_bytes_durably(path, msgspec.json.encode(runs) + b"\n", mode=PRIVATE_FILE)
     held = [(logger, steps) for logger, steps in found if steps is not None]
     if held and resumed_step is not None and events_path is not None:
         _send_missing(held, events_path, resumed_step)

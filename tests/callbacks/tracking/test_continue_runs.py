@@ -149,3 +149,67 @@ def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once_and_in_order(
     runs = json.loads((metrics / RUNS_FILE).read_text())
     assert runs == {"WandbLogger-0": found["wandb"][0]["id"], "MLFlowLogger-0": run["id"]}
     assert [event["event"] for event in read_events(metrics / "events.jsonl")].count("started") == 3
+
+
+MODULE = """
+import os, signal
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Killed(BoringModel):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == int(os.environ["KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.log("train/loss", 1.0 / (1 + self.global_step))
+        self.log("batch", float(self.global_step))
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(300, 32))
+
+    def val_dataloader(self):
+        return []
+"""
+FIT = {
+    "model": {"class_path": "module.Killed"},
+    "trainer": {
+        "max_steps": 300,
+        "accelerator": "cpu",
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "logger": [
+            *JOB["lightning"]["logger"],
+            {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "events.jsonl", "run_id": "fit"}},
+        ],
+        "callbacks": [
+            {
+                "class_path": "genlight.callbacks.Checkpoint",
+                "init_args": {"dirpath": "checkpoints", "every_n_steps": 100, "asynchronous": False},
+            }
+        ],
+    },
+}
+
+
+def test_a_fit_of_any_module_that_is_killed_is_one_run_with_each_step_once(command, tmp_path):
+    """Lightning's own loop counts its first batch as step 0."""
+    (tmp_path / "module.py").write_text(MODULE)
+    (tmp_path / "fit.yaml").write_text(json.dumps(FIT))
+    for kill_at in (250, -1):
+        done = command("-m", "genlight", "fit", "--config", "fit.yaml", "--resume", "auto", kill_at=kill_at)
+        assert done.returncode == (-signal.SIGKILL if kill_at > 0 else 0), done.stderr
+        if kill_at > 0:
+            written = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+            os.truncate(written, written.stat().st_size // 2)
+
+    found = json.loads(command("-c", READ).stdout)
+
+    assert len({part["id"] for part in found["wandb"]}) == 1
+    expected = [[step, float(step)] for step in range(300)]
+    assert [[step, batch] for part in found["wandb"] for step, _, batch in part["rows"]] == expected
+    (run,) = found["mlflow"]
+    assert run["status"] == "FINISHED"
+    assert run["batch"] == expected
+    assert "not checkpoint records" not in done.stderr
