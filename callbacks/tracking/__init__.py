@@ -4,7 +4,7 @@ May import the rest of `callbacks`, and `reporters`. This file itself imports ne
 """
 
 RUNS_FILE = "tracking.jsonl"
-"""Which run of W&B or MLflow each logger has, in one line: in the folder of a job's metrics, or beside a fit's checkpoints.
+"""Which run of W&B or MLflow each logger has: one line, in the folder of a job's metrics or of a fit's checkpoints.
 
 Not ``.json``, which would be looked at as the record of a checkpoint.
 """
