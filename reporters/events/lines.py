@@ -139,9 +139,10 @@ def metric_lines(
     lines, encode = [], _encoder.encode
     # One event for all of them: memory that is fresh costs more than what is written to it.
     event = Metric("metric", "", run_id, SCHEMA_VERSION, seq, 0, 0, None)
-    for values, event.step, now_ns in reports:
-        event.timestamp_ms = timestamp_ms(now_ns)
-        for event.name, value in values.items():
+    for values, step, now_ns in reports:
+        event.step, event.timestamp_ms = step, timestamp_ms(now_ns)
+        for name, value in values.items():
+            event.name = name
             event.value, event.value_text = (None, value) if isinstance(value, str) else (value, msgspec.UNSET)
             try:
                 lines.append(encode(event) + b"\n")
