@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
     from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .early_stopping import EarlyStopping as EarlyStopping
-    from .evaluate import Evaluate as Evaluate
-    from .evaluate_command import EvaluateCommand as EvaluateCommand
-    from .evaluate_loader import EvaluateLoader as EvaluateLoader
+    from .evaluation.evaluate import Evaluate as Evaluate
+    from .evaluation.evaluate_command import EvaluateCommand as EvaluateCommand
+    from .evaluation.evaluate_loader import EvaluateLoader as EvaluateLoader
     from .guarded import Guarded as Guarded
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .record_events import RecordEvents as RecordEvents
     from .recovery.recover import Recover as Recover
-    from .replica_guard import ReplicaGuard as ReplicaGuard
+    from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
     from .telemetry.heartbeat import Heartbeat as Heartbeat
@@ -46,16 +46,16 @@ else:
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
             ".diagnosis.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
-            ".evaluate": ("Evaluate",),
-            ".evaluate_command": ("EvaluateCommand",),
-            ".evaluate_loader": ("EvaluateLoader",),
+            ".evaluation.evaluate": ("Evaluate",),
+            ".evaluation.evaluate_command": ("EvaluateCommand",),
+            ".evaluation.evaluate_loader": ("EvaluateLoader",),
             ".guarded": ("Guarded",),
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
             ".recovery.recover": ("Recover",),
-            ".replica_guard": ("ReplicaGuard",),
+            ".replicas.replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.goodput": ("Goodput",),
             ".telemetry.heartbeat": ("Heartbeat",),

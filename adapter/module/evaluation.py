@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from ...callbacks.evaluate import Evaluate, scores_of
+from ...callbacks.evaluation.evaluate import Evaluate, scores_of
 from ...callbacks.hook.events import callbacks_of, publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError

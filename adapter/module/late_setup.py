@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.log_metrics import LogMetrics
-from ...callbacks.replica_guard import ReplicaGuard
+from ...callbacks.replicas.replica_guard import ReplicaGuard
 
 __all__ = [
     "defer_setups",

@@ -19,8 +19,8 @@ from torch import nn
 
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.discovery.rank_local import EVERYTHING_SHARED
-from genlight.callbacks.replica_digest import digest_of_all
-from genlight.callbacks.replica_guard import taking_turns
+from genlight.callbacks.replicas.digest import digest_of_all
+from genlight.callbacks.replicas.replica_guard import taking_turns
 
 STEP_MS = 10.0
 MODELS = {

@@ -36,7 +36,7 @@ LOADED = (
     "genlight.adapter.module.module",
     "genlight.adapter.run.run",
     "genlight.callbacks.checkpoint",
-    "genlight.callbacks.evaluate",
+    "genlight.callbacks.evaluation.evaluate",
     "genlight.callbacks.job_progress",
     "genlight.callbacks.log_metrics",
     "genlight.callbacks.record_events",

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from rank_environment import Ranks
 from torch import nn
 
-from genlight.callbacks.replica_guard import ReplicaGuard
+from genlight.callbacks.replicas.replica_guard import ReplicaGuard
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 

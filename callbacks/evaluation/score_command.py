@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..adapter.contract.exceptions import EvaluationError
-from ..adapter.plumbing.redaction import hide_secrets
+from ...adapter.contract.exceptions import EvaluationError
+from ...adapter.plumbing.redaction import hide_secrets
 
 __all__ = ["command_for", "parse_scores", "run_score_command"]
 

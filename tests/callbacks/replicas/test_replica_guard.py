@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from genlight.callbacks.replica_digest import digest, digest_of_all
-from genlight.callbacks.replica_guard import TURNS, ReplicaGuard, _next_double, taking_turns
+from genlight.callbacks.replicas.digest import digest, digest_of_all
+from genlight.callbacks.replicas.replica_guard import TURNS, ReplicaGuard, _next_double, taking_turns
 from support.rank_processes import run_ranks
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import EvaluationError
-from ..adapter.plumbing.daemon_threads import DaemonThreads
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.format.record import CheckpointRecord
-from .evaluation_failures import FailuresInARow
-from .hook.cadence import NEVER, StepCadence, crossed
-from .hook.events import callbacks_of, publish_scores
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from ...adapter.contract.exceptions import EvaluationError
+from ...adapter.plumbing.daemon_threads import DaemonThreads
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.format.record import CheckpointRecord
+from ..hook.cadence import NEVER, StepCadence, crossed
+from ..hook.events import callbacks_of, publish_scores
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+from ..stop.stop_requests import StopRequests
+from .failures import FailuresInARow
 from .score_command import command_for, run_score_command
-from .stop.stop_requests import StopRequests
 
 __all__ = ["EvaluateCommand"]
 

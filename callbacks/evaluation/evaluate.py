@@ -11,12 +11,12 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import ContractError
-from .evaluation_failures import FailuresInARow, scores_of_all_ranks
-from .hook.cadence import Boundaries, StepCadence
-from .hook.events import publish_scores, timed
-from .hook.hook import Hook
-from .hook.listeners import skippable
+from ...adapter.contract.exceptions import ContractError
+from ..hook.cadence import Boundaries, StepCadence
+from ..hook.events import publish_scores, timed
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+from .failures import FailuresInARow, scores_of_all_ranks
 
 __all__ = ["Evaluate", "as_scores", "modes_after_failure", "scores_of"]
 

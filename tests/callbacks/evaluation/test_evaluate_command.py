@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
+from genlight.callbacks.evaluation.score_command import parse_scores, run_score_command
 from genlight.callbacks.hook.events import run_state_of
-from genlight.callbacks.score_command import parse_scores, run_score_command
 
 PATIENCE_S = 120.0
 

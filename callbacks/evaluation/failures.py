@@ -8,8 +8,8 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from ..adapter.contract.exceptions import EvaluationError
-from ..adapter.plumbing.redaction import text_of
+from ...adapter.contract.exceptions import EvaluationError
+from ...adapter.plumbing.redaction import text_of
 
 __all__ = ["FailuresInARow", "scores_of_all_ranks"]
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import ReplicaDriftError
-from .hook.cadence import Boundaries, StepCadence
-from .hook.hook import Hook
-from .hook.listeners import skippable
-from .optimizer_state import named_values
-from .replica_digest import digest, digest_of_all
+from ...adapter.contract.exceptions import ReplicaDriftError
+from ..hook.cadence import Boundaries, StepCadence
+from ..hook.hook import Hook
+from ..hook.listeners import skippable
+from ..optimizer_state import named_values
+from .digest import digest, digest_of_all
 
 __all__ = ["ReplicaGuard"]
 
