@@ -21,7 +21,7 @@ BEGIN, END = "<!-- classes and strategies: begin -->", "<!-- classes and strateg
 
 INTRODUCTION = """\
 Each class of `tests/zoo/` trains five steps on tiny data: in one process, on two ranks under DDP, and sharded over two
-ranks by FSDP 2, in fp32, bf16-mixed and 16-mixed. The weights, averages and bare parameters at the end are compared with
+ranks by FSDP 2, in fp32, bf16-mixed and 16-mixed. Weights, averages and bare parameters at the end are compared with
 those of a plain torch loop over whole batches: bit by bit for one process in fp32, to rounding elsewhere. Then each run
 is repeated from its checkpoint of step 3, and has to end with the same bits. `python -m zoo.table`, in `tests/`,
 measures all of it and writes this section; CI holds it to be true.
