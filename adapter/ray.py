@@ -15,6 +15,7 @@ from typing import Any
 
 from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
+from .plumbing.listed import listed
 from .plumbing.operating_system import require_linux
 from .run.ranks.failure_notes import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
@@ -46,7 +47,7 @@ def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ca
     path = Path(job).absolute()
     config = resolve_run_config(spec_path=path, overrides=overrides)
     given = config.lightning
-    placed: dict[str, Any] = {"lightning.plugins": [*_listed(given.get("plugins")), ENVIRONMENT]}
+    placed: dict[str, Any] = {"lightning.plugins": [*listed(given.get("plugins")), ENVIRONMENT]}
     if given.get("strategy") in REPLICATED:
         placed["lightning.strategy"] = STRATEGY
     settings = {"artifacts_dir": str(config.artifacts_dir), "resume_from_latest": True}
@@ -86,9 +87,3 @@ def _agreed(node_rank: int) -> tuple[int, str]:
         told = [None] * dist.get_world_size()
         dist.all_gather_object(told, (node_rank, secrets.token_hex(8)))
     return 1 + max(node for node, _ in told), told[0][1]
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.format.layout import record_paths
-from ...callbacks.checkpoint.format.record_file import read_record
+from ...callbacks.checkpoint.selection import list_checkpoints
 from ...callbacks.stop.sources import SAVE_MARGIN
 from ..cluster.kubernetes import KubernetesJob
 from ..cluster.manifest import yaml_of
-from ..contract.exceptions import BrokenCheckpointError, StartupContractError
+from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig, resolve_run_config
 from ..job.refs import looks_like_path
 from ..job.sources import folder_name
@@ -221,16 +220,9 @@ def _artifacts(overrides: Sequence[str], folder: str, run_id: str) -> str:
 
 def _grace_s(config: RunConfig) -> int:
     """From the largest checkpoint of the run, where it has some here; the uploads of a stop come on top."""
-    sizes = [size for path in record_paths(config.checkpoints_dir) if (size := _size(path)) is not None]
+    sizes = [found.record.size_bytes for found in list_checkpoints(config.checkpoints_dir) if found.record is not None]
     save_s = SAVE_MARGIN * max(sizes, default=0) / SLOWEST_SAVE_BYTES_S
     return max(DEFAULT_GRACE_S, math.ceil(save_s + config.upload_deadline_s))
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return read_record(path).size_bytes
-    except (BrokenCheckpointError, OSError):  # which is no reason not to render
-        return None
 
 
 def _in_pods(spec: Mapping[str, Any], spec_dir: Path, folder: str) -> dict[str, Any]:

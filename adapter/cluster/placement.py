@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from .slurm_environment import NOT_GIVEN, has_cluster_environment, listed, placed_by_slurm
+from ..plumbing.listed import listed
+from .slurm_environment import NOT_GIVEN, has_cluster_environment, placed_by_slurm
 from .torchrun_environment import TorchrunEnvironment, shares_store_of_agent
 
 __all__ = ["placed_by_launcher"]

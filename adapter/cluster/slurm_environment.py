@@ -13,13 +13,13 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
+from ..plumbing.listed import listed
 from .job_context import JobContext, current_job_context, in_srun_task
 
 __all__ = [
     "NOT_GIVEN",
     "SlurmEnvironment",
     "has_cluster_environment",
-    "listed",
     "placed_by_slurm",
     "placement_fault",
 ]
@@ -146,13 +146,6 @@ def has_cluster_environment(arguments: Mapping[str, Any]) -> bool:
     """Whether the caller has chosen one."""
     strategy_has_one = getattr(arguments.get("strategy"), "cluster_environment", None) is not None
     return strategy_has_one or any(isinstance(each, ClusterEnvironment) for each in listed(arguments.get("plugins")))
-
-
-def listed(value: Any) -> list[Any]:
-    """An argument that may be a single value, as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def placement_fault(trainer: pl.Trainer) -> str | None:

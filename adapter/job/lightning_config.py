@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
+from ..plumbing.listed import listed
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .trainer_arguments import trainer_arguments
@@ -105,9 +106,7 @@ def _our_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    if value is None or isinstance(value, bool):
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return [] if isinstance(value, bool) else listed(value)  # true and false are Lightning's words for its own, or none
 
 
 def epochs_of(config: RunConfig) -> int:

@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ....callbacks.checkpoint.format.layout import record_paths
-from ....callbacks.checkpoint.format.record_file import read_record
+from ....callbacks.checkpoint.selection import list_checkpoints
 from ....callbacks.stop.sources import SAVE_MARGIN
-from ...contract.exceptions import BrokenCheckpointError
 from ...job.config import RunConfig
 from ...plumbing.durable import temporary_name, write_all
 from ...plumbing.finding import Finding
@@ -30,7 +28,7 @@ def check_grace(config: RunConfig) -> Iterator[Finding]:
     """
     if config.stop_grace_s is None:
         return
-    sizes = [size for path in record_paths(config.checkpoints_dir) if (size := _size(path)) is not None]
+    sizes = [found.record.size_bytes for found in list_checkpoints(config.checkpoints_dir) if found.record is not None]
     if not sizes:
         return
     try:
@@ -47,13 +45,6 @@ def check_grace(config: RunConfig) -> Iterator[Finding]:
         yield Finding("grace", "fail", said, remedy)
     else:
         yield Finding("grace", "pass", said)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return read_record(path).size_bytes
-    except (BrokenCheckpointError, OSError):  # told by another check
-        return None
 
 
 def save_seconds(directory: Path, size_bytes: int) -> float:
