@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,34 @@ def labelled(step: int) -> dict[str, torch.Tensor]:
 
 def mlp(inputs: int = 6, outputs: int = 1, hidden: int = 12) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained adapter beside it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+class AveragesItsModel:
+    """Part of a class: an average of the weights, in a copy of the model."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        with torch.no_grad():
+            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
+                average.lerp_(p, 0.1)
+        return result
 
 
 class Base:

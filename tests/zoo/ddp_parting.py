@@ -183,12 +183,16 @@ class DensifiesByItsOwnRows(Base):
         optimizer.zero_grad()
         torch.cdist(batch["x"], points["mean"]).min(1).values.mean().backward()
         optimizer.step()
-        if state["calls"] == 2:
-            far = batch["x"][torch.cdist(batch["x"], points["mean"]).min(1).values > 2 - ctx.rank]
-            old, new = points["mean"], nn.Parameter(torch.cat([points["mean"].detach(), far[: 1 + ctx.rank]]))
-            optimizer.state.pop(old)
-            optimizer.param_groups[0]["params"][0] = points["mean"] = new
+        new = self.replacement(points["mean"], batch, ctx) if state["calls"] == 2 else None
+        if new is not None:
+            optimizer.state.pop(points["mean"])
+            optimizer.param_groups[0]["params"][0] = points["mean"] = nn.Parameter(new)
         return StepResult({})
+
+    def replacement(self, points, batch, ctx):
+        """What takes the place of the points; None leaves them."""
+        far = batch["x"][torch.cdist(batch["x"], points).min(1).values > 2 - ctx.rank]
+        return torch.cat([points.detach(), far[: 1 + ctx.rank]])
 
 
 class FreezesOnOneRank(SkipsTheUpdate):
@@ -213,17 +217,8 @@ class FreezesFromTheStartOnOneRank(Base):
 class ReplacesOnOneRank(DensifiesByItsOwnRows):
     """Points are replaced on one rank alone, by as many as there were."""
 
-    def train_step(self, batch, state, ctx):
-        points, optimizer = state["points"], state["optimizer"]
-        state["calls"] += 1
-        optimizer.zero_grad()
-        torch.cdist(batch["x"], points["mean"]).min(1).values.mean().backward()
-        optimizer.step()
-        if state["calls"] == 2 and ctx.rank == 1:
-            old, new = points["mean"], nn.Parameter(points["mean"].detach().clone())
-            optimizer.state.pop(old)
-            optimizer.param_groups[0]["params"][0] = points["mean"] = new
-        return StepResult({})
+    def replacement(self, points, batch, ctx):
+        return points.detach().clone() if ctx.rank == 1 else None
 
 
 class UpdatesTwiceInTheLastStep(SkipsTheUpdate):

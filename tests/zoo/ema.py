@@ -8,20 +8,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .base import Base, mlp
+from .base import AveragesItsModel, Base, mlp
 
 
-class EmaModule(Base):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
-                average.lerp_(p, 0.1)
-        return result
+class EmaModule(AveragesItsModel, Base):
+    pass
 
 
 class EmaOfStateDict(EmaModule):

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from genlight.adapter.contract.types import StepResult
 
-from .base import Base, tokens
+from .base import Base, LowRank, tokens
 
 
 class Language(Base, abstract=True):
@@ -129,20 +129,10 @@ class TruncatedBackprop(Language):
 
 
 class LowRankAdapter(Language):
-    class Lora(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
-            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
-
-        def forward(self, x):
-            return self.base(x) + x @ self.down.t() @ self.up.t()
-
     def configure(self, ctx):
         model = TinyLm()
         model.requires_grad_(False)
-        model.head = self.Lora(model.head)
+        model.head = LowRank(model.head)
         trained = [p for p in model.parameters() if p.requires_grad]
         return {"model": model, "trained": trained, "optimizer": torch.optim.AdamW(trained, lr=0.01)}
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepContext, StepResult
 
-from .base import mlp
+from .base import AveragesItsModel, LowRank, mlp
 from .runs import STEPS, rows
 
 
@@ -199,19 +199,9 @@ class Frozen(Base):
 class Adapted(Base):
     """A frozen base with low-rank adapters; the trained parameters stand in a list of the trainer's."""
 
-    class LowRank(nn.Module):
-        def __init__(self, base: nn.Linear):
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.down = nn.Parameter(torch.randn(2, base.in_features) * 0.1)
-            self.up = nn.Parameter(torch.zeros(base.out_features, 2))
-
-        def forward(self, x):
-            return self.base(x) + x @ self.down.t() @ self.up.t()
-
     def configure(self, ctx):
         model = mlp()
-        model[0], model[2] = self.LowRank(model[0]), self.LowRank(model[2])
+        model[0], model[2] = LowRank(model[0]), LowRank(model[2])
         self.trained = [p for p in model.parameters() if p.requires_grad]
         return {"model": model, "optimizer": torch.optim.AdamW(self.trained, lr=0.01)}
 
@@ -224,17 +214,8 @@ class Adapted(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class WithEma(Base):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
-                average.lerp_(p, 0.1)
-        return result
+class WithEma(AveragesItsModel, Base):
+    pass
 
 
 class Tied(Base):

@@ -12,6 +12,7 @@ import yaml
 from genlight.adapter.cli import main
 from genlight.adapter.cluster.manifest import yaml_of
 from genlight.callbacks.checkpoint import newest_valid
+from support.saving_trainer import SAVING_TRAINER
 
 USUAL = ("--image", "registry.example/train:1", "--volume", "training")
 
@@ -139,25 +140,10 @@ def test_the_output_depends_on_the_arguments_alone_and_loads_no_torch(job, capsy
     assert (tmp_path / "job.yaml").read_text() == outputs[0]
 
 
-TRAINER = """
-class Counts:
-    def setup(self, ctx): ...
-    def configure(self, ctx):
-        return {"seen": 0}
-    def prepare_batch(self, raw_batch, state, ctx):
-        return raw_batch
-    def train_step(self, batch, state, ctx):
-        return type("Result", (), {"metrics": {"loss": 1.0}})()
-    def state_dict(self, state):
-        return dict(state)
-    def load_state_dict(self, state, payload, ctx): ...
-"""
-
-
 def test_a_pod_gets_the_time_of_a_save_of_the_runs_largest_checkpoint(job, capsys, monkeypatch):
     assert pod_of(documents(capsys))["terminationGracePeriodSeconds"] == 120
 
-    (job.parent / "saving_trainer.py").write_text(TRAINER)
+    (job.parent / "saving_trainer.py").write_text(SAVING_TRAINER)
     write(job, trainer="saving_trainer:Counts", dataset=..., mock_batches=[1, 2, 3], lightning={"accelerator": "cpu"})
     assert main(["run", "job.json"]) == 0
     capsys.readouterr()

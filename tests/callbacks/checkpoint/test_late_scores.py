@@ -16,19 +16,7 @@ from genlight.callbacks.checkpoint import RecordMeta, list_checkpoints, save
 from genlight.callbacks.checkpoint.late_scores import SCORES_FILE, add_late_score, read_late_scores
 from genlight.callbacks.checkpoint.retention import WRITER
 from genlight.callbacks.hook.events import publish_scores
-
-PATIENCE_S = 120.0
-
-
-class WaitsForScores(Hook):
-    """Holds training up until a command that was begun has ended, so that its scores come after the next step."""
-
-    def __init__(self, evaluate: EvaluateCommand) -> None:
-        self.evaluate = evaluate
-
-    def on_train_batch_start(self, *_):
-        if self.evaluate._running is not None:
-            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
+from support.score_waiting import WaitsForScores
 
 
 class Tells(Hook):

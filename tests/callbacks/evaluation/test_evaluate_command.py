@@ -17,6 +17,7 @@ from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
 from genlight.callbacks.evaluation.score_command import parse_scores, run_score_command
 from genlight.callbacks.hook.events import run_state_of
+from support.score_waiting import WaitsForScores
 
 PATIENCE_S = 120.0
 
@@ -36,17 +37,6 @@ class Heard(Hook):
 
     def on_scores(self, trainer, pl_module, scores, step):
         self.scores.append((step, dict(scores)))
-
-
-class WaitsForScores(Hook):
-    """Holds training up after each step until a command that was begun has ended, so that its scores come then."""
-
-    def __init__(self, evaluate: EvaluateCommand) -> None:
-        self.evaluate = evaluate
-
-    def on_train_batch_start(self, *_):
-        if self.evaluate._running is not None:
-            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
 
 
 SCORES_THE_STEP = """

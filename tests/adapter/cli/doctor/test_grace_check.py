@@ -5,27 +5,14 @@ import json
 import pytest
 
 from genlight.adapter.cli import main
-
-TRAINER = """
-class Counts:
-    def setup(self, ctx): ...
-    def configure(self, ctx):
-        return {"seen": 0}
-    def prepare_batch(self, raw_batch, state, ctx):
-        return raw_batch
-    def train_step(self, batch, state, ctx):
-        return type("Result", (), {"metrics": {"loss": 1.0}})()
-    def state_dict(self, state):
-        return dict(state)
-    def load_state_dict(self, state, payload, ctx): ...
-"""
+from support.saving_trainer import SAVING_TRAINER
 
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
     """A run that has saved."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "graceful_trainer.py").write_text(TRAINER)
+    (tmp_path / "graceful_trainer.py").write_text(SAVING_TRAINER)
     job = {"run_id": "r", "trainer": "graceful_trainer:Counts", "max_steps": 2, "mock_batches": [1, 2]}
     (tmp_path / "job.json").write_text(json.dumps(job | {"lightning": {"accelerator": "cpu"}}))
     assert main(["run", "job.json"]) == 0

@@ -1,0 +1,18 @@
+"""A training that waits for what is scored beside it."""
+
+from __future__ import annotations
+
+from genlight.callbacks import EvaluateCommand, Hook
+
+PATIENCE_S = 120.0
+
+
+class WaitsForScores(Hook):
+    """Holds training up after each step until a command that was begun has ended, so that its scores come then."""
+
+    def __init__(self, evaluate: EvaluateCommand) -> None:
+        self.evaluate = evaluate
+
+    def on_train_batch_start(self, *_):
+        if self.evaluate._running is not None:
+            self.evaluate._running.scores.exception(timeout=PATIENCE_S)
