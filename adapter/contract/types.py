@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     # the trainer's side
     "TRAINER_API_VERSION",
+    "OPTIONAL_HOOKS",
     "REQUIRED_HOOKS",
     "TrainerPlugin",
     "TrainingJobSpec",
@@ -51,6 +52,12 @@ TRAINER_API_VERSION = "v1"
 
 REQUIRED_HOOKS = ("setup", "configure", "prepare_batch", "train_step", "state_dict", "load_state_dict")
 """The hooks that every trainer class must have."""
+
+OPTIONAL_HOOKS = (
+    *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
+    "trainer_hooks",
+)
+"""Further hooks that the loop calls where a trainer class has them."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..contract.types import OPTIONAL_HOOKS
 from ..plumbing.text import closest
 from .plugin_loading import optional_hook
 
@@ -27,10 +28,7 @@ HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Positional and keyword arguments with which each hook is called."""
 
-OPTIONAL_NAMES = (
-    *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
-    *("generate_sample", "rank_local", "trainer_hooks"),
-)
+OPTIONAL_NAMES = (*OPTIONAL_HOOKS, "generate_sample", "rank_local")
 ALIKE = 0.85
 """How near a name has to be to that of a hook, from 0 to 1, to be taken for a misspelling; `evaluate_loss` is not."""
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ..contract.exceptions import ContractError, TrainerPathError
-from ..contract.types import REQUIRED_HOOKS, TrainerPlugin
+from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, TrainerPlugin
 from . import alias
 from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
@@ -29,16 +29,12 @@ __all__ = [
     "optional_hook",
 ]
 
-_OPTIONAL_HOOKS = (
-    *("save_checkpoint", "load_checkpoint", "rollout", "rollout_state", "load_rollout_state", "evaluate"),
-    "trainer_hooks",
-)
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
 _STUBS = tuple(
     stub
     for base in (TrainerPlugin, TrainerEndpointContract, CheckpointingTrainerPlugin)
     for name, stub in vars(base).items()
-    if name in (*REQUIRED_HOOKS, *_OPTIONAL_HOOKS)
+    if name in (*REQUIRED_HOOKS, *OPTIONAL_HOOKS)
 )
 """Hooks that a class inherits from a protocol; they do nothing, and none of them is one that it has."""
 
@@ -198,7 +194,7 @@ def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
 
 def async_hooks(target: Any) -> list[str]:
     """The hooks of `target`, a class or an instance, that are coroutine functions, optional hooks included."""
-    hooks = {name: getattr(target, name, None) for name in (*REQUIRED_HOOKS, *_OPTIONAL_HOOKS)}
+    hooks = {name: getattr(target, name, None) for name in (*REQUIRED_HOOKS, *OPTIONAL_HOOKS)}
     return [n for n, hook in hooks.items() if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook)]
 
 
