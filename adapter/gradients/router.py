@@ -15,7 +15,8 @@ While a ``train_step`` runs, and in its thread alone::
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
-    end of the step     average what is left               several ranks; a rank without any says so
+    end of the step     average what is left, or let it    several ranks; a rank without any says so
+                        wait for an update
                         buffers of rank 0 to all ranks     several ranks
 
 Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
@@ -138,6 +139,16 @@ class StepRouter:
     def averages(self) -> bool:
         """Whether gradients are averaged over several ranks."""
         return self._averaging is not None
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients of the steps before wait for an update, and are each rank's own."""
+        return self._averaging is not None and self._averaging.waits
+
+    def go_on_waiting(self) -> None:
+        """Gradients that a run before this one has left wait for an update."""
+        if self._averaging is not None:
+            self._averaging.go_on_waiting()
 
     def before_collective(self, name: str) -> None:
         """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""

@@ -21,6 +21,7 @@ from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks
 from genlight.adapter.gradients.precision import StepPrecision
+from genlight.adapter.gradients.rank_notes import Notes
 from genlight.adapter.gradients.rank_points import Point
 from genlight.adapter.gradients.router import StepRouter
 
@@ -285,9 +286,9 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
     assert type(parameter) is Own
 
 
-@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(None, 1), (64, 2)])
-def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
-    averaged, monkeypatch, bucket_bytes, pieces
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(None, 1), (64, 2 + 1)])
+def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_notes_and_in_the_same_memory_in_each_step(
+    averaged, monkeypatch, bucket_bytes, messages
 ):
     places, real = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
@@ -298,8 +299,8 @@ def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_mem
             run.backward()
             run.optimizer.step()
 
-    assert len(averaged) == 3 * pieces
-    assert places == places[:pieces] * 3
+    assert len(averaged) == 3 * messages
+    assert places == places[:messages] * 3
 
 
 class Device:
@@ -336,7 +337,7 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averag
         sync(Point())
 
     assert (device.waits > 0) == waits
-    assert len(sync._sent._sent) == sent_points.LATE_CALLS
+    assert len(sync._exchange._sent._sent) == sent_points.LATE_CALLS
 
 
 def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
@@ -372,7 +373,7 @@ def test_a_backward_call_of_a_small_model_looks_for_replaced_parameters_at_most_
 
 def test_ranks_agree_on_the_order_of_their_buckets_by_the_device_of_the_gradients(averaged, monkeypatch):
     """Also where this rank has seen no backward call."""
-    plan = Plan([Bucket([nn.Parameter(torch.empty(1, device="meta"))]) for _ in range(2)], [])
+    plan = Plan([Bucket([nn.Parameter(torch.empty(1, device="meta"))]) for _ in range(2)], [], Notes(0, 0))
     seen = []
 
     def broadcast(tensor, **_):
