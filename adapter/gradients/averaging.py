@@ -74,10 +74,10 @@ class Averaging:
         """Whether gradients of steps before wait for an update, and are each rank's own."""
         return self._accumulation is not None and self._accumulation.waits
 
-    def go_on_waiting(self) -> None:
-        """Gradients of a run before this one wait for an update."""
+    @waits.setter
+    def waits(self, waits: bool) -> None:
         if self._accumulation is not None:
-            self._accumulation.waits = True
+            self._accumulation.waits = waits
 
     def begin(self) -> None:
         """A step begins."""
