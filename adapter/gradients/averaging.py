@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .equal_replicas import BufferSync, average_scalar
+from .buffer_sync import BufferSync
+from .equal_replicas import average_scalar
 from .gradient_sync import GradientSync
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
@@ -29,7 +30,7 @@ class Averaging:
 
     Args:
         gradients: Averages them.
-        buffers: Gives all ranks the buffers of rank 0 at the end of a step; None where there are none.
+        buffers: Sends all ranks the buffers of rank 0 at the end of a step; None where there are none.
         optimizers: Ids of the optimizers whose gradients are averaged.
         parameters: Ids of the modules' parameters.
         at_once: Whether to average after each backward call, rather than when one is read.
@@ -82,6 +83,8 @@ class Averaging:
     def begin(self) -> None:
         """A step begins."""
         self._was_averaged = False
+        if self._buffers is not None:
+            self._buffers.settle()
         if self._accumulation is not None:
             self._accumulation.begin()
 
@@ -96,7 +99,7 @@ class Averaging:
         elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
             self._gradients.take_no_part(self._point(Why.LAST))
         if self._buffers is not None:
-            self._buffers()
+            self._buffers.send(self._completed_steps() + 1)
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, where a collective would hang."""

@@ -17,7 +17,7 @@ While a ``train_step`` runs, and in its thread alone::
     a collective        average gradients first            several ranks
     end of the step     average what is left, or let it    several ranks; a rank without any says so
                         wait for an update
-                        buffers of rank 0 to all ranks     several ranks
+                        send buffers of rank 0             several ranks; they are there when other code may look
 
 Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
 is bit-equal to plain torch, and free.
@@ -39,7 +39,7 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from . import autograd_patch as interception, update_errors
 from .averaging import Averaging
-from .equal_replicas import BufferSync
+from .buffer_sync import BufferSync
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import ShardedStep
@@ -63,13 +63,14 @@ class StepRouter:
         precision: What the precision plugin asks for.
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
-        buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+        buffers: Sends all ranks the buffers of rank 0; None on a single rank.
         guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
         is_last_step: Whether the step that runs is the last one, on all ranks.
 
     Attributes:
         averaging: Averages gradients when they are wanted; None on a single rank.
+        buffers: Sends the buffers of rank 0; None where there are none, and on a single rank.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class StepRouter:
         self._sharded = sharded or None
         self._checked_at_once = sharded.optimizers
         self._checked_when_averaged = [each for each in self._optimizers if each not in sharded.optimizers]
+        self.buffers = buffers or None
         self.averaging: Averaging | None = None
         if gradients is not None:
             self.averaging = Averaging(
@@ -144,7 +146,7 @@ class StepRouter:
         return self.averaging is not None
 
     def before_collective(self, name: str) -> None:
-        """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
+        """Average first what other ranks may wait for."""
         if self.averaging is not None:
             self.averaging.before_collective(name)
 

@@ -16,8 +16,9 @@ from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .buffer_sync import BufferSync
 from .communication_hooks import communication_hook
-from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
+from .equal_replicas import broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
 from .gradient_sync import GradientSync
 from .lightning_hooks import step_hooks

@@ -20,12 +20,13 @@ from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
+from ..gradients.buffer_sync import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
@@ -36,7 +37,7 @@ from .finders import host_finders
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .own_hooks import attach_own_hooks
 from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
-from .rank_state import collect_from_ranks
+from .rank_state import collect_from_ranks, rank_channel_of
 from .rehearsal import Rehearsal
 from .reporting import ReportingModule
 from .rollout import RolloutBatches
@@ -107,6 +108,7 @@ class ContractModule(ReportingModule):
         """By callbacks of this fit, before it began."""
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
+        self.buffer_sync: BufferSync | None = None
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
@@ -179,7 +181,7 @@ class ContractModule(ReportingModule):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
+        return {**super().__getstate__(), "_router": None, "buffer_sync": None}  # of this process, while it trains
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
@@ -306,10 +308,7 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.is_over = True
         self.open_router()
-        self.rank_channel = None
-        if self.trainer.world_size > 1:
-            groups = rank_groups_of(self.trainer.strategy)
-            self.rank_channel = Channel() if groups is None else groups.training
+        self.rank_channel = rank_channel_of(self.trainer)
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -326,6 +325,7 @@ class ContractModule(ReportingModule):
         assert self.discovered is not None
         rank_local, before = rank_local_of(self.plugin), self._router
         self._router = step_router(self.trainer, self, self.discovered, rank_local, self.sync_each_batch, before)
+        self.buffer_sync = None if self._router is None else self._router.buffers
         if self._router is not None:
             self._router.open()
 

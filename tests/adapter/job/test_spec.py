@@ -137,6 +137,29 @@ def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
     ]
 
 
+@pytest.mark.parametrize(
+    "filters",
+    [
+        [["a", "<", 5]],
+        [["a", "in", [1, 2]], ["b", "==", "x"]],
+        [[["a", "<", 5]], [["b", "not in", ["x"]], ["c", "!=", True]]],
+    ],
+)
+def test_filters_are_conditions_or_lists_of_them(filters):
+    spec, errors, _ = parse(dataset={"filters": filters})
+    assert (spec.dataset.filters, errors) == (filters, [])
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [[], [[]], ["a", "<", 5], [["a", "<"]], [["a", "<<", 5]], [[5, "<", 5]], [["a", "in", 5]], [[["a", "<", 5], 3]]],
+)
+def test_filters_of_another_form_are_told_the_operators(filters):
+    _, errors, _ = parse(dataset={"filters": filters, "collate": "torhc"})
+    assert [error.partition(". ")[0] for error in errors] == ["Invalid `dataset.filters`", "Invalid `dataset.collate`"]
+    assert "operators are =, ==, !=, <, >, <=, >=, in, not in" in errors[0]
+
+
 def test_all_faults_of_a_spec_are_found_in_one_go():
     _, errors, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
     assert len(errors) == len({name for name, _, _ in WRONG})
