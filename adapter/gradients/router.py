@@ -19,7 +19,7 @@ While a ``train_step`` runs, and in its thread alone::
                         wait for an update
                         send buffers of rank 0             several ranks; they are there when other code may look
 
-Everywhere else torch is what it was. Where none of this is needed there is no router: fp32 on one device is plain torch.
+Everywhere else torch is what it was. Where none of this is needed there is no router: fp32 on a device is plain torch.
 """
 
 from __future__ import annotations
