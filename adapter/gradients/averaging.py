@@ -59,7 +59,7 @@ class Averaging:
         self._call_averaged = averaged
         self._completed_steps = completed_steps
         self._is_last_step = is_last_step
-        self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle)
+        self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle, self._offer)
         self._updates = 0
         self._last_update = ""
         self._may_be_written = False
@@ -70,6 +70,16 @@ class Averaging:
         """Whether this step has averaged gradients."""
         self._told_of_graphs = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of steps before wait for an update, and are each rank's own."""
+        return self._accumulation is not None and self._accumulation.waits
+
+    @waits.setter
+    def waits(self, waits: bool) -> None:
+        if self._accumulation is not None:
+            self._accumulation.waits = waits
+
     def begin(self) -> None:
         """A step begins."""
         self._was_averaged = False
@@ -79,10 +89,12 @@ class Averaging:
             self._accumulation.begin()
 
     def end(self) -> None:
-        """A step ends: average what it has left, and find out about ranks that averaged nothing while others did."""
+        """A step ends: average what it has left, or let it wait, and find out about ranks that are elsewhere."""
         if self._accumulation is not None:
             self._accumulation.end()
-        if not self._was_averaged:
+        if self.waits:
+            pass  # all ranks are at the end of this step
+        elif not self._was_averaged:
             self._gradients.take_no_part(self._point(Why.NOTHING))
         elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
             self._gradients.take_no_part(self._point(Why.LAST))
@@ -97,7 +109,7 @@ class Averaging:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
-        self._gradients.close()
+        self._gradients.close(self._point(Why.LAST))
 
     def before_collective(self, name: str) -> None:
         """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
@@ -186,10 +198,24 @@ class Averaging:
                 users_line(),
             )
         self._gradients(self._point(why, ordinal, what))
-        self._averaged = set(self._optimizers)
-        self._was_averaged = True
+        self._were_averaged()
         if why is Why.UPDATE:
             self._may_be_written = False
+
+    def _offer(self, ordinal: int) -> bool:
+        """Let gradients wait for an update of a later step, unless they may not or another rank averages."""
+        if not self._gradients.may_wait():
+            self._settle(ordinal, Why.END_OF_STEP)
+            return True
+        if not self._gradients.offer(self._point(Why.END_OF_STEP, ordinal)):
+            self._averaged.clear()
+            return False
+        self._were_averaged()
+        return True
+
+    def _were_averaged(self) -> None:
+        self._averaged = set(self._optimizers)
+        self._was_averaged = True
         self._call_averaged()
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:

@@ -320,6 +320,14 @@ class JobSpec:
             "with the step; `stop` ends the run; `skip` skips the affected updates."
         ),
     ] = None
+    sync_each_batch: Annotated[
+        Flag | None,
+        Meta(
+            description="Whether several ranks average gradients at the end of a step that has not updated. `false` "
+            "does so once, at the update; checkpoints in between then hold the gradients of each rank. By default "
+            "`false` where those are less than 2 GiB in all."
+        ),
+    ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None
     release_ref: Annotated[
         Text | None, Meta(description="Release of the trainer; passed to it as `ctx.job.release_ref`.")
