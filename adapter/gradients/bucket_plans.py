@@ -27,6 +27,7 @@ class Plans:
         group: Process group; None means all ranks.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
         hook: Exchanges them in its own way.
+        gradient_as_bucket_view: Whether averages become gradients where they stand.
 
     Attributes:
         group: In which buckets travel: one of their own, once there are several.
@@ -39,12 +40,15 @@ class Plans:
         group: dist.ProcessGroup | None,
         bucket_bytes: int | None,
         hook: CommunicationHook | None,
+        *,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self._managed = managed
         self._parent = self.group = group
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self.first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self._hook = hook
+        self._gives_views = gradient_as_bucket_view
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._whole = frozenset(id(p) for p in managed.optimized if p.requires_grad)
         """Ids of what is trained where nothing has been frozen or replaced yet."""
@@ -87,10 +91,18 @@ class Plans:
         self._make_group(always)
         extra = NUMBERS * dist.get_world_size(self.group) + 1 + len(others)
         buckets = [
-            Bucket(g, self.group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
+            Bucket(
+                g,
+                self.group,
+                extra if i == last else 0,
+                hook=self._hook,
+                index=index,
+                is_last=i == last,
+                gradient_as_bucket_view=self._gives_views,
+            )
             for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
         ]
-        return Plan(buckets, others, mark)
+        return Plan(buckets, others, mark, gradient_as_bucket_view=self._gives_views)
 
     def _make_group(self, parameters: Sequence[Tensor]) -> None:
         if self.group is self._parent and len(list(grouped(parameters, self._bucket_bytes, self.first_bytes))) > 1:

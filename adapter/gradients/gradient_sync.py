@@ -47,6 +47,8 @@ class GradientSync:
         rank_local: What is each rank's own.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
         hook: Exchanges them in its own way, but for those of optimizers that are stepped inside of backward.
+        gradient_as_bucket_view: Whether averages become gradients where they arrived, rather than being copied into
+            them, wherever nobody but its parameter holds a gradient.
     """
 
     def __init__(
@@ -57,13 +59,14 @@ class GradientSync:
         *,
         bucket_bytes: int | None = None,
         hook: CommunicationHook | None = None,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self.group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._managed = AveragedParameters(discovered, rank_local)
         self._sent = SentPoints(group, self._named)
-        self._plans = Plans(self._managed, group, bucket_bytes, hook)
+        self._plans = Plans(self._managed, group, bucket_bytes, hook, gradient_as_bucket_view=gradient_as_bucket_view)
         self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
         self._averaged_inside: set[int] = set()
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
