@@ -93,7 +93,8 @@ class Bucket:
         self.parameters = list(parameters)
         self.group = group
         self._world_size = dist.get_world_size(group)
-        self.device = self.parameters[0].device
+        first = self.parameters[0]
+        self.device = first.device
         self._count_extra = extra
         self._gives_views = gradient_as_bucket_view
         self._kept: _Memory | None = None
@@ -107,17 +108,14 @@ class Bucket:
         """What the hook has promised."""
         self._hook = hook
         self._index, self._is_last = index, is_last
+        self.extra = first.new_empty(extra) if self._gives_views else self._memory.extra
+        """What is sent along, and then the sums of it."""
 
     @property
     def _memory(self) -> _Memory:
         if self._kept is None:
             self._kept = _allocated(self.parameters, self._count_extra, is_aligned=self._hook is None)
         return self._kept
-
-    @property
-    def extra(self) -> Tensor:
-        """What is sent along."""
-        return self._memory.extra
 
     @property
     def is_used(self) -> bool:
@@ -160,6 +158,7 @@ class Bucket:
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
         if self._hook is None:
+            self._take_extra_along()
             self._works.append(dist.all_reduce(self._memory.whole, group=self.group, async_op=True))
         else:
             self.send_tail()
@@ -167,12 +166,17 @@ class Bucket:
 
     def send_tail(self) -> None:
         """Start to send what goes along with gradients that a hook exchanges."""
+        self._take_extra_along()
         self._works.append(dist.all_reduce(self._memory.tail, group=self.group, async_op=True))
 
     def send_by_hook(self, *, is_last: bool) -> None:
         """Have the hook exchange the gradients alone."""
         assert self._hook is not None
         self._averages = self._hook(HookBucket(self._index, self._memory.data, self.parameters, is_last))
+
+    def _take_extra_along(self) -> None:
+        if self._gives_views and self._count_extra:
+            self._memory.extra.copy_(self.extra)
 
     def _pack_others(self, memory: _Memory) -> None:
         for i in self._missing:
@@ -192,6 +196,8 @@ class Bucket:
         """Until the averages are here; `extra` can be read then."""
         for work in self._works:
             work.wait()
+        if self._works and self._gives_views and self._count_extra:
+            self.extra.copy_(self._memory.extra)
         self._works.clear()
         future, self._averages = self._averages, None
         if future is not None:
@@ -250,7 +256,8 @@ def _allocated(parameters: Sequence[Tensor], extra: int, *, is_aligned: bool) ->
     data, tail = whole[:data_size], whole[data_size:]
     split = torch.split(data, pieces)
     for gap in split[1::2]:
-        gap.zero_()
+        if gap.numel():
+            gap.zero_()
     # `.data`: a tensor by itself, with a version counter of its own, as a gradient that backward made.
     views = [piece.view(p.shape).data for piece, p in zip(split[::2], parameters, strict=True)]
     return _Memory(whole, data, views, tail, *torch.split(tail, [count, count, extra]))

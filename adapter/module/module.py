@@ -20,12 +20,13 @@ from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
+from ..gradients.buffer_sync import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
@@ -35,8 +36,8 @@ from .evaluation import host_evaluation
 from .finders import host_finders
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .own_hooks import attach_own_hooks
-from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
-from .rank_state import collect_from_ranks
+from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
+from .rank_state import collect_from_ranks, rank_channel_of
 from .rehearsal import Rehearsal
 from .reporting import ReportingModule
 from .rollout import RolloutBatches
@@ -70,6 +71,7 @@ class ContractModule(ReportingModule):
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
             of named classes (``Block``), or those that a callable picks; see `gradients.fsdp.sharding.ShardPolicy`.
+        sync_each_batch: Whether ranks average gradients at the end of a step without an update too; see `GradientSync`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
@@ -83,6 +85,7 @@ class ContractModule(ReportingModule):
         *,
         model_handles: Mapping[str, Any] | None = None,
         shard_policy: ShardPolicy = "whole",
+        sync_each_batch: bool | None = None,
         context: StepContext | None = None,
     ) -> None:
         ctx = context or StepContext(
@@ -95,6 +98,7 @@ class ContractModule(ReportingModule):
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
+        self.sync_each_batch = sync_each_batch
         self.contract_state: Any = None
         """What ``configure`` returned."""
         self.discovered: Discovered | None = None
@@ -104,6 +108,7 @@ class ContractModule(ReportingModule):
         """By callbacks of this fit, before it began."""
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
+        self.buffer_sync: BufferSync | None = None
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
@@ -147,13 +152,7 @@ class ContractModule(ReportingModule):
             BrokenCheckpointError: It is not whole.
             RuntimeError: Its weights are not those of the class.
         """
-        if "plugin" not in arguments:
-            raise TypeError(
-                f"{cls.__name__}.load_from_checkpoint needs `plugin`, the trainer class of the checkpoint "
-                "(module:Class, or an instance): a checkpoint names no code to run."
-            )
-        if hparams_file is not None:
-            raise TypeError(f"{cls.__name__} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
+        check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         io.take_base_from(lambda: base_of(module._set_up_alone(device)))
@@ -182,7 +181,7 @@ class ContractModule(ReportingModule):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
+        return {**super().__getstate__(), "_router": None, "buffer_sync": None}  # of this process, while it trains
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
@@ -309,10 +308,7 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.is_over = True
         self.open_router()
-        self.rank_channel = None
-        if self.trainer.world_size > 1:
-            groups = rank_groups_of(self.trainer.strategy)
-            self.rank_channel = Channel() if groups is None else groups.training
+        self.rank_channel = rank_channel_of(self.trainer)
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -327,7 +323,9 @@ class ContractModule(ReportingModule):
     def open_router(self) -> None:
         """Have steps from here on go through strategy and precision, where these change anything."""
         assert self.discovered is not None
-        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
+        rank_local, before = rank_local_of(self.plugin), self._router
+        self._router = step_router(self.trainer, self, self.discovered, rank_local, self.sync_each_batch, before)
+        self.buffer_sync = None if self._router is None else self._router.buffers
         if self._router is not None:
             self._router.open()
 
@@ -349,7 +347,8 @@ class ContractModule(ReportingModule):
         with keep_sharded_for(self.trainer.strategy):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
-        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, self.metrics_on_device())
+        metrics = self.metrics_on_device()
+        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rehearsal is not None:
@@ -389,7 +388,7 @@ class ContractModule(ReportingModule):
         if waiting is not None:
             assert self.discovered is not None
             plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
-            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
+            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, self._router, self._is_sharded)
             if self._rollouts is not None:
                 self._rollouts.restore(waiting.phase)
 

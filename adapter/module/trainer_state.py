@@ -21,6 +21,7 @@ from ..discovery.discover import Discovered, Found, discover
 from ..discovery.wrapped_optimizers import KeptByWrapper
 from ..gradients.fsdp.sharding import shard_copies, whole_payload
 from ..gradients.hook_state import kept_hook_state
+from ..gradients.router import StepRouter
 from .deferred_optimizers import restore_set_aside, set_aside
 from .late_setup import without_masks
 from .plugin_loading import optional_hook
@@ -39,6 +40,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_GRADIENTS_WAIT = "gradients_wait"
+"""The member of a checkpoint's contract part that is there where gradients have not been averaged yet."""
+
 
 @dataclass(frozen=True)
 class ToRestore:
@@ -56,6 +60,8 @@ class ToRestore:
     """By index, the states that did not fit their optimizers yet; None where none was looked at."""
     optimizer_states: list[dict[str, Any]] = field(default_factory=list)
     """The states that Lightning restores."""
+    gradients_wait: bool = False
+    """Whether gradients are each rank's own, and wait for an update."""
     phase: Mapping[str, Any] = field(default_factory=dict)
     """The rollout that is being trained, and the state of environments."""
 
@@ -97,11 +103,14 @@ def put_into_checkpoint(
     payload: dict[str, object],
     unmanaged: Iterator[tuple[str, Any]],
     metrics: Mapping[str, Tensor],
+    router: StepRouter | None,
 ) -> None:
     """Add the contract's part to a checkpoint of Lightning's."""
     parts = checkpoint.setdefault(CONTRACT_KEY, {})
     is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer))
     parts["state"] = without_masks(payload) if is_pruned else payload
+    if router is not None and router.averaging is not None and router.averaging.waits:
+        parts[_GRADIENTS_WAIT] = True
     parts["unmanaged"] = {path: kept.state_dict() for path, kept in unmanaged}
     # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
     numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
@@ -121,6 +130,7 @@ def take_from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, plugin
         trainer_directory=trainer_directory(trainer.ckpt_path, plugin),
         unmanaged=parts.get("unmanaged", {}),
         own_weights=own_weights,
+        gradients_wait=_GRADIENTS_WAIT in parts,
         phase=parts.get(PHASE, {}),
     )
 
@@ -133,10 +143,12 @@ def restore(
     ctx: StepContext,
     discovered: Discovered,
     kept_by_wrappers: Sequence[KeptByWrapper],
-    *,
+    router: StepRouter | None,
     is_sharded: bool,
 ) -> None:
     """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
+    if router is not None and router.averaging is not None:
+        router.averaging.waits = waiting.gradients_wait
     _warn_of_scripted_modules(discovered)
     if waiting.own_weights:
         module.load_state_dict(waiting.own_weights, strict=False)

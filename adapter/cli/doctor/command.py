@@ -40,6 +40,8 @@ from .local_checks import (
     check_checkpoints,
     check_dataset,
     check_devices,
+    check_stop,
+    check_targets,
     check_trainer,
     check_training,
 )
@@ -133,6 +135,8 @@ def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: 
             yield from check_checkpoints(config)
         if config is not None:
             yield from check_grace(config)
+            yield from check_stop(config)
+    yield from check_targets(settings.pick("uploads.targets", ()))
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)

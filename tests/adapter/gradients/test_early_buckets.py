@@ -5,11 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genlight.adapter.gradients.early_buckets import EXCHANGES_PER_MISTAKE, MOST_MISTAKES, Habit
 from support import early_buckets_ranks as ranks
 from support.rank_processes import run_ranks
 
 SENT_EARLY = 7 * (ranks.STEPS - 1)
 """By a trainer of habits: all buckets but the last, in every step but the first."""
+
+
+def test_a_trainer_is_believed_to_call_backward_less_often_once_it_did_so_twice():
+    habit = Habit()
+    seen = []
+    for calls in (2, 4, 4, 1, 4, 3, 3):
+        habit.learn(calls, repeated=False)
+        seen.append(habit.calls)
+
+    assert seen == [2, 4, 4, 4, 4, 4, 3]
+
+
+def test_buckets_are_sent_early_again_long_after_the_mistakes():
+    habit = Habit()
+    trusted = []
+    for exchange in range(EXCHANGES_PER_MISTAKE):
+        habit.learn(1, repeated=exchange < MOST_MISTAKES)
+        trusted.append(habit.is_trusted)
+
+    assert trusted == [True] + [False] * (EXCHANGES_PER_MISTAKE - 2) + [True]
 
 
 @pytest.fixture(scope="module")
