@@ -88,7 +88,12 @@ class ComparedJob:
         if trainer.world_size > 1:
             callbacks_of_trainer: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             callbacks_of_trainer.append(WithoutDropout())
-        module = ContractModule(make_trainer(self.target), self.config.job, model_handles=self.inputs.model_handles())
+        module = ContractModule(
+            make_trainer(self.target),
+            self.config.job,
+            model_handles=self.inputs.model_handles(),
+            sync_each_batch=self.config.sync_each_batch,
+        )
         with seeded(self.seed):
             trainer.fit(module, datamodule=make_data(self.config, self.parquet_paths))
 

@@ -294,6 +294,12 @@ class ArrowFeed:
             collate=self._collate,
         )
 
+    @property
+    def runs_no_user_code(self) -> bool:
+        """Whether a batch is handed out without a `collate` of the user in this process."""
+        is_ours = self._collate is None or getattr(self._collate, "__module__", None) == f"{__package__}.collate"
+        return is_ours or self._options.workers > 0
+
     def close(self) -> None:
         """Stop reading and give files back; the position stays."""
         if self._supply is not None:

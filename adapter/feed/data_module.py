@@ -37,6 +37,10 @@ class ArrowDataModule(LightningDataModule):
         collate: What makes of a record batch what the module gets: None hands out the record batch, ``torch`` a
             dictionary of tensors, a callable or ``module:function`` its own result.
         workers: Processes that decode and collate; 0 does it in this process.
+
+    Raises:
+        ValueError: An argument is out of range, `filters` has another form, or `collate` cannot be imported.
+        TypeError: An argument is of another type.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class ArrowDataModule(LightningDataModule):
             "drop_last": drop_last,
             "shuffle_window": shuffle_window,
         }
+        ArrowFeed(parquet_paths, **self._options, **self._training)  # refuses here what it would refuse in `setup`
         self._train: ArrowFeed | None = None
         self._val: ArrowFeed | None = None
         if val_paths is None:

@@ -28,8 +28,8 @@ class FeedOptions:
     """What `ArrowFeed` is told, beside the data; see there for the meaning.
 
     Raises:
-        ValueError: A value is out of range.
-        TypeError: A number is not an integer.
+        ValueError: Values are out of range; the message names all of them.
+        TypeError: Numbers are not integers.
     """
 
     batch_size: int
@@ -47,21 +47,19 @@ class FeedOptions:
     workers: int
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not (name == "epochs" and value is None):
-                _require_at_least(name, value, least)
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"Invalid `rank`. Expected 0 <= rank < {self.world_size}, but received {self.rank}.")
+        given = {name: getattr(self, name) for name in _LEAST if not (name == "epochs" and self.epochs is None)}
+        no_integers = [name for name, value in given.items() if not isinstance(value, int) or isinstance(value, bool)]
+        faults = [
+            f"Invalid `{name}`. Expected an integer >= {_LEAST[name]}, but received {value!r}."
+            for name, value in given.items()
+            if name in no_integers or value < _LEAST[name]
+        ]
+        if "world_size" not in no_integers and not 0 <= self.rank < self.world_size:
+            faults.append(f"Invalid `rank`. Expected 0 <= rank < {self.world_size}, but received {self.rank}.")
         if self.shard not in SHARD_MODES:
-            raise ValueError(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {self.shard!r}.")
-
-
-def _require_at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value!r}.")
-    if value < least:
-        raise ValueError(f"Invalid `{name}`. Expected an integer >= {least}, but received {value}.")
+            faults.append(f"Invalid `shard`. Expected one of {SHARD_MODES}, but received {self.shard!r}.")
+        if faults:
+            raise (TypeError if no_integers else ValueError)(" ".join(faults))
 
 
 def collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
@@ -90,5 +88,5 @@ def _named(path: str) -> Any:
         return path
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from error
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {type(error).__name__}: {error}.") from error

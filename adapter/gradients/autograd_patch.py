@@ -36,7 +36,8 @@ _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
         *("autograd_patch", "router", "averaging", "lazy_sync", "gradient_sync", "averaged_parameters"),
-        *("bucket_plans", "buckets", "early_buckets", "equal_replicas", "rank_points", "sent_points", "update_guard"),
+        *("bucket_plans", "buckets", "buffer_sync", "early_buckets", "equal_replicas", "exchange", "rank_notes"),
+        *("rank_points", "sent_points", "update_guard"),
     )
 )
 """What runs in a trainer's backward calls and updates; not what is called in its forward, which has to be traced."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .equal_replicas import BufferSync, average_scalar
+from .buffer_sync import BufferSync
+from .equal_replicas import average_scalar
 from .gradient_sync import GradientSync
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
@@ -29,7 +30,7 @@ class Averaging:
 
     Args:
         gradients: Averages them.
-        buffers: Gives all ranks the buffers of rank 0 at the end of a step; None where there are none.
+        buffers: Sends all ranks the buffers of rank 0 at the end of a step; None where there are none.
         optimizers: Ids of the optimizers whose gradients are averaged.
         parameters: Ids of the modules' parameters.
         at_once: Whether to average after each backward call, rather than when one is read.
@@ -58,7 +59,7 @@ class Averaging:
         self._call_averaged = averaged
         self._completed_steps = completed_steps
         self._is_last_step = is_last_step
-        self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle)
+        self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle, self._offer)
         self._updates = 0
         self._last_update = ""
         self._may_be_written = False
@@ -69,22 +70,36 @@ class Averaging:
         """Whether this step has averaged gradients."""
         self._told_of_graphs = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of steps before wait for an update, and are each rank's own."""
+        return self._accumulation is not None and self._accumulation.waits
+
+    @waits.setter
+    def waits(self, waits: bool) -> None:
+        if self._accumulation is not None:
+            self._accumulation.waits = waits
+
     def begin(self) -> None:
         """A step begins."""
         self._was_averaged = False
+        if self._buffers is not None:
+            self._buffers.settle()
         if self._accumulation is not None:
             self._accumulation.begin()
 
     def end(self) -> None:
-        """A step ends: average what it has left, and find out about ranks that averaged nothing while others did."""
+        """A step ends: average what it has left, or let it wait, and find out about ranks that are elsewhere."""
         if self._accumulation is not None:
             self._accumulation.end()
-        if not self._was_averaged:
+        if self.waits:
+            pass  # all ranks are at the end of this step
+        elif not self._was_averaged:
             self._gradients.take_no_part(self._point(Why.NOTHING))
         elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
             self._gradients.take_no_part(self._point(Why.LAST))
         if self._buffers is not None:
-            self._buffers()
+            self._buffers.send(self._completed_steps() + 1)
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, where a collective would hang."""
@@ -94,7 +109,7 @@ class Averaging:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
-        self._gradients.close()
+        self._gradients.close(self._point(Why.LAST))
 
     def before_collective(self, name: str) -> None:
         """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
@@ -183,10 +198,24 @@ class Averaging:
                 users_line(),
             )
         self._gradients(self._point(why, ordinal, what))
-        self._averaged = set(self._optimizers)
-        self._was_averaged = True
+        self._were_averaged()
         if why is Why.UPDATE:
             self._may_be_written = False
+
+    def _offer(self, ordinal: int) -> bool:
+        """Let gradients wait for an update of a later step, unless they may not or another rank averages."""
+        if not self._gradients.may_wait():
+            self._settle(ordinal, Why.END_OF_STEP)
+            return True
+        if not self._gradients.offer(self._point(Why.END_OF_STEP, ordinal)):
+            self._averaged.clear()
+            return False
+        self._were_averaged()
+        return True
+
+    def _were_averaged(self) -> None:
+        self._averaged = set(self._optimizers)
+        self._was_averaged = True
         self._call_averaged()
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .buckets import Bucket, grouped, read_gradient
+from .rank_notes import Notes
 
 __all__ = ["EarlyBuckets", "Habit", "Place", "Plan", "Window"]
 
@@ -31,6 +32,8 @@ Place = tuple[int, int]
 
 MOST_MISTAKES = 2
 """How often buckets may be sent too early at one place of a step before they are sent late there."""
+EXCHANGES_PER_MISTAKE = 100
+"""How many exchanges later one more may be."""
 
 
 @dataclass
@@ -38,10 +41,29 @@ class Habit:
     """What was learned about one place of a step."""
 
     calls: int = 0
-    """Backward calls before gradients were wanted, when that was so last."""
+    """After how many backward calls gradients are wanted, as far as is known."""
     order: list[int] | None = None
     """Positions of the buckets in the order in which they become ready, the same on all ranks; without the last."""
     mistakes: int = 0
+    """How often buckets had to be sent again."""
+    _exchanges: int = 0
+    _last_calls: int = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether buckets may be sent early; again after many exchanges, since a trainer may have changed its ways."""
+        return self.mistakes < MOST_MISTAKES + self._exchanges // EXCHANGES_PER_MISTAKE
+
+    def learn(self, calls: int, *, repeated: bool) -> None:
+        """Gradients were wanted after `calls` backward calls.
+
+        That there were fewer than ever may be the short end of an epoch: it takes two such to believe it.
+        """
+        self._exchanges += 1
+        self.mistakes += repeated
+        if calls >= self.calls or calls == self._last_calls:
+            self.calls = calls
+        self._last_calls = calls
 
 
 @dataclass(frozen=True)
@@ -50,10 +72,13 @@ class Plan:
 
     buckets: list[Bucket]
     others: list[Tensor]
+    notes: Notes
     mark: int = 0
     """A number of `MARKS` that tells which parameters are trained."""
     habits: dict[Place, Habit] = field(default_factory=dict)
     """What was learned about when gradients are wanted, by the place in a step."""
+    gradient_as_bucket_view: bool = False
+    """Whether averages become gradients where they stand."""
     _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
 
     def order(self, place: Place) -> Sequence[int]:
@@ -66,7 +91,10 @@ class Plan:
         key = tuple(used)
         if key not in self._others_buckets:
             wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
-            self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
+            self._others_buckets[key] = [
+                Bucket(parameters, group, gradient_as_bucket_view=self.gradient_as_bucket_view)
+                for parameters in grouped(wanted)
+            ]
         return self._others_buckets[key]
 
 
@@ -95,7 +123,7 @@ class Window:
         if self.sent:  # too early; whatever this call adds shows in `must_repeat`
             return
         habit = self.habit
-        is_last = self.calls == habit.calls and habit.mistakes < MOST_MISTAKES
+        is_last = self.calls == habit.calls and habit.is_trusted
         self.is_open = habit.order is None or is_last
         if self.is_open:
             self.ready.clear()
@@ -175,9 +203,7 @@ class EarlyBuckets:
         """
         window, self.window = self.window, None
         habit = plan.habits.setdefault(place, Habit())
-        habit.mistakes += repeated
-        if window is not None:
-            habit.calls = window.calls
+        habit.learn(habit.calls if window is None else window.calls, repeated=repeated)
         if habit.order is None:
             habit.order = self._agreed_order([] if window is None else window.ready, plan)
 

@@ -1,4 +1,4 @@
-"""What else the ranks of a data-parallel run have alike: what they built, first weights, buffers, a loss."""
+"""What else the ranks of a data-parallel run have alike: what they built, first weights, a loss."""
 
 from __future__ import annotations
 
@@ -15,45 +15,11 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .buckets import grouped
-from .torch_internals import NormBase
 
-__all__ = ["BufferSync", "average_scalar", "broadcast_from_zero", "check_same", "check_same_on_all_ranks"]
+__all__ = ["average_scalar", "broadcast_from_zero", "check_same", "check_same_on_all_ranks"]
 
 _ON_THEIR_WAY_AT_MOST = 2
-"""The statistics of a BatchNorm are floats and counts: two messages, and one wait. More would cost memory."""
-
-
-class BufferSync:
-    """Gives every rank the buffers of rank 0, such as the running statistics of a BatchNorm.
-
-    As with DDP each rank's forward updates its own, and rank 0's count. Called at the end of a step, so that
-    checkpoints, samples and comparisons between steps see equal replicas.
-
-    Args:
-        discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
-        group: Process group; None means all ranks.
-        rank_local: What is each rank's own.
-    """
-
-    def __init__(
-        self,
-        discovered: Discovered,
-        group: dist.ProcessGroup | None = None,
-        rank_local: RankLocal = EVERYTHING_SHARED,
-    ) -> None:
-        self._group = group
-        shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
-        owners = [m for found in discovered.trained for m in found.value.modules()]
-        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, NormBase)]
-        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
-
-    def __bool__(self) -> bool:
-        return bool(self._slots)
-
-    def __call__(self) -> None:
-        """Overwrite the buffers with those of rank 0."""
-        buffers = (owner._buffers.get(name) for owner, name in self._slots)
-        broadcast_from_zero([b for b in buffers if b is not None], self._group)
+"""So many pieces of 25 MiB are held in memory beside the tensors themselves."""
 
 
 @torch.no_grad()

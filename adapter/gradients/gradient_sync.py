@@ -5,12 +5,13 @@ done here for bare tensors instead, with the same arithmetic, and without its co
 one rank, be used twice by a checkpointed segment, or get gradients from several backward calls.
 
 Averaging is exact under accumulation, because it averages the whole of ``p.grad``: the part that was averaged before
-is equal on all ranks and stays what it is.
+is equal on all ranks and stays what it is. So gradients that a step leaves without an update may wait for a later one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,17 @@ from .averaged_parameters import AveragedParameters
 from .bucket_plans import Plans
 from .buckets import Bucket, grouped, read_gradient, write_gradient
 from .communication_hooks import CommunicationHook
-from .early_buckets import EarlyBuckets, Place, Plan
-from .equal_replicas import check_same
-from .lost_ranks import about_broken_exchange
-from .rank_points import MARKS, NUMBERS, Point, are_together, parted
-from .sent_points import LATE_CALLS, SentPoints
+from .early_buckets import Plan
+from .exchange import Exchange, GradientOf
+from .rank_points import Point
 from .torch_internals import post_accumulate_hooks
 
 __all__ = ["GradientSync"]
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING_BYTES = 2**31
+"""Of all ranks together, of gradients that wait for an update of a later step where nobody has said that they shall."""
 
 
 class GradientSync:
@@ -47,6 +51,11 @@ class GradientSync:
         rank_local: What is each rank's own.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
         hook: Exchanges them in its own way, but for those of optimizers that are stepped inside of backward.
+        gradient_as_bucket_view: Whether averages become gradients where they arrived, rather than being copied into
+            them, wherever nobody but its parameter holds a gradient.
+        sync_each_batch: Whether gradients are averaged at the end of a step that has not updated by them; False has
+            them wait for the update, and costs a place in checkpoints for those of each rank. None waits where that is
+            less than 2 GiB. Those that fit into one bucket never wait: what ranks tell each other would cost as much.
     """
 
     def __init__(
@@ -57,28 +66,28 @@ class GradientSync:
         *,
         bucket_bytes: int | None = None,
         hook: CommunicationHook | None = None,
+        gradient_as_bucket_view: bool = False,
+        sync_each_batch: bool | None = None,
     ) -> None:
         self.group = group
-        self._world_size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
         self._managed = AveragedParameters(discovered, rank_local)
-        self._sent = SentPoints(group, self._named)
-        self._plans = Plans(self._managed, group, bucket_bytes, hook)
+        self._plans = Plans(self._managed, group, bucket_bytes, hook, gradient_as_bucket_view=gradient_as_bucket_view)
         self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
         self._averaged_inside: set[int] = set()
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
         self._pending_plan: Plan | None = None
         """Of the parameters as they were in the first backward call since gradients were averaged."""
-        self._early = EarlyBuckets()
         self._keeps_hook_state = hook is not None and hook.keeps_state
-        self._step = -1
-        self._updates_before = 0
-        self._was_replaced = False
-        self._updates_inside = any(map(post_accumulate_hooks, self._managed.all))
-        """Whether optimizers may be stepped in the middle of a backward call."""
-        self._last_plan: Plan | None = None
-        self._agreed = {self._plans.mark_now(self._averaged_inside)}
-        """Marks of the plans that all ranks are known to have; they were built alike."""
+        self._sync_each_batch = sync_each_batch
+        self._told_of_size = False
+        self._exchange = Exchange(
+            group,
+            self._plans.mark_now(self._averaged_inside),
+            self._named,
+            lambda: _shapes(self._managed.all),
+            in_order=self._keeps_hook_state,
+        )
+        self._exchange.may_update_inside = any(map(post_accumulate_hooks, self._managed.all))
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
 
@@ -86,6 +95,23 @@ class GradientSync:
     def by_hand(self) -> frozenset[int]:
         """Ids of the tensors that no optimizer updates."""
         return self._managed.by_hand
+
+    def may_wait(self) -> bool:
+        """Whether gradients that a step leaves without an update wait for a later one; the same on all ranks."""
+        if self._sync_each_batch or not (self._keeps_hook_state or self._plans.notes_group is not None):
+            return False
+        of_all = dist.get_world_size(self.group) * self._managed.count_bytes
+        if self._sync_each_batch is None and of_all > MOST_WAITING_BYTES:
+            if not self._told_of_size and dist.get_rank(self.group) == 0:
+                log.info(
+                    "Gradients that a step leaves without an update are averaged at its end. With `sync_each_batch: "
+                    "false` they wait for the update, which saves exchanges; a checkpoint in between then holds those "
+                    "of each rank, %.1f GiB.",
+                    of_all / 2**30,
+                )
+            self._told_of_size = True
+            return False
+        return True
 
     def before_backward(self, at: Point) -> None:
         """A backward call begins, whose gradients may be sent before it ends."""
@@ -98,25 +124,24 @@ class GradientSync:
             return
         if any(map(post_accumulate_hooks, self._managed.all)):  # they may update in the middle of it
             return
-        if pending is None:
-            pending = self._plans.now(self._averaged_inside)
-            if len(pending.buckets) < 2 or pending.mark not in self._agreed:
-                return
-            self._pending_plan = pending
-        self._early.before_backward(pending, self._place(at))
+        plan = pending or self._plans.now(self._averaged_inside)
+        if self._exchange.before_backward(plan, at):
+            self._pending_plan = plan
 
     def after_backward(self) -> None:
         """A backward call has ended or failed."""
-        self._early.after_backward()
+        self._exchange.early.after_backward()
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far."""
         self._pending_plan = None
-        self._early.abandon()
+        self._exchange.early.abandon()
 
-    def close(self) -> None:
+    def close(self, at: Point) -> None:
         """Training ended as planned: let go of what gloo keeps for the buckets; NCCL's goes with the process."""
-        self._early.forget()
+        if self._pending_plan is not None and self._plans.notes_group is not None:
+            self.take_no_part(at)  # of an update that does not come; some buckets may be on their way
+        self._exchange.early.forget()
         self._plans.close()
 
     def __call__(self, at: Point) -> None:
@@ -131,9 +156,35 @@ class GradientSync:
         pending, self._pending_plan = self._pending_plan, None
         if pending is not None:
             self._write_averages(pending, at)
+        self._average_rest(pending, at)
+
+    def offer(self, at: Point) -> bool:
+        """Average gradients that wait for the update of a later step if another rank does, which has read one.
+
+        Args:
+            at: The end of a step.
+
+        Returns:
+            Whether they were averaged; the same on all ranks.
+
+        Raises:
+            ContractError: Another rank has updated by its gradients.
+        """
+        plan = self._pending_plan = self._pending_plan or self._current_plan()
+        averages = self._average(plan, read_gradient, at, sends=False)
+        if averages is None:
+            return False
+        self._pending_plan = None
+        for parameter, gradient in averages:
+            write_gradient(parameter, gradient)
+        self._average_rest(plan, at)
+        return True
+
+    def _average_rest(self, done: Plan | None, at: Point) -> None:
+        """Average by the plan of what is trained now, unless it is `done`."""
         plan = self._current_plan()
         self._averaged_inside.clear()
-        if plan is not pending:
+        if plan is not done:
             self._write_averages(plan, at)
 
     def average_given(self, gradients: Mapping[int, Tensor | None], at: Point) -> dict[int, Tensor]:
@@ -144,7 +195,7 @@ class GradientSync:
         """
         if self._pending_plan is not None:  # its buckets are on their way
             self(at)
-        new = self._average(self._current_plan(), lambda p: gradients.get(id(p)), at)
+        new = self._average(self._current_plan(), lambda p: gradients.get(id(p)), at) or ()
         return {id(p): gradient for p, gradient in new if id(p) in gradients}
 
     @torch.no_grad()
@@ -159,17 +210,17 @@ class GradientSync:
         averaged = [p for p in self._managed.all if id(p) in mine and p.requires_grad]
         if not averaged:
             return
-        self._updates_inside = True
-        position = next(i for i, p in enumerate(self._managed.all) if p is averaged[0])
-        self._compare_notes(at, position, averaged[0].device)
+        self._exchange.may_update_inside = True
         key = tuple(map(id, averaged))
         if key not in self._buckets_inside:
             self._buckets_inside[key] = [Bucket(g, self._plans.group) for g in grouped(averaged)]
         buckets = self._buckets_inside[key]
+        position = next(i for i, p in enumerate(self._managed.all) if p is averaged[0])
+        self._exchange.compare(at, buckets[0], position)
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
         for bucket in buckets:
-            self._wait(bucket, at)
+            self._exchange.wait(bucket, bucket, at)
             for i, gradient in bucket.land().items():
                 write_gradient(bucket.parameters[i], gradient)
         self._averaged_inside |= set(key)
@@ -183,151 +234,34 @@ class GradientSync:
         pending, self._pending_plan = self._pending_plan, None  # of a backward call that failed
         plan = pending or self._current_plan()
         if plan.buckets:
-            self._exchange(plan, None, at)
+            self._exchange(plan, None, at, sends=pending is not None)
 
     def _write_averages(self, plan: Plan, at: Point) -> None:
-        for parameter, gradient in self._average(plan, read_gradient, at):
+        for parameter, gradient in self._average(plan, read_gradient, at) or ():
             write_gradient(parameter, gradient)
 
     @torch.no_grad()
     def _average(
-        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None], at: Point
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Average in place; gives the gradients that are to be put in the place of others, or of none."""
+        self, plan: Plan, gradient_of: GradientOf, at: Point, *, sends: bool = True
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Average in place; gives the gradients that are to be put in the place of others, or of none.
+
+        None where this rank does not send by itself and no other did: nothing was averaged.
+        """
         if not plan.buckets:
-            return []
-        others_used = self._exchange(plan, gradient_of, at)
+            return [] if sends else None
+        others_used = self._exchange(plan, gradient_of, at, sends=sends)
+        if others_used is None:
+            return None
         buckets = [*plan.buckets]
         if any(others_used):
             seconds = plan.of_others(others_used, self._plans.group)
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
-                self._wait(bucket, at)
+                self._exchange.wait(bucket, bucket, at)
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
-
-    def _compare_notes(self, at: Point, position: int, device: torch.device) -> None:
-        """Learn whether all ranks are about to average the same, where their graphs alone decide about that.
-
-        Raises:
-            ContractError: They are not; tensors of different sizes would end the process.
-        """
-        notes = torch.zeros(self._world_size, NUMBERS + 1, device=device)
-        notes[self._rank] = torch.tensor([*at.numbers(), position])
-        dist.all_reduce(notes, group=self._plans.group)
-        rows = notes.tolist()
-        if any(row[-1] != rows[0][-1] for row in rows) or not are_together([row[:-1] for row in rows]):
-            raise parted(self._named(at), self.group)
-
-    def _agree_on(self, plan: Plan, at: Point) -> None:
-        """Learn whether all ranks go over to `plan`, which is new.
-
-        One that does not would send tensors of other sizes, by which gloo ends the process, and others mix up
-        gradients. So the plan that was used last is used once more, for nothing but what its last bucket tells.
-
-        Raises:
-            ContractError: They train different parameters.
-        """
-        if plan.mark in self._agreed and not self._was_replaced:
-            return
-        mark = MARKS - 1 if self._was_replaced else plan.mark
-        if self._last_plan is not None:
-            self._send_and_wait(self._last_plan, None, at._replace(mark=mark))
-            self._sent.check(0)
-        if self._was_replaced:
-            self._was_replaced = False
-            check_same(_shapes(self._managed.all), self.group, _REPLACED)
-            self._agreed.clear()
-        self._agreed.add(plan.mark)
-
-    def _exchange(self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point) -> list[bool]:
-        """Send and wait; whether any rank has a gradient, for each of the tensors that no optimizer holds.
-
-        Buckets that were sent inside of backward are on their way. The last one says whether one of them has to be
-        sent again, on this rank or another.
-        """
-        if self._updates_inside:
-            self._compare_notes(at, _NO_POSITION, plan.buckets[0].device)
-        self._agree_on(plan, at)
-        at = at._replace(mark=plan.mark)
-        self._last_plan = plan
-        return self._send_and_wait(plan, gradient_of, at)
-
-    def _send_and_wait(
-        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
-    ) -> list[bool]:
-        if self._keeps_hook_state:
-            return self._exchange_in_order(plan, gradient_of, at)
-        *firsts, last = plan.buckets
-        window = self._early.window
-        order = plan.order(self._place(at))
-        for bucket in (firsts[position] for position in order if window is None or position not in window.sent):
-            bucket.send_or_take_part(gradient_of)
-        points, repeats, others = self._write_extra(plan, gradient_of, at)
-        if window is not None and window.must_repeat():
-            repeats.fill_(1)
-        last.send_or_take_part(gradient_of)
-        for bucket in plan.buckets:
-            self._wait(bucket, at)
-        self._sent.add(at, points)
-        # What ranks tell each other travels in the type of the gradients, which may be complex.
-        used = [flag > 0 for flag in others.real.tolist()]
-        self._sent.check(0 if used or firsts else LATE_CALLS)
-        if firsts:
-            repeated = repeats.real.item() > 0
-            for bucket in firsts if repeated else ():
-                bucket.send_or_take_part(gradient_of)
-                self._wait(bucket, at)
-            self._early.close(plan, self._place(at), repeated=repeated)
-        return used
-
-    def _exchange_in_order(
-        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
-    ) -> list[bool]:
-        """As `_exchange`, for a hook that remembers what it was given.
-
-        It is given each bucket once, in the order of the plan, when gradients are wanted on all ranks and some rank has
-        one in it: its memory then depends on the trainer's code alone. One bucket has arrived before the next leaves,
-        because such a hook sends from threads of the process group, which would mix up several.
-        """
-        points, _, others = self._write_extra(plan, gradient_of, at)
-        for bucket in plan.buckets:
-            bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
-            bucket.send_tail()
-        for bucket in plan.buckets:
-            self._wait(bucket, at)
-        self._sent.add(at, points)
-        self._sent.check(0)
-        used = [bucket for bucket in plan.buckets if bucket.is_used]
-        for bucket in used:
-            bucket.send_by_hook(is_last=bucket is used[-1])
-            self._wait(bucket, at)
-        return [flag > 0 for flag in others.real.tolist()]
-
-    def _wait(self, bucket: Bucket, at: Point) -> None:
-        try:
-            bucket.wait()
-        except RuntimeError as error:
-            first = self._named(at._replace(what=bucket.parameters[0])).what
-            raise about_broken_exchange(error, self._named(at), str(first), self.group) from error
-
-    def _write_extra(
-        self, plan: Plan, gradient_of: Callable[[Tensor], Tensor | None] | None, at: Point
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the last bucket is to tell: where each rank is, whether to repeat, which other tensors are used."""
-        extra = plan.buckets[-1].extra.zero_()
-        points, repeats, others = torch.split(extra, [NUMBERS * self._world_size, 1, len(plan.others)])
-        points[NUMBERS * self._rank :][:NUMBERS].copy_(torch.tensor(at.numbers()))
-        if gradient_of is not None and plan.others:
-            others.copy_(torch.tensor([float(gradient_of(p) is not None) for p in plan.others]))
-        return points, repeats, others
-
-    def _place(self, at: Point) -> Place:
-        """Where in its step `at` is; what happens there is likely to happen there in the next step."""
-        if at.step != self._step:
-            self._step, self._updates_before = at.step, at.updates
-        return at.updates - self._updates_before, at.ordinal
 
     def _named(self, point: Point) -> Point:
         """`point` with the path of its parameter, which is looked for only for a message."""
@@ -343,24 +277,14 @@ class GradientSync:
 
     def _refresh(self) -> None:
         if self._managed.refresh():
-            self._was_replaced = True
+            self._exchange.was_replaced = True
             self._plans.forget()
             self._buckets_inside.clear()
-            self._early.forget()
+            self._exchange.early.forget()
 
     def _current_plan(self) -> Plan:
         self._refresh()
         return self._plans.now(self._averaged_inside)
-
-
-_NO_POSITION = -1
-"""In a note: all gradients are averaged, rather than those of one optimizer."""
-
-_REPLACED = (
-    "Parameters were replaced while training, and not by equal ones on all ranks: rank 0 has {here}, rank {rank} has "
-    "{there}. Ranks that add or remove rows must decide by what is equal on all of them: gradients of parameters are, "
-    "statistics of a rank's own rows are not."
-)
 
 
 def _shapes(tensors: Iterable[Tensor]) -> list[str]:

@@ -7,6 +7,9 @@ trainer writes to ``.grad`` itself counts like one of backward: the first read o
 Nobody ever sees the gradient of one rank alone, and whether a trainer accumulates, clips or logs, each gradient is
 averaged exactly as often as it must be. What happens depends on the trainer's code alone, never on what was learned
 earlier, so that a resumed run does the same sums.
+
+Gradients that a step leaves without an update may wait for the update of a later step. Between steps parameters are
+plain, and such gradients are each rank's own.
 """
 
 from __future__ import annotations
@@ -34,18 +37,26 @@ class Accumulation:
         parameters: The parameters whose gradients are averaged, as they are now; the same list while they are the same.
         settle: Averages them. Its arguments are how many times that was done for this update already, why it is done
             now, and for what: the parameter whose gradient is read, or a name.
+        offer: At the end of a step without an update, lets gradients wait for a later step, or averages them where
+            they may not, and where another rank does. Its argument is that of `settle`; its result whether they were
+            averaged. None averages them.
+
+    Attributes:
+        waits: Whether gradients were accumulated that have not been averaged.
     """
 
     def __init__(
         self,
         parameters: Callable[[], Sequence[Tensor]],
         settle: Callable[[int, Why, Tensor | str], None],
+        offer: Callable[[int], bool] | None = None,
     ) -> None:
         self._parameters = parameters
         self._settle_now = settle
+        self._offer = offer
         self.settled = 0
         """How many times gradients were averaged since the last update."""
-        self._pending = False
+        self.waits = False
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written, since gradients were averaged."""
         self._in_backward = False
@@ -66,7 +77,7 @@ class Accumulation:
     def after_backward(self) -> None:
         """A backward call has ended."""
         self._in_backward = False
-        self._pending = True
+        self.waits = True
         if not self._guard():
             self.settle(Why.BACKWARD)
 
@@ -94,36 +105,40 @@ class Accumulation:
         self._is_on = True
 
     def end(self) -> None:
-        """The step ends; gradients are those of all ranks."""
-        self.settle(Why.END_OF_STEP)
+        """The step ends; gradients are those of all ranks, or wait for a later step."""
+        if self._offer is None:
+            self.settle(Why.END_OF_STEP)
+        elif self.waits or self._written:
+            self.waits = not self._offer(self.settled)
+            self._written.clear()
         self._unguard()
         self.settled = 0
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, so nothing is averaged."""
         self._unguard()
-        self._pending = self._in_backward = False
+        self.waits = self._in_backward = False
         self._written.clear()
         self.settled = 0
 
     def settle(self, why: Why, what: Tensor | str = "") -> None:
         """Average what was accumulated or written since that was done last."""
-        if self._pending or self._written:
-            self._pending = False
+        if self.waits or self._written:
+            self.waits = False
             self._written.clear()
             self._settle_now(self.settled, why, what)
             self.settled += 1
 
     def on_read(self, parameter: Tensor) -> None:
         """The gradient of a guarded parameter is wanted."""
-        if not self._in_backward and (self._pending or id(parameter) in self._written):
+        if not self._in_backward and (self.waits or id(parameter) in self._written):
             self.settle(Why.READ, parameter)
 
     def on_write(self, parameter: Tensor, value: Tensor | None) -> None:
         """The gradient of a guarded parameter is about to become `value`."""
         if self._in_backward:
             return
-        if self._pending:
+        if self.waits:
             self.settle(Why.READ, parameter)
         if value is not None:
             self._written.add(id(parameter))

@@ -15,11 +15,11 @@ While a ``train_step`` runs, and in its thread alone::
                         skip on overflow, adapt the scale  16-mixed
                         the optimizer's own step
     a collective        average gradients first            several ranks
-    end of the step     average what is left               several ranks; a rank without any says so
-                        buffers of rank 0 to all ranks     several ranks
+    end of the step     average what is left, or let it    several ranks; a rank without any says so
+                        wait for an update
+                        send buffers of rank 0             several ranks; they are there when other code may look
 
-Everywhere else torch is what it was. Where none of this is needed there is no router at all, so that one device in fp32
-is bit-equal to plain torch, and free.
+Everywhere else torch is what it was. Where none of this is needed there is no router: fp32 on a device is plain torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from . import autograd_patch as interception, update_errors
 from .averaging import Averaging
-from .equal_replicas import BufferSync
+from .buffer_sync import BufferSync
 from .fsdp.errors import about_sharded_update
 from .fsdp.layout import with_inner_optimizers
 from .fsdp.step import ShardedStep
@@ -62,10 +62,14 @@ class StepRouter:
         precision: What the precision plugin asks for.
         hooks: Hooks to call where Lightning would.
         gradients: Averages gradients over the ranks; None on a single rank.
-        buffers: Gives all ranks the buffers of rank 0; None on a single rank.
+        buffers: Sends all ranks the buffers of rank 0; None on a single rank.
         guard: Leaves out updates; None takes them as they are.
         completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
         is_last_step: Whether the step that runs is the last one, on all ranks.
+
+    Attributes:
+        averaging: Averages gradients when they are wanted; None on a single rank.
+        buffers: Sends the buffers of rank 0; None where there are none, and on a single rank.
     """
 
     def __init__(
@@ -107,9 +111,10 @@ class StepRouter:
         self._sharded = sharded or None
         self._checked_at_once = sharded.optimizers
         self._checked_when_averaged = [each for each in self._optimizers if each not in sharded.optimizers]
-        self._averaging: Averaging | None = None
+        self.buffers = buffers or None
+        self.averaging: Averaging | None = None
         if gradients is not None:
-            self._averaging = Averaging(
+            self.averaging = Averaging(
                 gradients,
                 buffers,
                 optimizers=self._managed,
@@ -137,19 +142,19 @@ class StepRouter:
     @property
     def averages(self) -> bool:
         """Whether gradients are averaged over several ranks."""
-        return self._averaging is not None
+        return self.averaging is not None
 
     def before_collective(self, name: str) -> None:
-        """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
-        if self._averaging is not None:
-            self._averaging.before_collective(name)
+        """Average first what other ranks may wait for."""
+        if self.averaging is not None:
+            self.averaging.before_collective(name)
 
     def open(self) -> None:
         """Have torch's entries replaced until `close`, rather than in each step."""
         interception.hold(self)
         if self._sharded is not None:
-            group = None if self._averaging is None else self._averaging.group
-            self._sharded.open(several_ranks=self._averaging is not None, group=group, device=self._device)
+            group = None if self.averaging is None else self.averaging.group
+            self._sharded.open(several_ranks=self.averaging is not None, group=group, device=self._device)
         self._is_open = True
 
     def close(self) -> None:
@@ -163,8 +168,8 @@ class StepRouter:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
-        if self._averaging is not None:
-            self._averaging.ended()
+        if self.averaging is not None:
+            self.averaging.ended()
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
@@ -175,8 +180,8 @@ class StepRouter:
             self._context.__enter__()
         if not self._is_open:
             interception.hold(self)
-        if self._averaging is not None:
-            self._averaging.begin()
+        if self.averaging is not None:
+            self.averaging.begin()
         if self._guard is not None:
             self._guard.begin()
         interception.begin(self)
@@ -196,11 +201,11 @@ class StepRouter:
             self._sharded.end(failed=exc_type is not None)
         if self._guard is not None and exc_type is None:  # before other ranks get the buffers of rank 0
             self._guard.end(scales=self.scales)
-        if self._averaging is not None:
+        if self.averaging is not None:
             if exc_type is None:
-                self._averaging.end()
+                self.averaging.end()
             else:
-                self._averaging.abandon()
+                self.averaging.abandon()
         if exc is None:
             return
         explained = None if self._sharded is None else self._sharded.explained(exc)
@@ -213,8 +218,8 @@ class StepRouter:
         hooks = self._hooks
         if self._scaler is not None and self._has_no_optimizer:
             raise update_errors.without_optimizer()
-        if self._averaging is not None:
-            self._averaging.before_backward()
+        if self.averaging is not None:
+            self.averaging.before_backward()
         if self._sharded is not None:
             self._sharded.before_backward()
         self.in_backward = True
@@ -235,8 +240,8 @@ class StepRouter:
             raise
         finally:
             self.in_backward = False
-            if self._averaging is not None:
-                self._averaging.leave_backward()
+            if self.averaging is not None:
+                self.averaging.leave_backward()
             if self._unscaling is not None:
                 self._unscaling.end()
         if self._sharded is not None:
@@ -245,8 +250,8 @@ class StepRouter:
             # Gradients of sharded parameters are those of all ranks by now; clipping would hide an overflow in them.
             self._check(self._checked_at_once, sharded=True)
             self._scaler.adapt()
-        if self._averaging is not None:
-            self._averaging.after_backward()
+        if self.averaging is not None:
+            self.averaging.after_backward()
         elif self._scaler is not None:
             self._check_overflow()
         if hooks.after_backward is not None:
@@ -271,14 +276,14 @@ class StepRouter:
 
     def grad(self, outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
-        if self._averaging is not None and args:
-            self._averaging.before_grad(args[0])
+        if self.averaging is not None and args:
+            self.averaging.before_grad(args[0])
         run_backward = interception.run_backward
         if self._sharded is not None:
             run_backward = functools.partial(self._sharded.grad, run_backward)
         result = run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
-        if self._averaging is not None and args and not create_graph:
-            result = self._averaging.after_grad(args[0], result)
+        if self.averaging is not None and args and not create_graph:
+            result = self.averaging.after_grad(args[0], result)
         return result
 
     def check_managed(self, optimizer: Optimizer) -> None:
@@ -294,8 +299,8 @@ class StepRouter:
             return
         if self._scaler is not None or self._guard is not None:
             raise update_errors.taken_before(optimizer, self._guard.name if self._guard else "16-mixed")
-        if self._averaging is not None and not self.in_backward:
-            self._averaging.before_update(optimizer)
+        if self.averaging is not None and not self.in_backward:
+            self.averaging.before_update(optimizer)
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
 
@@ -308,17 +313,17 @@ class StepRouter:
         if self._in_step or self._is_closed:
             return inner(*args, **kwargs)
         if not interception.is_active(self):
-            if self._averaging is not None:  # no other rank would hear of this update
+            if self.averaging is not None:  # no other rank would hear of this update
                 self._refusal = update_errors.outside_of_step(optimizer)
                 raise self._refusal
             return inner(*args, **kwargs)
         if args:
             kwargs["closure"] = args[0]
         closure = kwargs.pop("closure", None)
-        if self.in_backward and self._averaging is not None:
-            self._averaging.before_update_inside_of_backward(optimizer)
-        elif closure is None and self._averaging is not None:
-            self._averaging.before_update(optimizer)
+        if self.in_backward and self.averaging is not None:
+            self.averaging.before_update_inside_of_backward(optimizer)
+        elif closure is None and self.averaging is not None:
+            self.averaging.before_update(optimizer)
         if self._scaler is not None:
             return self._scaled_step(optimizer, inner, closure, kwargs)
         if self._guard is not None:
@@ -361,16 +366,16 @@ class StepRouter:
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """One evaluation of a closure: in the step's precision, and with one loss for all ranks."""
         was, self._in_step = self._in_step, False
-        if self._averaging is not None:
-            self._averaging.resume()
+        if self.averaging is not None:
+            self.averaging.resume()
         try:
             with self._precision.context() if self._precision.context is not None else nullcontext():
                 loss = closure()
         finally:
             self._in_step = was
-        if self._averaging is not None:
-            self._averaging.before_update(optimizer)
-            loss = self._averaging.of_loss(loss, self._device)
+        if self.averaging is not None:
+            self.averaging.before_update(optimizer)
+            loss = self.averaging.of_loss(loss, self._device)
         if self._hooks.before_optimizer_step is not None:
             self._hooks.before_optimizer_step(optimizer)
         return loss
@@ -391,5 +396,5 @@ class StepRouter:
             raise explained from error
         finally:
             self._in_step = False
-            if self._averaging is not None:
-                self._averaging.resume()
+            if self.averaging is not None:
+                self.averaging.resume()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .rank_points import NUMBERS, Point, are_together, parted
+from .rank_notes import points_of
+from .rank_points import Point, are_together, parted
 
 __all__ = ["LATE_CALLS", "SentPoints"]
 
@@ -46,7 +47,7 @@ class SentPoints:
 
         Args:
             at: Where this rank is.
-            numbers: A row of `NUMBERS` for each rank, flat, on the device of the gradients.
+            numbers: The rows of `Notes`.
         """
         self._sent.append(_SentPoint(at, self._previous, *_to_host(numbers)))
         self._previous = at
@@ -63,7 +64,7 @@ class SentPoints:
             sent = self._sent.popleft()
             if sent.ready is not None and not sent.ready.query():  # type: ignore[no-untyped-call]
                 sent.ready.synchronize()
-            if not are_together(sent.numbers.real.reshape(-1, NUMBERS).tolist()):
+            if not are_together(points_of(sent.numbers)):
                 before = "" if sent.before is None else str(self._named(sent.before))
                 raise parted(self._named(sent.point)._replace(before=before), self._group)
 

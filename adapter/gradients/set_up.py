@@ -16,8 +16,9 @@ from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .buffer_sync import BufferSync
 from .communication_hooks import communication_hook
-from .equal_replicas import BufferSync, broadcast_from_zero, check_same_on_all_ranks
+from .equal_replicas import broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
 from .gradient_sync import GradientSync
 from .lightning_hooks import step_hooks
@@ -33,11 +34,14 @@ def step_router(
     module: pl.LightningModule,
     discovered: Discovered,
     rank_local: RankLocal = EVERYTHING_SHARED,
+    sync_each_batch: bool | None = None,
+    before: StepRouter | None = None,
 ) -> StepRouter | None:
     """The router that this run needs, or None where plain torch does the same.
 
     To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
-    gives every rank the weights of rank 0.
+    gives every rank the weights of rank 0. `sync_each_batch` is that of `GradientSync`,
+    and `before` the router of a training before this one, whose gradients may wait for an update.
 
     Raises:
         ContractError: The ranks built different things, something is on another device than this rank's, or the
@@ -51,12 +55,16 @@ def step_router(
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
+        megabytes = ddp.get("bucket_cap_mb")
         gradients = GradientSync(
             discovered,
             group,
             rank_local,
-            bucket_bytes=_bucket_bytes(trainer),
+            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
             hook=communication_hook(trainer.strategy),
+            gradient_as_bucket_view=bool(ddp.get("gradient_as_bucket_view")),
+            sync_each_batch=sync_each_batch,
         )
         buffers = BufferSync(discovered, group, rank_local)
         local = frozenset(rank_local.ids(discovered))
@@ -66,7 +74,7 @@ def step_router(
     needs_router = bool(precision.context or gradients or guard or hooks or fsdp_modules(discovered))
     if not needs_router:
         return None
-    return StepRouter(
+    router = StepRouter(
         discovered,
         trainer.strategy.root_device,
         precision=precision,
@@ -77,6 +85,9 @@ def step_router(
         completed_steps=lambda: trainer.global_step,
         is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
     )
+    if router.averaging is not None and before is not None and before.averaging is not None:
+        router.averaging.waits = before.averaging.waits
+    return router
 
 
 def _update_guard(
@@ -110,11 +121,3 @@ def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
     return None
-
-
-def _bucket_bytes(trainer: pl.Trainer) -> int | None:
-    """What ``DDPStrategy(bucket_cap_mb=…)`` asks for, in the megabytes that DDP means."""
-    if not isinstance(trainer.strategy, DDPStrategy):
-        return None
-    megabytes = ddp_settings(trainer.strategy).ddp_arguments.get("bucket_cap_mb")
-    return None if megabytes is None else int(megabytes * 2**20)

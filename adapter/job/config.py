@@ -73,6 +73,7 @@ class RunConfig:
     validate: ValidateSpec | None
     recover: RecoverSpec | None
     on_nonfinite: Literal["warn", "stop", "skip"]
+    sync_each_batch: bool | None
     checkpoint_weights: Literal["all", "trained"]
     tags: tuple[str, ...]
     notes: str
@@ -183,6 +184,7 @@ def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErro
         validate=reading.pick("validate", spec.validate),
         recover=reading.pick("recover", spec.recover),
         on_nonfinite=reading.pick("on_nonfinite", "warn"),
+        sync_each_batch=reading.pick("sync_each_batch"),
         checkpoint_weights=reading.pick("checkpoint_weights", "all"),
         tags=reading.pick("tags", ()),
         notes=reading.pick("notes", ""),

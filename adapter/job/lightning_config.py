@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from ..cluster.placement import placed_by_launcher
 from ..contract.exceptions import StartupContractError
 from ..plumbing.listed import listed
+from ..plumbing.redaction import text_of
 from .config import RunConfig
 from .parser_errors import root_cause, shortened
 from .trainer_arguments import trainer_arguments
@@ -165,9 +166,18 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
     Args:
         config: The job.
         parquet_paths: Data files that its inputs brought here; otherwise those that it names.
+
+    Raises:
+        StartupContractError: ``startup.invalid_job_spec``: `dataset` has options that cannot be used, such as a
+            `collate` that cannot be imported.
     """
     described = _data(config, parquet_paths)
-    made: pl.LightningDataModule | None = None if described is None else _make(described)
+    try:
+        made: pl.LightningDataModule | None = None if described is None else _make(described)
+    except (ValueError, TypeError) as error:
+        raise StartupContractError(
+            "startup.invalid_job_spec", f"The `dataset` of the job cannot be used: {text_of(error)}"
+        ) from error
     return made
 
 
@@ -205,8 +215,8 @@ def instantiate(
         The trainer, and None for the data where the job names none.
 
     Raises:
-        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
-            used.
+        StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments, or `dataset` has
+            options, that cannot be used.
     """
     data = make_data(config, parquet_paths)
     with _lightning_errors():

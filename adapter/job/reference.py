@@ -74,6 +74,7 @@ GROUPS = {
         "hyperparams",
         "max_steps",
         "on_nonfinite",
+        "sync_each_batch",
         "recover",
         "lightning",
     ),

@@ -54,6 +54,29 @@ def _is_target(url: str) -> bool:
     return re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None
 
 
+_COMPARISONS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
+
+
+def _are_filters(filters: list[Any]) -> bool:
+    """Whether `filters` are conditions of which all hold, or lists of such."""
+    lists = [filters] if filters and all(_is_condition(condition) for condition in filters) else filters
+    return bool(lists) and all(
+        isinstance(conditions, list) and bool(conditions) and all(map(_is_condition, conditions))
+        for conditions in lists
+    )
+
+
+def _is_condition(condition: Any) -> bool:
+    if not isinstance(condition, list) or len(condition) != 3:
+        return False
+    column, comparison, value = condition
+    return isinstance(column, str) and comparison in _COMPARISONS and ("in" not in comparison or type(value) is list)
+
+
+def _is_collate(name: str) -> bool:
+    return name == "torch" or re.fullmatch(r"[^:\s]+:[^:\s]+", name) is not None
+
+
 def _rule(expected: str, holds: Callable[[Any], bool] = lambda _: True, **more: Any) -> dict[str, Any]:
     return {"rule": Rule(expected, holds, **more)}
 
@@ -114,7 +137,17 @@ class DatasetSpec:
         tuple[NonBlank, ...] | None, Meta(description="Columns to read; all by default.", examples=[["image", "label"]])
     ] = None
     filters: Annotated[
-        Annotated[list[Any], Meta(extra=_rule("a list of [column, operator, value]"))] | None,
+        Annotated[
+            list[Any],
+            Meta(
+                extra=_rule(
+                    "a list of [column, operator, value], or of such lists",
+                    _are_filters,
+                    way_out=f"The operators are {', '.join(_COMPARISONS)}; the value of the last two is a list.",
+                )
+            ),
+        ]
+        | None,
         Meta(
             description="Rows to keep. All conditions of a list must hold; of a list of lists, any one list.",
             examples=[[["label", "<", 5]]],
@@ -142,7 +175,7 @@ class DatasetSpec:
     readahead_bytes: Annotated[Positive, Meta(description="Decoded bytes kept ready.")] = 256 << 20
     workers: Annotated[Count, Meta(description="Processes that decode and collate; 0 uses the training process.")] = 0
     collate: Annotated[
-        NonBlank | None,
+        Annotated[str, Meta(extra=_rule('"torch" or "module:function"', _is_collate))] | None,
         Meta(
             description="Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; "
             "by default the trainer gets the record batch.",
@@ -285,6 +318,14 @@ class JobSpec:
         Meta(
             description="What to do when a loss, gradient or weight becomes nan or infinite: `warn` logs it once, "
             "with the step; `stop` ends the run; `skip` skips the affected updates."
+        ),
+    ] = None
+    sync_each_batch: Annotated[
+        Flag | None,
+        Meta(
+            description="Whether several ranks average gradients at the end of a step that has not updated. `false` "
+            "does so once, at the update; checkpoints in between then hold the gradients of each rank. By default "
+            "`false` where those are less than 2 GiB in all."
         ),
     ] = None
     owner: Annotated[Text | None, Meta(description="Owner of the uploaded artifacts.")] = None

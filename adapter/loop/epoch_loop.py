@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -103,6 +105,12 @@ class ContractEpochLoop(TrainingEpochLoop):
 
     @override
     def run(self, data_fetcher: DataFetcher) -> None:
+        sync = self.module.buffer_sync
+        with nullcontext() if sync is None else sync.deferred() as settle:
+            self._run(data_fetcher, settle)
+
+    def _run(self, data_fetcher: DataFetcher, settle: Callable[[], None] | None) -> None:
+        """An epoch; `settle` comes before all that may look at buffers, except for what a step itself calls."""
         self.reset()
         self.on_run_start(data_fetcher)
         self.module.restore_rng()
@@ -112,7 +120,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         run_state = run_state_of(trainer)
         if self.restarting:
             self._make_up_for_what_the_checkpoint_preceded(data_fetcher)
-        step = Step(self, data_fetcher)
+        step = Step(self, data_fetcher, settle)
         current, batches = step.current, step.batches
         signals = signal_connector(trainer)
         is_first = True
@@ -129,12 +137,16 @@ class ContractEpochLoop(TrainingEpochLoop):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
                 self.loader_ended = current.ready == current.completed  # or else the module refused a batch
+                if settle is not None:
+                    settle()
                 self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
                 is_first = False
                 if self.global_step >= self._next_check:
                     self._next_check = self.global_step + CHECK_EVERY_N_STEPS
+                    if settle is not None:
+                        settle()
                     module.check_nothing_new()
             if (
                 self.validates_within
@@ -142,6 +154,8 @@ class ContractEpochLoop(TrainingEpochLoop):
                 or trainer.should_stop
                 or signals.received_sigterm
             ) and run_state.stop_reason is None:
+                if settle is not None:
+                    settle()
                 self.on_advance_end(data_fetcher)
             else:
                 self._batches_that_stepped += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ..contract.types import StepContext, TrainerPlugin
+from ..gradients.buffer_sync import BufferSync
 
 __all__ = ["HostedModule"]
 
@@ -33,6 +34,8 @@ class HostedModule(Protocol):
 
     rank_channel: Channel | None
     """How the ranks of this training speak with each other; None on a single one."""
+    buffer_sync: BufferSync | None
+    """What sends the buffers of rank 0 at the end of a step; None where there are none, and on a single rank."""
 
     @property
     def trainer(self) -> pl.Trainer:

@@ -16,9 +16,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
-from ...callbacks.hook.listeners import after_failure, call_listeners, listeners, skipping_hook
+from ...callbacks.hook.listeners import (
+    after_failure,
+    call_listeners,
+    listeners,
+    may_look_at_weights,
+    skipping_hook,
+)
 from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection, logger_connector
 from .hosted_module import HostedModule
+from .user_code import runs_no_user_code
 
 if TYPE_CHECKING:
     from .epoch_loop import ContractEpochLoop
@@ -37,9 +44,18 @@ _MAY_LOG = (
 
 
 class Step:
-    """One step of an epoch, with everything that does not change between steps looked up once."""
+    """One step of an epoch, with everything that does not change between steps looked up once.
 
-    def __init__(self, loop: ContractEpochLoop, data_fetcher: DataFetcher) -> None:
+    Args:
+        loop: Whose steps these are.
+        data_fetcher: Fetches the batches.
+        settle: Waits for the buffers of rank 0, which are on their way when a step has ended; called before any code
+            that may look at them. None where none are sent.
+    """
+
+    def __init__(
+        self, loop: ContractEpochLoop, data_fetcher: DataFetcher, settle: Callable[[], None] | None = None
+    ) -> None:
         trainer, module = loop.trainer, loop.module
         self.loop = loop
         self.trainer = trainer
@@ -51,14 +67,18 @@ class Step:
         self.batches = trainer.num_training_batches
         self.connector = logger_connector(trainer)
         self.logged = loop._results
+        self.settle = settle
         self.next_batch = _next_batch(trainer, data_fetcher)
+        self.settles_before_batch = settle is not None and not all(
+            map(runs_no_user_code, data_fetcher.combined_loader.flattened)
+        )
         self.profiler = profiler_of(trainer)
         self.profiled = not isinstance(self.profiler, PassThroughProfiler)
         self.train = self._train_profiled if self.profiled else module.train_raw_batch
         self.on_start = listeners(trainer, "on_train_batch_start")
         on_end = listeners(trainer, "on_train_batch_end")
-        self.on_end = [(hook, skipping_hook(hook)) for hook in on_end]
-        for _, waits in self.on_end:
+        self.on_end = [(hook, skipping_hook(hook), settle is not None and may_look_at_weights(hook)) for hook in on_end]
+        for _, waits, _ in self.on_end:
             if waits is not None:
                 waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
@@ -77,17 +97,24 @@ class Step:
         self.has_user_hooks = any(
             _module_hook(module, name) or any(map(_is_user_hook, listeners(trainer, name))) for name in _MAY_LOG
         )
+        self.others_look = bool(self.profiled or self.module_on_end or self.on_mb_end)
+        """Whether more than the listeners of ``on_train_batch_end`` is called where a step has ended."""
         self.name_at_end = "on_train_batch_end" if self.has_user_hooks else None
 
     def run(self) -> bool:
         """Train one batch; False if there is none left or the module ended the epoch."""
         loop, trainer, module, current, total = self.loop, self.trainer, self.module, self.current, self.total
         step = loop.step_in_progress = loop.global_step + 1
+        settle = self.settle
+        if self.settles_before_batch and settle is not None:
+            settle()
         try:
             raw = self.next_batch()
         except StopIteration:
             loop.step_in_progress = None
             return False
+        if settle is not None:
+            settle()
         index = current.ready
         if self.counts_minibatches:
             self.run_state.minibatch_index = index
@@ -110,14 +137,18 @@ class Step:
         current.processed += 1
         total.processed += 1
         loop.global_step = step
+        if settle is not None and self.others_look:
+            settle()
         if self.profiled:
             self._batch_end_profiled(outputs, raw, index)
         else:
             self.names["_current_fx_name"] = self.name_at_end
             run_state = self.run_state
-            for hook, waits in self.on_end:
+            for hook, waits, may_look in self.on_end:
                 if waits is not None and step < waits.next_due_step and run_state.stop_reason is None:
                     continue
+                if may_look and settle is not None:
+                    settle()
                 try:
                     hook(trainer, module, outputs, raw, index)
                 except Exception as error:  # noqa: BLE001  # raised again where the policy of the hook says so
@@ -127,6 +158,8 @@ class Step:
         if self.on_mb_end:
             call_listeners(self.on_mb_end, "on_mb_end", trainer, module)
         if self.run_state.rolls_back:  # before the step is complete, as with every save
+            if settle is not None:
+                settle()
             fire(trainer, "on_roll_back_due")
             module.check_nothing_new()
         current.completed += 1

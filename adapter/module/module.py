@@ -20,12 +20,13 @@ from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
 from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
+from ..gradients.buffer_sync import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
@@ -33,19 +34,21 @@ from ..loop.fit_loop import install_loop, start_after
 from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
 from .finders import host_finders
+from .grown_weights import Shapes, changed_names, shapes_of
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .own_hooks import attach_own_hooks
-from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
-from .rank_state import collect_from_ranks
+from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
+from .rank_state import collect_from_ranks, rank_channel_of
 from .rehearsal import Rehearsal
 from .reporting import ReportingModule
 from .rollout import RolloutBatches
 from .step_context import filled_in
 from .step_metrics import named_scalars, validated_result
 from .supported import check_trainer_arguments, leave_unwrapped
-from .trainer_files import save_trainer_files, trainer_directory
+from .trainer_files import save_trainer_files
 from .trainer_state import (
     ToRestore,
+    load_weights,
     payload_of,
     put_into_checkpoint,
     restore,
@@ -70,6 +73,7 @@ class ContractModule(ReportingModule):
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         shard_policy: What becomes a unit of its own under ``ModelParallelStrategy``: ``whole`` modules, the submodules
             of named classes (``Block``), or those that a callable picks; see `gradients.fsdp.sharding.ShardPolicy`.
+        sync_each_batch: Whether ranks average gradients at the end of a step without an update too; see `GradientSync`.
         context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
 
     Raises:
@@ -83,6 +87,7 @@ class ContractModule(ReportingModule):
         *,
         model_handles: Mapping[str, Any] | None = None,
         shard_policy: ShardPolicy = "whole",
+        sync_each_batch: bool | None = None,
         context: StepContext | None = None,
     ) -> None:
         ctx = context or StepContext(
@@ -95,6 +100,7 @@ class ContractModule(ReportingModule):
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
+        self.sync_each_batch = sync_each_batch
         self.contract_state: Any = None
         """What ``configure`` returned."""
         self.discovered: Discovered | None = None
@@ -102,8 +108,10 @@ class ContractModule(ReportingModule):
         self._found_optimizers: list[Optimizer] = []
         self._frozen: list[torch.nn.Parameter] = []
         """By callbacks of this fit, before it began."""
+        self._built: Shapes = {}
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
+        self.buffer_sync: BufferSync | None = None
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
@@ -147,23 +155,15 @@ class ContractModule(ReportingModule):
             BrokenCheckpointError: It is not whole.
             RuntimeError: Its weights are not those of the class.
         """
-        if "plugin" not in arguments:
-            raise TypeError(
-                f"{cls.__name__}.load_from_checkpoint needs `plugin`, the trainer class of the checkpoint "
-                "(module:Class, or an instance): a checkpoint names no code to run."
-            )
-        if hparams_file is not None:
-            raise TypeError(f"{cls.__name__} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
+        check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         io.take_base_from(lambda: base_of(module._set_up_alone(device)))
         checkpoint = io.load_checkpoint(checkpoint_path, map_location)
         module._set_up_alone(device)
-        if "state_dict" in checkpoint:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module._restored_step = checkpoint.get("global_step", 0)
-        payload = checkpoint.get(CONTRACT_KEY, {}).get("state")
-        module._to_restore = ToRestore(payload, trainer_directory(checkpoint_path, module.plugin))
+        strict = strict is not False
+        module._to_restore = load_weights(checkpoint, module, module.plugin, checkpoint_path, strict=strict)
         module.restore_trainer()
         return module
 
@@ -182,7 +182,7 @@ class ContractModule(ReportingModule):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
+        return {**super().__getstate__(), "_router": None, "buffer_sync": None}  # of this process, while it trains
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
@@ -250,6 +250,7 @@ class ContractModule(ReportingModule):
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
         self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
+        self._built = shapes_of(self)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
         if self.configured:
@@ -309,10 +310,7 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.is_over = True
         self.open_router()
-        self.rank_channel = None
-        if self.trainer.world_size > 1:
-            groups = rank_groups_of(self.trainer.strategy)
-            self.rank_channel = Channel() if groups is None else groups.training
+        self.rank_channel = rank_channel_of(self.trainer)
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -327,7 +325,9 @@ class ContractModule(ReportingModule):
     def open_router(self) -> None:
         """Have steps from here on go through strategy and precision, where these change anything."""
         assert self.discovered is not None
-        self._router = step_router(self.trainer, self, self.discovered, rank_local_of(self.plugin))
+        rank_local, before = rank_local_of(self.plugin), self._router
+        self._router = step_router(self.trainer, self, self.discovered, rank_local, self.sync_each_batch, before)
+        self.buffer_sync = None if self._router is None else self._router.buffers
         if self._router is not None:
             self._router.open()
 
@@ -349,7 +349,8 @@ class ContractModule(ReportingModule):
         with keep_sharded_for(self.trainer.strategy):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
-        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, self.metrics_on_device())
+        metrics, changed = self.metrics_on_device(), changed_names(self, self._built)
+        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router, changed)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rehearsal is not None:
@@ -369,11 +370,9 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.take_up(checkpoint.get(CONTRACT_KEY, {}).get("found", {}))
         if CONTRACT_KEY in checkpoint:
-            self._to_restore = take_from_checkpoint(checkpoint, self.trainer, self.plugin)
+            fits = None if self._is_sharded else self.discovered
+            self._to_restore = take_from_checkpoint(checkpoint, self, self.plugin, fits)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
-            if self.discovered is not None and not self._is_sharded:
-                states = checkpoint.get("optimizer_states", [])
-                self._to_restore = self._to_restore.without_unfitting(states, self.discovered)
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.
@@ -389,7 +388,7 @@ class ContractModule(ReportingModule):
         if waiting is not None:
             assert self.discovered is not None
             plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
-            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, is_sharded=self._is_sharded)
+            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, self._router, self._is_sharded)
             if self._rollouts is not None:
                 self._rollouts.restore(waiting.phase)
 

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any, cast
@@ -20,6 +20,7 @@ from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
     "async_hooks",
+    "check_arguments_of_loading",
     "check_instance",
     "find_trainer",
     "load_trainer_plugin",
@@ -121,7 +122,9 @@ def _import(module_name: str, import_path: str) -> ModuleType:
 
 
 def _shown_path() -> str:
-    return ", ".join(repr(folder or os.getcwd()) for folder in sys.path[:3]) + " and the installed packages"
+    folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path[:3])
+    shown = ", ".join(repr(folder) for folder in folders if os.path.isdir(folder))
+    return f"{shown} and the installed packages" if shown else "the installed packages"
 
 
 def _attribute(module: ModuleType, attribute: str) -> Any:
@@ -247,3 +250,18 @@ def _check_constructor(cls: type, import_path: str) -> None:
             f"trainer {import_path!r}: class {cls.__name__}{signature} requires arguments, but it is created without "
             "any. Give them defaults, or name a module-level instance"
         ) from None
+
+
+def check_arguments_of_loading(class_name: str, arguments: Mapping[str, Any], hparams_file: Any) -> None:
+    """Refuse to build a trainer class for a checkpoint by arguments that do not name one.
+
+    Raises:
+        TypeError: `plugin` is not given, or `hparams_file` is.
+    """
+    if "plugin" not in arguments:
+        raise TypeError(
+            f"{class_name}.load_from_checkpoint needs `plugin`, the trainer class of the checkpoint "
+            "(module:Class, or an instance): a checkpoint names no code to run."
+        )
+    if hparams_file is not None:
+        raise TypeError(f"{class_name} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")

@@ -14,7 +14,7 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import rank_groups_of
 
-__all__ = ["collect_from_ranks", "take_own_part"]
+__all__ = ["collect_from_ranks", "rank_channel_of", "take_own_part"]
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,14 @@ _OF_RANKS = "of_ranks"
 _OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
 _OF_THE_CONTRACT = ("state", "unmanaged", "phase")
 _NAMED_AT_MOST = 8
+
+
+def rank_channel_of(trainer: pl.Trainer) -> Channel | None:
+    """How the ranks of a training compare what they save; None on a single one. Collective."""
+    if trainer.world_size == 1:
+        return None
+    groups = rank_groups_of(trainer.strategy)
+    return Channel() if groups is None else groups.training
 
 
 def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel: Channel) -> None:

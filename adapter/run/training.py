@@ -138,7 +138,12 @@ class Training:
                 log.warning(misspelled)
         paths = [str(path) for path in inputs.parquet_paths]
         trainer, data = prepare_training(self.config, plugin, parquet_paths=paths)
-        module = self.progress.module = ContractModule(plugin, self.config.job, model_handles=inputs.model_handles())
+        module = self.progress.module = ContractModule(
+            plugin,
+            self.config.job,
+            model_handles=inputs.model_handles(),
+            sync_each_batch=self.config.sync_each_batch,
+        )
         record = start.record
         beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if shadow and check_shadow_start(shadow, None if record is None else record.step):

@@ -64,6 +64,8 @@ class Hook(pl.Callback):
     """Fields that must be written before this hook runs if any hook writes them."""
     writes: Sequence[str] = ()
     """Fields of the run state that this hook writes."""
+    calls_user_code: bool = False
+    """Whether a method that `looks_at_no_weights` calls code of the user, which may."""
     next_due_step: int = 0
     """The step whose end this hook waits for, where its ``on_train_batch_end`` is `skippable`."""
 

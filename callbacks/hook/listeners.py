@@ -11,9 +11,18 @@ import lightning.pytorch as pl
 from .events import callbacks_of, is_rank_zero
 from .hook import POLICED_ATTRIBUTE, Hook, judge
 
-__all__ = ["after_failure", "call_listeners", "listeners", "skippable", "skipping_hook"]
+__all__ = [
+    "after_failure",
+    "call_listeners",
+    "listeners",
+    "looks_at_no_weights",
+    "may_look_at_weights",
+    "skippable",
+    "skipping_hook",
+]
 
 _SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
+_BLIND_ATTRIBUTE = "_genlight_looks_at_no_weights"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -48,6 +57,23 @@ def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
     """The hook whose ``next_due_step`` says when to call `listener`; None where it is called after each step."""
     hook = getattr(listener, "__self__", None)
     return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
+
+
+def looks_at_no_weights(method: _Method) -> _Method:
+    """Mark an event in which neither the hook nor anything that it calls reads or changes weights or buffers.
+
+    On several ranks genlight's loop lets buffers be on their way to a rank while it is called. Not for a hook that
+    fires events or writes to loggers; one that was given code of the user sets its ``calls_user_code``. A method that a
+    subclass puts in its place counts as one that looks, unless it is marked as well.
+    """
+    setattr(method, _BLIND_ATTRIBUTE, True)
+    return method
+
+
+def may_look_at_weights(listener: Callable[..., Any]) -> bool:
+    """Whether one of the `listeners` may read or change weights or buffers, as far as is known."""
+    hook = getattr(listener, "__self__", None)
+    return not hasattr(listener, _BLIND_ATTRIBUTE) or getattr(hook, "calls_user_code", True)
 
 
 def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:

@@ -17,7 +17,7 @@ from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ..checkpoint.checkpoint import Checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..hook.hook import Hook
-from ..hook.listeners import skippable
+from ..hook.listeners import looks_at_no_weights, skippable
 from ..hook.run_context import RunContext
 from ..hook.ticker import Ticker
 from ..lightning_internals import attached_trainer, signal_connector
@@ -100,6 +100,7 @@ class StopRequests(Hook):
     def add_check(self, check: Callable[[], str | None]) -> None:
         """Also stop when `check`, called at most every 50 ms, returns a reason."""
         self.sources.add_check(check)
+        self.calls_user_code = True
 
     def requested(self) -> StopReason | None:
         """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
@@ -171,6 +172,7 @@ class StopRequests(Hook):
             self._ticker.start()
         run_state_of(trainer).stop_reason = _REASONS[code]
 
+    @looks_at_no_weights
     @skippable
     @override
     def on_train_batch_end(

@@ -15,7 +15,7 @@ from ...adapter.plumbing.folder_name import folder_name
 from ...adapter.plumbing.urls import safe_url
 from .transfers import Interrupted, Refused, TryAgain, outcome_of_status
 
-__all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target"]
+__all__ = ["FsspecTarget", "HuggingFaceTarget", "Shipment", "Target", "open_target", "target_fault"]
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,22 @@ def open_target(url: str) -> Target:
         repository, _, revision = rest.strip("/").partition("@")
         return HuggingFaceTarget(repository, revision or "main")
     return FsspecTarget(url)
+
+
+def target_fault(url: str) -> str | None:
+    """What is wrong with `url` as a target, as far as this machine can tell; nothing is connected to."""
+    try:
+        if url.startswith("hf://"):
+            open_target(url)
+        else:
+            import fsspec
+
+            fsspec.get_filesystem_class(url.partition("://")[0])
+    except ImportError as error:
+        return f"The upload target {safe_url(url)} needs another package: {error}"
+    except ValueError as error:
+        return f"Invalid upload target {safe_url(url)!r}. {str(error).removesuffix('.')}."
+    return None
 
 
 def _unreachable(name: str, error: OSError) -> str:

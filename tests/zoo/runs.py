@@ -156,6 +156,7 @@ def hosted_run(
     resume: Path | None = None,
     resume_after: int = 2,
     save: Path | None = None,
+    sync_each_batch: bool | None = None,
     **trainer_args: Any,
 ) -> tuple[Any, Any]:
     """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
@@ -177,6 +178,7 @@ def hosted_run(
         trainer_class(name)(),
         TrainingJobSpec(run_id=name, max_steps=steps, metric_every=0),
         shard_policy=policy or "whole",
+        sync_each_batch=sync_each_batch,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found .* in eval mode")
@@ -229,8 +231,8 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
         folder: Where the ranks meet and leave their results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
             ``precision``, ``policy``, ``on_nonfinite``, and ``interrupted``, after how many steps to save and go on in
-            a new run, ``durable`` to save in genlight's format, and ``looks`` for
-            a callback that looks after each backward call.
+            a new run, ``durable`` to save in genlight's format, ``looks`` for a callback that looks after each
+            backward call, and ``sync_each_batch``, which also asks for the gradients that are left at the end.
         timeout_s: After this long the ranks are ended, on a loaded machine too.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -288,6 +290,7 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
             world_size=world_size,
             devices=world_size,
             policy=job.get("policy", "whole"),
+            sync_each_batch=job.get("sync_each_batch"),
             strategy=strategy_of(job.get("strategy", "ddp"), rank, world_size),
             **precision_of(job.get("precision", "32-true")),
             **more,
@@ -305,6 +308,8 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     result = whole(weights(module.contract_state, module.plugin))
     if module._router is not None and module._router.scales:
         result["overflow_steps"] = torch.tensor(module._router.overflow_steps)
+    if "sync_each_batch" in job:
+        result |= {f"gradient of {name}": p.grad for name, p in module.named_parameters()}
     return result
 
 

@@ -1,4 +1,7 @@
-"""``genlight doctor``: what a job would run with, where each setting comes from, and what is wrong with it."""
+"""Find the mistakes of a job without training, and show its settings and where each of them comes from.
+
+Exit codes: 0 the job can start, 2 it cannot.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ from .local_checks import (
     check_checkpoints,
     check_dataset,
     check_devices,
+    check_stop,
+    check_targets,
     check_trainer,
     check_training,
 )
@@ -133,6 +138,8 @@ def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: 
             yield from check_checkpoints(config)
         if config is not None:
             yield from check_grace(config)
+            yield from check_stop(config)
+    yield from check_targets(settings.pick("uploads.targets", ()))
     dataset = dataset_of(settings)
     if dataset is not None:
         yield from check_dataset(dataset)

@@ -10,6 +10,8 @@ from typing import Any
 
 from ....callbacks.checkpoint.format.layout import is_record_of_callback, record_paths
 from ....callbacks.checkpoint.ownership import checkpoint_files
+from ....callbacks.stop.sources import cancel_file_is_set
+from ....reporters.uploads.targets import target_fault
 from ...contract.exceptions import ContractError, InputError, StartupContractError
 from ...inputs.local import parquet_files
 from ...job.config import RunConfig
@@ -30,6 +32,8 @@ __all__ = [
     "check_checkpoints",
     "check_dataset",
     "check_devices",
+    "check_stop",
+    "check_targets",
     "check_trainer",
     "check_training",
 ]
@@ -82,7 +86,7 @@ def check_dataset(dataset: DatasetSpec) -> Iterator[Finding]:
             yield Finding("dataset", "fail", str(fault))
     rows = 0
     for file in files[:FILES_OPENED]:
-        problem, count = _look_into(file, dataset.columns)
+        problem, count = _look_into(file, dataset)
         rows += count
         if problem:
             yield Finding("dataset", "fail", problem)
@@ -116,20 +120,41 @@ def _check_batch_size(dataset: DatasetSpec, rows: int) -> Iterator[Finding]:
         )
 
 
-def _look_into(file: Path, columns: Sequence[str] | None) -> tuple[str | None, int]:
+def check_targets(targets: Sequence[str]) -> Iterator[Finding]:
+    """Whether this machine knows how to reach further destinations of uploads; none of them is asked."""
+    for fault in filter(None, map(target_fault, targets)):
+        yield Finding("uploads", "fail", f"`uploads.targets`: {fault}")
+
+
+def check_stop(config: RunConfig) -> Iterator[Finding]:
+    """What would stop the run before its first step."""
+    if config.canceled:
+        yield Finding("stop", "warn", "`TRAINER_CANCELLED` is set: the run stops before its first step")
+    if config.cancel_file is not None and cancel_file_is_set(config.cancel_file):
+        yield Finding(
+            "stop", "warn", f"the cancel file {config.cancel_file} is there: the run stops before its first step"
+        )
+
+
+def _look_into(file: Path, dataset: DatasetSpec) -> tuple[str | None, int]:
     """What is wrong with a Parquet file, and how many rows it has."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+    from ...feed.filters import as_expression, error_of
 
     try:
         metadata = pq.read_metadata(file)
     except (pa.ArrowException, OSError) as error:
         return f"The file {str(file)!r} is not readable Parquet: {error}", 0
-    names = metadata.schema.to_arrow_schema().names
-    missing = [name for name in columns or () if name not in names]
+    schema = metadata.schema.to_arrow_schema()
+    missing = [name for name in dataset.columns or () if name not in schema.names]
     if missing:
-        return f"{str(file)!r} has no column {', '.join(missing)}. It has {', '.join(names)}.", metadata.num_rows
-    return None, metadata.num_rows
+        text = f"{str(file)!r} has no column {', '.join(missing)}. It has {', '.join(schema.names)}."
+        return text, metadata.num_rows
+    expression = as_expression(dataset.filters)
+    fault = None if expression is None else error_of(expression, schema)
+    return fault and f"{str(file)!r}: {fault}", metadata.num_rows
 
 
 def check_trainer(import_path: str, search_path: Sequence[str | os.PathLike[str]]) -> Iterator[Finding]:

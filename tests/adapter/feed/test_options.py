@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import pytest
+
 from genlight.adapter.feed import ArrowDataModule, ArrowFeed
 from genlight.adapter.job.spec import DatasetSpec
 
@@ -31,3 +33,16 @@ def test_the_data_module_and_the_feed_agree_on_every_default():
     shared = of_module.keys() & of_feed.keys()
     assert len(shared) == 12
     assert {name: of_module[name] for name in shared} == {name: of_feed[name] for name in shared}
+
+
+@pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])
+def test_options_that_cannot_be_used_are_named_together_where_they_are_given(make):
+    """A data module that complained in `setup` alone would do so after the ranks have met."""
+    with pytest.raises(ValueError, match=r"`batch_size`.*received 0.*`workers`.*received -1.*`shard`.*received 'q'"):
+        make("rows.parquet", batch_size=0, workers=-1, shard="q")
+    with pytest.raises(TypeError, match=r"`batch_size`.*received '3'"):
+        make("rows.parquet", batch_size="3")
+    with pytest.raises(ValueError, match=r"`collate`.*'os:nope' cannot be imported"):
+        make("rows.parquet", collate="os:nope")
+    with pytest.raises(ValueError, match=r"`filters`.*not a valid operator"):
+        make("rows.parquet", filters=[["a", ">>", 1]])

@@ -5,11 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genlight.adapter.gradients.early_buckets import EXCHANGES_PER_MISTAKE, MOST_MISTAKES, Habit
 from support import early_buckets_ranks as ranks
 from support.rank_processes import run_ranks
 
 SENT_EARLY = 7 * (ranks.STEPS - 1)
 """By a trainer of habits: all buckets but the last, in every step but the first."""
+
+
+def test_a_trainer_is_believed_to_call_backward_less_often_once_it_did_so_twice():
+    habit = Habit()
+    seen = []
+    for calls in (2, 4, 4, 1, 4, 3, 3):
+        habit.learn(calls, repeated=False)
+        seen.append(habit.calls)
+
+    assert seen == [2, 4, 4, 4, 4, 4, 3]
+
+
+def test_buckets_are_sent_early_again_long_after_the_mistakes():
+    habit = Habit()
+    trusted = []
+    for exchange in range(EXCHANGES_PER_MISTAKE):
+        habit.learn(1, repeated=exchange < MOST_MISTAKES)
+        trusted.append(habit.is_trusted)
+
+    assert trusted == [True] + [False] * (EXCHANGES_PER_MISTAKE - 2) + [True]
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +47,15 @@ def test_weights_are_those_of_gradients_averaged_by_hand_and_equal_on_both_ranks
     for mine, its, expected in zip(first["weights"], second["weights"], first["expected"], strict=True):
         assert torch.equal(mine, its)
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ranks.SCENARIOS)
+def test_gradients_that_are_views_of_buckets_end_with_the_same_bits_and_leave_as_early(two_ranks, name):
+    for rank in two_ranks:
+        views, copies = rank[f"{name} with views"], rank[name]
+        assert all(map(torch.equal, views["weights"], copies["weights"]))
+        assert views["early"] == copies["early"]
 
 
 @pytest.mark.slow

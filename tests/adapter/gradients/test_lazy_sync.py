@@ -13,7 +13,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients import sent_points
+from genlight.adapter.gradients import gradient_sync, sent_points
 from genlight.adapter.gradients.averaged_parameters import AveragedParameters
 from genlight.adapter.gradients.buckets import Bucket
 from genlight.adapter.gradients.early_buckets import EarlyBuckets, Plan
@@ -21,6 +21,7 @@ from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
 from genlight.adapter.gradients.lightning_hooks import StepHooks
 from genlight.adapter.gradients.precision import StepPrecision
+from genlight.adapter.gradients.rank_notes import Notes
 from genlight.adapter.gradients.rank_points import Point
 from genlight.adapter.gradients.router import StepRouter
 
@@ -42,7 +43,11 @@ def averaged(tmp_path, monkeypatch):
 
 class Run:
     def __init__(
-        self, hooks: StepHooks | None = None, model: nn.Module | None = None, bucket_bytes: int | None = None
+        self,
+        hooks: StepHooks | None = None,
+        model: nn.Module | None = None,
+        bucket_bytes: int | None = None,
+        sync_each_batch: bool | None = None,
     ) -> None:
         self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -52,7 +57,7 @@ class Run:
             torch.device("cpu"),
             precision=StepPrecision("fp32"),
             hooks=hooks,
-            gradients=GradientSync(discovered, bucket_bytes=bucket_bytes),
+            gradients=GradientSync(discovered, bucket_bytes=bucket_bytes, sync_each_batch=sync_each_batch),
         )
 
     def backward(self) -> None:
@@ -93,6 +98,54 @@ def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
 
     assert len(averaged) == 1
     assert type(run.model.weight) is nn.Parameter
+
+
+NOTES, ALL = 1, 3
+"""Messages of an exchange in two buckets: what ranks tell each other alone, or the buckets as well."""
+
+
+@pytest.mark.parametrize(
+    ("sync_each_batch", "waits", "messages"),
+    [
+        (False, True, [NOTES, NOTES, NOTES, ALL]),
+        (None, True, [NOTES, NOTES, NOTES, ALL]),
+        (True, False, [ALL, ALL, ALL, NOTES]),
+    ],
+)
+def test_gradients_in_several_buckets_wait_for_an_update_unless_each_batch_is_to_be_averaged(
+    averaged, sync_each_batch, waits, messages
+):
+    run = Run(bucket_bytes=1, sync_each_batch=sync_each_batch)
+    sent = []
+
+    for step in range(4):
+        before = len(averaged)
+        with run.router:
+            if step < 3:
+                run.backward()
+            else:
+                run.optimizer.step()
+        sent.append(len(averaged) - before)
+        assert run.router.averaging.waits is (waits and step < 3)
+        assert type(run.model.weight) is nn.Parameter
+
+    assert sent == messages
+
+
+def test_gradients_that_would_take_too_much_of_a_checkpoint_are_averaged_in_each_step_and_that_is_said_once(
+    averaged, monkeypatch, caplog
+):
+    monkeypatch.setattr(gradient_sync, "MOST_WAITING_BYTES", 4)
+    run = Run(bucket_bytes=1)
+
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            with run.router:
+                run.backward()
+
+    assert run.router.averaging.waits is False
+    (told,) = (record.message for record in caplog.records if "`sync_each_batch: false`" in record.message)
+    assert "a checkpoint in between then holds those of each rank" in told
 
 
 def test_a_step_that_fails_averages_nothing_and_leaves_plain_parameters(averaged):
@@ -285,9 +338,9 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward():
     assert type(parameter) is Own
 
 
-@pytest.mark.parametrize(("bucket_bytes", "pieces"), [(None, 1), (64, 2)])
-def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
-    averaged, monkeypatch, bucket_bytes, pieces
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(None, 1), (64, 2 + 1)])
+def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_notes_and_in_the_same_memory_in_each_step(
+    averaged, monkeypatch, bucket_bytes, messages
 ):
     places, real = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda t, *a, **k: places.append(t.data_ptr()) or real(t, *a, **k))
@@ -298,8 +351,8 @@ def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_mem
             run.backward()
             run.optimizer.step()
 
-    assert len(averaged) == 3 * pieces
-    assert places == places[:pieces] * 3
+    assert len(averaged) == 3 * messages
+    assert places == places[:messages] * 3
 
 
 class Device:
@@ -336,7 +389,7 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_calls_behind(averag
         sync(Point())
 
     assert (device.waits > 0) == waits
-    assert len(sync._sent._sent) == sent_points.LATE_CALLS
+    assert len(sync._exchange._sent._sent) == sent_points.LATE_CALLS
 
 
 def test_ranks_at_different_points_are_told_some_calls_later_on_a_device(averaged, monkeypatch):
@@ -372,7 +425,7 @@ def test_a_backward_call_of_a_small_model_looks_for_replaced_parameters_at_most_
 
 def test_ranks_agree_on_the_order_of_their_buckets_by_the_device_of_the_gradients(averaged, monkeypatch):
     """Also where this rank has seen no backward call."""
-    plan = Plan([Bucket([nn.Parameter(torch.empty(1, device="meta"))]) for _ in range(2)], [])
+    plan = Plan([Bucket([nn.Parameter(torch.empty(1, device="meta"))]) for _ in range(2)], [], Notes(0, 0))
     seen = []
 
     def broadcast(tensor, **_):

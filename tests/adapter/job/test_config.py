@@ -67,6 +67,12 @@ def test_what_becomes_nonfinite_is_warned_of_unless_the_job_says_otherwise(job):
     assert '"warn", "stop" or "skip"' in str(refused(job(on_nonfinite="ignore")))
 
 
+def test_gradients_of_each_step_are_averaged_where_the_job_says_so(job):
+    assert resolve(job()).sync_each_batch is None
+    assert resolve(job(sync_each_batch=True)).sync_each_batch is True
+    assert "Invalid `sync_each_batch`. Expected true or false" in str(refused(job(sync_each_batch="often")))
+
+
 def test_what_keeps_a_job_from_recovering_is_told_before_it_starts(job):
     told = str(refused(job(recover={}, on_nonfinite="stop")))
     assert "`recover` and `on_nonfinite: stop` cannot be combined" in told

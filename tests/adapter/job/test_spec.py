@@ -35,7 +35,7 @@ def test_every_documented_key_is_known():
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "recover", "tags", "notes", "checkpoint_weights"),
+        *("on_nonfinite", "recover", "tags", "notes", "checkpoint_weights", "sync_each_batch"),
     }
     assert set(inner_keys("dataset")) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
@@ -135,6 +135,29 @@ def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
         "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
         'Invalid `dataset.columns`. Expected different columns, but received ["a"] more than once. Name each once.',
     ]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        [["a", "<", 5]],
+        [["a", "in", [1, 2]], ["b", "==", "x"]],
+        [[["a", "<", 5]], [["b", "not in", ["x"]], ["c", "!=", True]]],
+    ],
+)
+def test_filters_are_conditions_or_lists_of_them(filters):
+    spec, errors, _ = parse(dataset={"filters": filters})
+    assert (spec.dataset.filters, errors) == (filters, [])
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [[], [[]], ["a", "<", 5], [["a", "<"]], [["a", "<<", 5]], [[5, "<", 5]], [["a", "in", 5]], [[["a", "<", 5], 3]]],
+)
+def test_filters_of_another_form_are_told_the_operators(filters):
+    _, errors, _ = parse(dataset={"filters": filters, "collate": "torhc"})
+    assert [error.partition(". ")[0] for error in errors] == ["Invalid `dataset.filters`", "Invalid `dataset.collate`"]
+    assert "operators are =, ==, !=, <, >, <=, >=, in, not in" in errors[0]
 
 
 def test_all_faults_of_a_spec_are_found_in_one_go():

@@ -161,6 +161,14 @@ BROKEN = {
     "no such column": {"dataset": {"parquet_paths": ["a.parquet"], "columns": ["y"]}},
     "no rows": {"dataset": {"parquet_paths": ["empty.parquet"]}},
     "empty batches": {"dataset": {"parquet_paths": ["a.parquet"], "batch_size": 0}},
+    "operator that no filter has": {"dataset": {"parquet_paths": ["a.parquet"], "filters": [["x", ">>", 1]]}},
+    "filter of a column that is not there": {"dataset": {"parquet_paths": ["a.parquet"], "filters": [["y", ">", 1]]}},
+    "unknown collate": {"dataset": {"parquet_paths": ["a.parquet"], "collate": "troch"}},
+    "collate that cannot be imported": {
+        "dataset": {"parquet_paths": ["a.parquet"], "collate": "broken_jobs_trainer:nope"}
+    },
+    "collate of a module that raises": {"dataset": {"parquet_paths": ["a.parquet"], "collate": "raises_at_import:c"}},
+    "unknown upload target": {"uploads": {"targets": ["abacus://bucket"]}},
     "checkpoint that is not there": {"resume_checkpoint_path": "none/step-00000001.json"},
     "orchestrated without a token": {"orchestrated": True},
 }
@@ -210,6 +218,26 @@ def test_what_run_refuses_doctor_finds(folder, capsys, fields):
     assert "fault" in capsys.readouterr().out
     assert run_job(RunOptions(spec_path=job)) in (1, 2)
     assert not list(folder.rglob("checkpoints/*.json"))
+
+
+@pytest.mark.parametrize("dataset", [{"filters": [["x", ">>", 1]]}, {"collate": "troch"}, {"collate": "os:nope"}])
+def test_options_of_a_dataset_that_cannot_be_used_are_startup_errors_without_a_traceback(folder, caplog, dataset):
+    """They are mistakes of the job, known before the trainer class is made."""
+    job = write(folder, {"dataset": {"parquet_paths": ["a.parquet"], **dataset}})
+    assert run_job(RunOptions(spec_path=job)) == 2
+    assert "startup.invalid_job_spec" in caplog.text
+    assert next(iter(dataset)) in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_what_stops_a_run_at_once_is_a_warning(folder, capsys, monkeypatch):
+    """Whoever left the cancel file of an earlier run in place would wonder why nothing is trained."""
+    (folder / "cancel").mkdir()
+    monkeypatch.setenv("TRAINER_CANCELLED", "1")
+    assert diagnose(write(folder, {"cancel_file_path": "cancel"})) == 0
+    told = capsys.readouterr().out
+    assert f"the cancel file {folder / 'cancel'} is there" in told
+    assert "`TRAINER_CANCELLED` is set" in told
 
 
 def test_artifacts_below_a_file_are_refused_by_both(folder):

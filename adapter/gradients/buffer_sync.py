@@ -1,0 +1,206 @@
+"""Gives every rank the buffers of rank 0, such as the running statistics of a BatchNorm.
+
+As with DDP each rank's forward updates its own, and rank 0's count. They are sent where a step ends, as they are then,
+and arrive while the loop counts, calls callbacks that look at no weights, and waits for the next batch. Any other code
+finds them equal: `settle` comes before it. Under Lightning's loops, in a search and wherever the caller does not ask
+for `deferred`, that is the end of the step itself.
+
+Why they do not travel earlier, with the last bucket of gradients: a forward may follow that exchange, of a target
+network or a moving average, on some ranks and not on others. Rank 0 alone knows whether its buffers have changed since,
+and could not even tell from their versions, which a batch norm does not count up. The others would have to be told,
+which is a message like this one. Why they are not awaited later, inside the next forward: a step may read them past
+their module, by a tensor that it keeps, a compiled graph or a CUDA graph, where nothing can notice it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..contract.exceptions import RankFailed
+from ..discovery.discover import Discovered
+from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from .buckets import BUCKET_BYTES
+from .lost_ranks import about_missing_buffers
+from .torch_internals import NormBase
+
+__all__ = ["BufferSync"]
+
+_Buffer = tuple[Tensor, torch.dtype, torch.Size, torch.device]
+_ON_THEIR_WAY_AT_MOST = 2
+"""So many messages of `BUCKET_BYTES` are held in memory beside the buffers themselves."""
+
+
+class BufferSync:
+    """Sends the buffers of rank 0 at the end of a step, and writes them over those of the other ranks in `settle`.
+
+    Every rank sends once in each step; when it settles is its own affair, and no other rank waits for it.
+
+    Args:
+        discovered: All buffers of trained modules are kept equal; of others (EMA copies), those of norm layers.
+        group: Process group; None means all ranks.
+        rank_local: What is each rank's own.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        group: dist.ProcessGroup | None = None,
+        rank_local: RankLocal = EVERYTHING_SHARED,
+    ) -> None:
+        self._group = group
+        self._source = dist.get_global_rank(group, 0) if group is not None else 0
+        self._is_source = dist.get_rank(group) == 0
+        shared = {id(buffer) for found in discovered.modules for _, buffer in rank_local.buffers(found)}
+        owners = [m for found in discovered.trained for m in found.value.modules()]
+        owners += [m for found in discovered.untrained for m in found.value.modules() if isinstance(m, NormBase)]
+        self._slots = [(owner, name) for owner in owners for name, b in owner._buffers.items() if id(b) in shared]
+        self._kept: list[_Message] = []
+        """The messages of the last step, whose memory the next one uses again; none where there are many."""
+        self._kept_for: list[_Buffer] = []
+        self._on_their_way: deque[tuple[_Message, Any]] = deque()
+        self._step = 0
+        self._is_deferred = False
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    @torch.no_grad()
+    def send(self, step: int) -> None:
+        """A step has ended: send the buffers of rank 0 as they are, and wait for them unless that is `deferred`.
+
+        Args:
+            step: Its number, for messages.
+
+        Raises:
+            RankFailed: Rank 0 is gone.
+        """
+        self._finish()
+        self._step = step
+        for message in self._messages():
+            if len(self._on_their_way) == _ON_THEIR_WAY_AT_MOST:
+                self._land(*self._on_their_way.popleft())
+            if self._is_source:
+                message.pack()
+            work = dist.broadcast(message.flat, src=self._source, group=self._group, async_op=True)
+            self._on_their_way.append((message, work))
+        if not self._is_deferred:
+            self._finish()
+
+    def settle(self) -> None:
+        """Other code may look: from here on this rank has the buffers of rank 0, which itself waits for nothing.
+
+        Raises:
+            RankFailed: Rank 0 is gone.
+        """
+        if self._on_their_way and not self._is_source:
+            self._finish()
+
+    def abandon(self) -> None:
+        """Training has failed: let go of what is on its way, which may never arrive."""
+        self._on_their_way.clear()
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[Callable[[], None]]:
+        """Buffers may be on their way between the steps inside; gives `settle`, to be called before other code.
+
+        A loop that fails or is stopped leaves equal buffers as well, as far as rank 0 can still send its own. An
+        interrupt from the keyboard waits for nothing.
+        """
+        self._is_deferred = True
+        try:
+            yield self.settle
+        except KeyboardInterrupt:
+            self.abandon()
+            raise
+        except BaseException as error:
+            try:
+                self._finish()
+            except RankFailed as second:  # what ends the run is the first one
+                error.add_note(str(second))
+            raise
+        else:
+            self._finish()
+        finally:
+            self._is_deferred = False
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        while self._on_their_way:
+            self._land(*self._on_their_way.popleft())
+
+    def _land(self, message: _Message, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.abandon()
+            raise about_missing_buffers(error, self._step, self._source, self._group) from error
+        if not self._is_source:
+            message.unpack()
+
+    def _messages(self) -> Iterator[_Message]:
+        found = (owner._buffers.get(name) for owner, name in self._slots)
+        buffers = [b for b in found if b is not None and b.numel() and not isinstance(b, DTensor)]
+        if self._kept and _are_still(self._kept_for, buffers):
+            yield from self._kept
+            return
+        self._kept, self._kept_for = [], []
+        groups = _grouped(buffers)
+        if len(groups) > _ON_THEIR_WAY_AT_MOST:
+            yield from map(_Message, groups)
+            return
+        self._kept = [_Message(group) for group in groups]
+        self._kept_for = [(b, b.dtype, b.shape, b.device) for b in buffers]
+        yield from self._kept
+
+
+class _Message:
+    """Buffers of one device, and their bytes in one flat tensor."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = list(buffers)
+        sizes = [b.numel() * b.element_size() for b in buffers]
+        self.flat = torch.empty(sum(sizes), dtype=torch.uint8, device=buffers[0].device)
+        pieces = torch.split(self.flat, sizes)
+        self._views = [piece.view(b.dtype).view(b.shape) for piece, b in zip(pieces, buffers, strict=True)]
+
+    def pack(self) -> None:
+        """Write the buffers into the flat tensor."""
+        torch._foreach_copy_(self._views, self._buffers)
+
+    def unpack(self) -> None:
+        """Write over the buffers what the flat tensor holds."""
+        torch._foreach_copy_(self._buffers, self._views)
+
+
+def _are_still(known: Sequence[_Buffer], buffers: Sequence[Tensor]) -> bool:
+    """Whether these are the buffers that were known; they may have been replaced, resized or cast."""
+    return len(known) == len(buffers) and all(
+        b is same and b.dtype is dtype and b.shape == shape and b.device == device
+        for b, (same, dtype, shape, device) in zip(buffers, known, strict=True)
+    )
+
+
+def _grouped(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Buffers of one device each, of at most `BUCKET_BYTES` together or one alone.
+
+    The largest elements come first, so that each begins in the flat tensor where its type may begin.
+    """
+    groups: list[list[Tensor]] = []
+    for device in dict.fromkeys(b.device for b in buffers):
+        size = 0
+        for buffer in sorted((b for b in buffers if b.device == device), key=lambda b: -b.element_size()):
+            own = buffer.numel() * buffer.element_size()
+            if size == 0 or size + own > BUCKET_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(buffer)
+            size += own
+    return groups

@@ -1,0 +1,235 @@
+"""One rank whose batch norms see rows of their own; started twice by ``test_buffer_sync.py``.
+
+Arguments: rank, world size, folder. Trains once for each place from which buffers can be looked at, and writes what was
+seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its update and the end of the step.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from rank_environment import Ranks
+from torch import nn
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.feed.mock import MockBatches
+from genlight.adapter.gradients.buffer_sync import BufferSync
+from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
+
+RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+STEPS = 6
+
+
+class Lost(Exception):
+    """What a loader raises."""
+
+
+class Normed:
+    """BatchNorm, and a copy of the network that follows it; rank 1 makes one more forward in every other step."""
+
+    def __init__(self, look=None):
+        self.look = look
+        self.seen = []
+
+    def see(self, where, tensor=None):
+        if where == self.look:
+            tensor = self.model[1].running_mean if tensor is None else tensor
+            self.seen.append(tensor.clone())
+
+    def setup(self, ctx): ...
+
+    def configure(self, ctx):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.model.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+        self.model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.copy = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).requires_grad_(False)
+        self.kept = self.model.state_dict()["1.running_mean"]  # shares its memory, and no module knows it
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return {"model": self.model, "copy": self.copy, "optimizer": optimizer, "step": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        self.see("prepare_batch")
+        return raw
+
+    def train_step(self, batch, state, ctx):
+        self.see("train_step", self.kept)
+        rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(100 * batch + RANK))
+        state["optimizer"].zero_grad()
+        self.model(rows).square().mean().backward()
+        state["optimizer"].step()
+        if RANK == 1 and batch % 2:
+            self.model(rows)
+        self.copy(rows)
+        self.model.flags[batch % 3] = RANK == 0
+        self.model.phase.add_(1j * (RANK + 1))
+        if self.look == "lost" and batch == 2 and RANK == 0:
+            os._exit(0)
+        state["step"] += 1
+        return StepResult(metrics={"loss": 1.0})
+
+    def evaluate(self, state, ctx):
+        self.see("evaluate", self.copy[1].running_var)
+        return {"score": 0.0}
+
+    def state_dict(self, state):
+        self.see("state_dict", self.model.flags)
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["step"] = payload["step"]
+
+
+class Watching(pl.Callback):
+    """A callback that somebody else wrote."""
+
+    def __init__(self, plugin, name):
+        self.plugin = plugin
+        setattr(self, name, lambda *_: plugin.see(name, plugin.model.phase))
+
+
+class Stream(MockBatches):
+    """Batches, as user code makes them or as genlight does, that may end with an error."""
+
+    def __init__(self, plugin, *, fails=False, known=True):
+        super().__init__(list(range(STEPS * WORLD_SIZE)))
+        self.plugin, self.fails, self.runs_no_user_code = plugin, fails, known
+
+    def __iter__(self):
+        for step, batch in enumerate(super().__iter__()):
+            if self.fails and step == 3:
+                raise Lost
+            self.plugin.see("loader")
+            happened.append("batch")
+            yield batch
+
+
+happened = []
+"""What happened between the steps of a training, in order."""
+
+
+def note_what_happens():
+    """Have the sending of buffers, and their arrival, noted as well, with the step whose buffers they are."""
+    send, land = BufferSync.send, BufferSync._land
+
+    def noted_send(sync, step):
+        happened.append(f"sent {step}")
+        send(sync, step)
+
+    def noted_land(sync, *arguments):
+        happened.append(f"landed {sync._step}")
+        land(sync, *arguments)
+
+    BufferSync.send, BufferSync._land = noted_send, noted_land
+
+
+class Noting(Hook):
+    """A callback that is called after each step, and looks at weights as far as the loop knows."""
+
+    ranks = "all"
+
+    def on_train_batch_end(self, *_):
+        happened.append("callback")
+
+
+def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
+    happened.clear()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
+        max_steps=STEPS,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    module = ContractModule(plugin, TrainingJobSpec("buffers", STEPS))
+    trainer.fit(module, stream or Stream(plugin), ckpt_path=ckpt_path)
+    return {name: value.clone() for name, value in module.state_dict().items() if "weight" not in name}
+
+
+def seen_from(look):
+    """What is seen from one place, and the buffers at the end."""
+    plugin = Normed(look)
+    callbacks, stream, settings = [], None, {}
+    if look.startswith("on_"):
+        callbacks = [Watching(plugin, look)]
+    if look == "loader":
+        stream = Stream(plugin, known=False)
+    if look == "evaluate":
+        callbacks = [Evaluate(1)]
+    if look == "state_dict":
+        callbacks = [Checkpoint(FOLDER / "seen", every_n_steps=1, save_final=False)]
+    if look == "on_exception":
+        stream = Stream(plugin, fails=True)
+    if look == "16-mixed":
+        settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
+    end = None
+    try:
+        end = fit(plugin, *callbacks, stream=stream, **settings)
+    except Lost:
+        end = {}
+    return {"seen": plugin.seen, "end": end}
+
+
+PLACES = (
+    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed"),
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_exception"),
+)
+
+
+def order_of(*callbacks, known=True):
+    """What happened between the fifth step and the sixth, where the guard of replicas does not look."""
+    plugin = Normed()
+    fit(plugin, *callbacks, stream=Stream(plugin, known=known))
+    return happened[happened.index("sent 5") : happened.index("sent 6")]
+
+
+def resumed():
+    """The buffers at the end of a run, and those of one that goes on after its third step."""
+    folder = FOLDER / "resumed"
+    plain = fit(Normed(), Checkpoint(folder, every_n_steps=3, save_final=False))
+    return {"plain": plain, "resumed": fit(Normed(), ckpt_path=folder / "step-00000003.json")}
+
+
+def lost():
+    """The error of a rank that waits for the buffers of one that has ended."""
+    try:
+        fit(Normed("lost"))
+    except RankFailed as error:
+        return str(error)
+    return None
+
+
+def main():
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=WORLD_SIZE)
+    found = {look: seen_from(look) for look in PLACES}
+    note_what_happens()
+    found["order"] = {
+        "without callbacks": order_of(),
+        "stops and metrics": order_of(StopRequests(), LogMetrics(1000)),
+        "a callback of the user": order_of(Noting()),
+        "a loader of the user": order_of(known=False),
+    }
+    found["resumed"] = resumed()
+    torch.save(found, FOLDER / f"rank{RANK}.pt")
+    dist.barrier()
+    error = lost()
+    (FOLDER / "lost").write_text(str(error))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
