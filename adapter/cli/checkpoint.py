@@ -1,4 +1,7 @@
-"""``genlight checkpoint``: list, verify, show or export checkpoints."""
+"""List, verify, show or export checkpoints. ``genlight list checkpoints PATH`` and the like mean the same.
+
+Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ __all__ = ["add_arguments", "run"]
 
 _SOUND, _BROKEN, _USAGE = 0, 1, 2
 _SHOWN_TENSORS = 40
-_OTHER_FORMATS = (".bin", ".gguf", ".h5", ".json", ".npz", ".onnx", ".pt", ".pth", ".tar", ".zip")
+_OTHER_FORMATS = (
+    *(".bin", ".gguf", ".h5", ".json", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".txt"),
+    *(".yaml", ".yml", ".zip"),
+)
 """Suffixes that no folder has."""
 _NOTHING = "no checkpoint in {}; name a run's directory, its checkpoints, or one of them"
 
@@ -258,6 +264,8 @@ def _export(args: argparse.Namespace) -> int:
         return _complain(
             f"nothing is exported as a {target.suffix} file; name FILE.safetensors, FILE.ckpt or FOLDER", _USAGE
         )
+    if target.suffix == ".ckpt" and args.strip_prefix:
+        return _complain("--strip-prefix is for FILE.safetensors and FOLDER; leave it out", _USAGE)
     # Only an export needs torch, whose import takes longer than any other action.
     from ...callbacks.checkpoint.export import export_huggingface, export_lightning, export_safetensors, read_base
 

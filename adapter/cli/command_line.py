@@ -170,11 +170,11 @@ def _command_parser(name: str, *, declares: bool) -> CommandParser:
     if not declares:
         return CommandParser()
     command: Any = import_module(f".{name}", __package__)
-    parser = CommandParser(description=command.__doc__)
+    parser = CommandParser(description=getattr(command, "HELP", command.__doc__).replace("``", "`"))
     command.add_arguments(parser)
     if name in ("init", "run", "doctor"):
         parser.see_also = f"every key of a job: {reference('a-jobs-keys')}"
-    elif name == "check":
+    elif name in ("check", "compare"):
         parser.see_also = f"every hook of a trainer class: {reference('the-hooks')}"
     return parser
 

@@ -22,7 +22,7 @@ EQUAL, DIFFERENT, USAGE = 0, 1, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("job", metavar="JOB.json", help="the job spec, whose strategy and precision are compared")
-    parser.add_argument("--steps", type=int, default=5, help="how many steps, with --against of optimizers")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps; with --against, number of updates")
     parser.add_argument(
         "--rtol",
         type=float,

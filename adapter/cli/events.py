@@ -1,4 +1,7 @@
-"""``genlight events``: show, follow or check the event log of a run."""
+"""Show, follow or check the event log of a run. ``genlight show events FILE`` and the like mean the same.
+
+Exit codes: 0 done, 1 the log breaks its rules, 2 usage.
+"""
 
 from __future__ import annotations
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from ..contract.exceptions import InputError
+from ..feed import ArrowFeed
 
 __all__ = ["add_arguments", "run"]
 
@@ -32,14 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", metavar="FILE.py[:CLASS]", help="start from this trainer class; its file is copied into the folder"
     )
     parser.add_argument(
-        "--data", action="append", default=[], metavar="FILE", help="a Parquet file to train on; may be repeated"
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Parquet file to train on, or a folder of them; may be repeated",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the command out and return its exit code."""
     try:
-        names = _write_project(Path(args.directory), getattr(args, "from"), args.data)
+        names = _write_project(args.directory, getattr(args, "from"), args.data)
     except ValueError as error:
         sys.stderr.write(f"genlight init: {error}\n")
         return USAGE
@@ -49,16 +57,19 @@ def run(args: argparse.Namespace) -> int:
             f"rows.parquet has the columns a, b and y; if the class reads others, change {_DATA_SCRIPT}, or begin "
             "again with --data FILE.parquet\n"
         )
-    sys.stdout.write(f"next: genlight run {Path(args.directory, 'job.json')}\n")
+    sys.stdout.write(f"next: genlight run {shlex.quote(str(Path(args.directory, 'job.json')))}\n")
     return WRITTEN
 
 
-def _write_project(folder: Path, source: str | None, data: Sequence[str]) -> list[str]:
+def _write_project(directory: str, source: str | None, data: Sequence[str]) -> list[str]:
     """The names of the files that were written.
 
     Raises:
         ValueError: The folder is not empty, or the trainer or the data cannot be used; nothing has been written.
     """
+    folder = Path(directory)
+    if not directory.strip():
+        raise ValueError("the name of the folder is empty; name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder; name a new one")
     templates = resources.files(__package__) / "project"
@@ -75,7 +86,7 @@ def _write_project(folder: Path, source: str | None, data: Sequence[str]) -> lis
         job["trainer"], job["hyperparams"] = trainer, {}
         del job["validate"]
     if data:
-        job["dataset"]["parquet_paths"] = [str(_existing(path)) for path in data]
+        job["dataset"]["parquet_paths"] = [str(path) for path in _readable(data)]
         del files[_DATA_SCRIPT]
         kept = [line for line in files["README.md"].splitlines(keepends=True) if _DATA_SCRIPT not in line]
         files["README.md"] = "".join(kept)
@@ -95,10 +106,24 @@ def _job_text(job: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _existing(path: str) -> Path:
-    if not Path(path).exists():
-        raise ValueError(f"--data {path}: there is no such file")
-    return Path(path).resolve()
+def _readable(data: Sequence[str]) -> list[Path]:
+    """The data as absolute paths.
+
+    Raises:
+        ValueError: A path leads to nothing that a job can train on; all of them are named.
+    """
+    missing = [path for path in data if not Path(path).exists()]
+    if missing:
+        raise ValueError("; ".join(f"--data {path}: there is no such file" for path in missing))
+    paths = [Path(path).resolve() for path in data]
+    feed = ArrowFeed([str(path) for path in paths])
+    try:
+        feed.check()
+    except InputError as error:
+        raise ValueError(f"--data: {error}") from error
+    finally:
+        feed.close()
+    return paths
 
 
 def _own_trainer(source: str) -> tuple[str, str, str]:

@@ -1,7 +1,8 @@
 """Run a job on a Kubernetes cluster: render prints its objects, for kubectl apply.
 
 The output is a ConfigMap with the job spec, and an indexed Job with its Service, or a JobSet. A pod is a node. The
-job's own folder, with its trainer and its data, has to be in the pods: on the shared volume, or in the image.
+job's own folder, with its trainer and its data, has to be in the pods: on the shared volume, or in the image. Exit
+codes: 0 rendered, 2 usage.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", metavar=f"{{{','.join(ACTIONS)}}}")
     parser.add_argument("path", metavar="JOB.json", help="the job spec")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of genlight run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the job, as in genlight run",
+    )
     parser.add_argument("--image", required=True, metavar="IMAGE", help="with genlight and what the trainer needs")
     parser.add_argument(
         "--volume", required=True, metavar="CLAIM[:PATH]", help="volume that all pods share, mounted at /shared"

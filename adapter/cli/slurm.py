@@ -2,7 +2,7 @@
 
 ``render`` prints the script, ``submit`` hands it to sbatch and prints the id; ``status`` and ``cancel`` take the run's
 folder. A job that is preempted or comes to the end of its time saves a checkpoint and is put back into the queue, where
-the same command goes on from it.
+the same command goes on from it. Exit codes: 0 done, 1 Slurm refused, 2 usage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from ...reporters.events.reader import read_events
-from ..cluster.batch_script import BatchScript
+from ..cluster.batch_script import GPUS, BatchScript
 from ..contract.exceptions import StartupContractError
 from ..job.config import resolve_run_config
 from ..plumbing.durable import write_bytes_durably
@@ -46,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", metavar=f"{{{','.join(ACTIONS)}}}")
     parser.add_argument("path", metavar="JOB.json|RUN_DIR", help="the job spec; status, cancel: the run's folder")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of genlight run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the job, as in genlight run",
+    )
     parser.add_argument(
         "--array",
         action="append",
@@ -54,17 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=V1,V2",
         help="one task for each value, with a run id and a folder of its own; may be repeated: every combination",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, one task for each")
     parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, else 1")
-    parser.add_argument("--cpus-per-task", type=int, metavar="N")
+    parser.add_argument("--cpus-per-task", type=int, metavar="N", help="CPU cores of each task")
     parser.add_argument("--mem", metavar="SIZE", help="memory of each node, such as 200G")
     parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit; a run that comes to it goes on when requeued")
     for name in ("partition", "account", "qos"):
-        parser.add_argument(f"--{name}", metavar="NAME")
-    parser.add_argument(
-        "--grace", type=int, default=120, metavar="SECONDS", help="SIGTERM so long before the end (120)"
-    )
+        parser.add_argument(f"--{name}", metavar="NAME", help=f"as of sbatch --{name}")
+    parser.add_argument("--grace", type=int, default=120, metavar="SECONDS", help="time between SIGTERM and the end")
     parser.add_argument("--no-requeue", action="store_true", help="end when preempted, or at the end of the time")
     parser.add_argument("--output", metavar="FILE", help="default: JOBNAME-JOBID.out beside the job spec")
     parser.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the run")
@@ -119,12 +123,12 @@ def batch_script(args: argparse.Namespace) -> BatchScript:
         )
     has_own_limit = config.max_runtime_s is not None  # which a requeue would not keep
     return BatchScript(
-        name=re.sub(r"[^\w.-]", "-", config.run_id),
+        name=re.sub(r"[^\w.-]", "-", config.run_id, flags=re.ASCII),
         job=config.spec_path,
         artifacts=config.artifacts_dir,
         events=Path(os.path.relpath(config.events_path, config.artifacts_dir)) if sweep else config.events_path,
         nodes=args.nodes,
-        tasks_per_node=args.tasks_per_node or _count(args.gpus_per_node) or 1,
+        tasks_per_node=_count(args.gpus_per_node) if args.tasks_per_node is None else args.tasks_per_node,
         gpus_per_node=args.gpus_per_node,
         cpus_per_task=args.cpus_per_task,
         memory=args.mem,
@@ -152,13 +156,10 @@ def _program() -> str:
     return str(path) if path.exists() else "genlight"
 
 
-def _count(gpus: str | None) -> int | None:
-    if gpus is None:
-        return None
-    match = re.fullmatch(r"(?:[\w.-]+:)?([1-9]\d{0,3})", gpus, re.ASCII)
-    if match is None:
-        raise ValueError(f"Invalid `gpus_per_node`. Expected a number such as 8 or h100:8, but received {gpus!r}.")
-    return int(match[1])
+def _count(gpus: str | None) -> int:
+    """GPUs of a node, of which each has a task; 1 where there is none, and where the text is refused later."""
+    match = GPUS.fullmatch(gpus or "")
+    return 1 if match is None else int(match["count"])
 
 
 def _sweep(arrays: Iterable[str], run_id: str) -> Iterable[list[str]]:

@@ -1,4 +1,7 @@
-"""``genlight uploads``: list, retry or export what a run could not deliver."""
+"""List, retry or export what a run could not deliver. ``genlight list uploads RUN_DIR`` and the like mean the same.
+
+Exit codes: 0 nothing is left, or it was listed or exported, 1 something could not be delivered, 2 usage.
+"""
 
 from __future__ import annotations
 

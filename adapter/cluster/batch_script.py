@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BatchScript"]
+__all__ = ["GPUS", "BatchScript"]
 
 WAIT_S = 600
 """How long after the first task has ended srun ends the others; ranks that lose one end by themselves, and rank 0 stays
 to report and to upload."""
 _TIME = re.compile(r"(?:\d+-)?\d+(?::\d{1,2}){0,2}", re.ASCII)
+_MEMORY = re.compile(r"\d+(?:[KMGT]B?)?", re.ASCII | re.IGNORECASE)
+GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
+"""GPUs of a node, with their type where the cluster has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +78,17 @@ class BatchScript:
         ]
         faults += [
             f"Invalid `{name}`. Expected a string without blanks and control characters, but received {text!r}."
-            for name in ("name", "gpus_per_node", "memory", "time", "partition", "account", "qos", "output")
+            for name in ("name", "partition", "account", "qos", "output")
             if (text := getattr(self, name)) is not None and not re.fullmatch(r"[!-~]+", text)
         ]
         faults += [
             f"Invalid option of sbatch {text!r}. Write --name=value." for text in self.extra if not _is_option(text)
         ]
+        if self.gpus_per_node is not None and not GPUS.fullmatch(self.gpus_per_node):
+            given = self.gpus_per_node
+            faults.append(f"Invalid `gpus_per_node`. Expected a number such as 8 or h100:8, but received {given!r}.")
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            faults.append(f"Invalid `memory`. Expected a size such as 200G, but received {self.memory!r}.")
         if self.time is not None and not _TIME.fullmatch(self.time):
             faults.append(f"Invalid `time`. Expected minutes, HH:MM:SS or D-HH:MM:SS, but received {self.time!r}.")
         if self.mounts and self.container is None:

@@ -122,7 +122,9 @@ def _import(module_name: str, import_path: str) -> ModuleType:
 
 
 def _shown_path() -> str:
-    return ", ".join(repr(folder or os.getcwd()) for folder in sys.path[:3]) + " and the installed packages"
+    folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path[:3])
+    shown = ", ".join(repr(folder) for folder in folders if os.path.isdir(folder))
+    return f"{shown} and the installed packages" if shown else "the installed packages"
 
 
 def _attribute(module: ModuleType, attribute: str) -> Any:

@@ -27,6 +27,7 @@ from ..contract.exceptions import (
     RankFailed,
     ShadowMismatchError,
     StartupContractError,
+    ThreadLimitError,
     TrainingCanceled,
     TrainingHung,
     UploadError,
@@ -72,6 +73,7 @@ _SAY_ALL = (
     UploadError,
     RankFailed,
     ShadowMismatchError,
+    ThreadLimitError,
     TrainingHung,
     TrainingCanceled,
 )
@@ -226,14 +228,13 @@ class Outcome:
 
     def _report(self, error: BaseException, failure: Failure) -> int:
         step = self.progress.step
-        cancel_file = self.config.cancel_file
         log_failure(
             error,
             failure,
             secrets=self.config.secrets,
             environ=self.environ,
             tracebacks=None if self.verbose else self.config.artifacts_dir / FAILURES_DIRECTORY,
-            cancel_file=cancel_file if cancel_file is not None and cancel_file_is_set(cancel_file) else None,
+            before_next_start=_before_next_start(self.config),
         )
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
@@ -271,6 +272,17 @@ class Outcome:
             log.error("the failure could not be reported: %s", error)
 
 
+def _before_next_start(config: RunConfig) -> str:
+    """How what asked the run to stop is kept from stopping its next start."""
+    steps = []
+    if config.cancel_file is not None and cancel_file_is_set(config.cancel_file):
+        steps.append(f"remove the cancel file {str(config.cancel_file)!r}")
+    if config.canceled:
+        source = config.source_of("canceled")
+        steps.append("leave out `--set canceled`" if source == "--set" else f"unset `{source}`")
+    return " and ".join(steps)
+
+
 def _wait_for_the_end() -> NoReturn:
     """Another thread is reporting, and ends the process then."""
     while True:
@@ -283,7 +295,7 @@ def log_failure(
     *,
     secrets: Sequence[str | None],
     environ: Mapping[str, str] | None = None,
-    cancel_file: Path | None = None,
+    before_next_start: str = "",
     tracebacks: Path | None = None,
 ) -> None:
     """Say what went wrong, with a traceback where the message alone does not tell.
@@ -295,11 +307,11 @@ def log_failure(
         environ: Environment whose values must not be shown; None takes the process's own.
         tracebacks: The folder for the whole traceback of an error of the user's code, of which the log then shows the
             user's frames; None logs it whole.
-        cancel_file: The cancel file that still asks for a stop, and would stop the next start as well.
+        before_next_start: What has to be done after a stop, or it would stop the next start as well.
     """
     if isinstance(error, TrainingCanceled):
-        remove = f"remove the cancel file {str(cancel_file)!r}, then " if cancel_file is not None else ""
-        log.warning("stopped: %s; %sstart the run again with resume_from_latest to go on", error.reason, remove)
+        first = f"{before_next_start}, then " if before_next_start else ""
+        log.warning("stopped: %s; %sstart the run again with resume_from_latest to go on", error.reason, first)
         return
 
     def hide(text: str) -> str:

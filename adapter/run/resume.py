@@ -108,8 +108,8 @@ def _refuse_to_overwrite(config: RunConfig) -> None:
         raise StartupContractError(
             IN_USE,
             f"{str(config.checkpoints_dir)!r} holds checkpoints already. Go on from them with "
-            "`resume_from_latest`, choose another directory with `TRAINER_ARTIFACTS_DIR`, or move them aside with "
-            "`genlight run --fresh`.",
+            "`--set resume_from_latest=true`, choose another directory with `TRAINER_ARTIFACTS_DIR`, or move them "
+            "aside with `genlight run --fresh`.",
         )
     for path in filter(is_record_of_callback, record_paths(config.checkpoints_dir)):
         raise StartupContractError(
@@ -131,7 +131,7 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
         changed = ", ".join(changes_between(config.spec_fields, _texts(record.spec), numbers)) or "unknown fields"
         raise StartupContractError(
             IN_USE,
-            f"run {config.run_id!r} was started with another job: {changed} differ from {record.name}. Change them "
+            f"run {config.run_id!r} was started with another job. Changed since {record.name}: {changed}. Change it "
             "back, choose another run_id or directory, or resume all the same with `genlight run --allow-changed`.",
         )
 

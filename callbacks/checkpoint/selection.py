@@ -165,7 +165,7 @@ def _what_is_at(path: Path, broken: list[Listed]) -> str:
         return f"{path} is a folder without checkpoints"
     if path.suffix == ".safetensors" and path.exists():
         return f"{path} holds only weights, from which no run can resume"
-    return f"{path} is no checkpoint" if path.exists() else f"there is nothing at {path}"
+    return f"{path} is not a checkpoint" if path.exists() else f"there is nothing at {path}"
 
 
 def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:

@@ -6,6 +6,10 @@ everything.
 
 from __future__ import annotations
 
+from . import command
 from .command import add_arguments, run
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = command.__doc__
+"""What the command line shows; the text above is about the folder."""

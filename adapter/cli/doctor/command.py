@@ -1,4 +1,7 @@
-"""``genlight doctor``: what a job would run with, where each setting comes from, and what is wrong with it."""
+"""Find the mistakes of a job without training, and show its settings and where each of them comes from.
+
+Exit codes: 0 the job can start, 2 it cannot.
+"""
 
 from __future__ import annotations
 

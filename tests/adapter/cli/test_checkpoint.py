@@ -140,13 +140,19 @@ def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, c
     assert capsys.readouterr().err.startswith("genlight checkpoint: ")
 
 
-@pytest.mark.parametrize("name", ["x.pt", "x.bin"])
+@pytest.mark.parametrize("name", ["x.pt", "x.bin", "x.txt", "x.pkl"])
 def test_a_target_whose_format_there_is_not_is_refused_instead_of_becoming_a_folder(
     checkpoints, tmp_path, capsys, name
 ):
     assert call("export", checkpoints, "--to", tmp_path / name) == 2
     assert "name FILE.safetensors, FILE.ckpt or FOLDER" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
+
+
+def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoints, tmp_path, capsys):
+    assert call("export", checkpoints, "--to", tmp_path / "x.ckpt", "--strip-prefix", "model.") == 2
+    assert "--strip-prefix is for FILE.safetensors and FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "x.ckpt").exists()
 
 
 def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):

@@ -106,3 +106,32 @@ def test_a_class_that_cannot_be_taken_is_refused_before_anything_is_written(
     assert main(["init", "new", "--from", source]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    """The project would run at once, and fail at once."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "folder").mkdir()
+    for given, expected in (
+        (["rows.csv"], "rows.csv: not a complete Parquet file"),
+        (["folder"], "folder matches no file that ends in .parquet"),
+        (["none", "rows.csv", "gone"], "--data none: there is no such file; --data gone: there is no such file"),
+    ):
+        assert main(["init", "new", *(word for path in given for word in ("--data", path))]) == 2
+        assert expected in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
+def test_the_next_command_can_be_pasted_into_a_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my project"]) == 0
+    assert "next: genlight run 'my project/job.json'\n" in capsys.readouterr().out
+
+
+def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch, capsys):
+    """What an unset variable of a script leaves."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", ""]) == 2
+    assert "the name of the folder is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -184,7 +184,10 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
     [
         (["--trainer.val_check_interval", "9"], "`val_check_interval` (9) must be less than or equal to the number of"),
         (["--ckpt_path", "none.json"], "there is nothing at none.json; name the JSON record of a checkpoint"),
-        (["--ckpt_path", "fit.yaml"], "fit.yaml is no checkpoint; name the JSON record of a checkpoint, or the folder"),
+        (
+            ["--ckpt_path", "fit.yaml"],
+            "fit.yaml is not a checkpoint; name the JSON record of a checkpoint, or the folder",
+        ),
         (
             ["--trainer.callbacks.dirpath", "fit.yaml"],
             "`dirpath` 'fit.yaml' cannot be written: it is not a directory. Choose another.",

@@ -64,6 +64,21 @@ def test_what_cannot_be_used_is_told_and_nothing_is_printed(job, capsys, words, 
     assert "s3cret" not in errors
 
 
+def test_all_that_cannot_be_used_is_told_at_once(job, capsys):
+    words = ["--nodes", "0", "--tasks-per-node", "0", "--gpus-per-node", "-1", "--mem", "lots", "--time", "soon"]
+    code, _, errors = rendered(capsys, *words)
+    assert code == 2
+    assert [line.partition("`")[2].partition("`")[0] for line in errors.splitlines()] == [
+        *("nodes", "tasks_per_node", "gpus_per_node", "memory", "time")
+    ]
+
+
+def test_a_run_id_in_any_script_gives_a_name_that_slurm_takes(job, capsys):
+    code, script, errors = rendered(capsys, "--set", "run_id=größe 1")
+    assert (code, errors) == (0, "")
+    assert "#SBATCH --job-name=gr--e-1\n" in script
+
+
 def test_a_time_limit_of_the_jobs_own_ends_it(job, capsys):
     assert "(preempted|timeout)" in rendered(capsys)[1]
     assert "(preempted)" in rendered(capsys, "--set", "max_runtime_seconds=60")[1]

@@ -72,6 +72,17 @@ def test_help_shows_defaults_where_there_are_some(command, capsys):
     assert command != "check" or "default: 3" in said
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_does_and_how_it_ends(command, capsys):
+    """Not what a folder of code may import, and no markup of a docstring."""
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 " in said
+    assert "``" not in said
+    assert "May import" not in said
+
+
 def test_help_of_run_lists_the_keys_of_a_job_in_groups(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["run", "--help"])

@@ -179,6 +179,15 @@ def test_a_hook_counts_only_if_it_can_be_called(counting_trainer):
     assert missing_hooks(type("Broken", (counting_trainer,), {"configure": 3, "setup": None})) == ["setup", "configure"]
 
 
+def test_the_places_where_a_module_was_looked_for_are_folders_each_named_once(tmp_path, monkeypatch):
+    """A console script has the working directory, an archive of the standard library and the like there."""
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "python311.zip"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ContractError) as caught:
+        load_trainer_plugin("user_absent:Trainer")
+    assert str(caught.value).endswith(f"looked in {str(tmp_path)!r} and the installed packages")
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -469,7 +469,7 @@ def test_artifacts_of_another_run_are_not_touched(write_job: Callable[..., Path]
         assert run(job) == 2
         failed = list(read_events(job.parent / "out" / "metrics" / "events.jsonl"))[-1]
         assert "startup.artifacts_in_use" in failed["error"]
-    assert "another job: hyperparams.sleep differ from final. Change them back" in failed["error"]
+    assert "another job. Changed since final: hyperparams.sleep. Change it back" in failed["error"]
     assert run(job, allow_changed=True) == 0
 
 
@@ -482,7 +482,7 @@ def test_a_hyperparameter_that_changed_is_told_with_both_values(write_job: Calla
     assert run(job) == 2
     error = events(job)[-1]["error"]
     assert (
-        "hyperparams.deep.on (true before, false now), hyperparams.name, hyperparams.sleep (0.0 before, 0.5 now) differ"
+        "hyperparams.deep.on (true before, false now), hyperparams.name, hyperparams.sleep (0.0 before, 0.5 now)."
         in error
     )
     assert "canary" not in (job.parent / "out" / "checkpoints" / "final.json").read_text()
@@ -796,6 +796,14 @@ def test_a_cancel_file_that_is_still_there_is_named(
     (tmp_path / "cancel").touch()
     assert run(write_job(cancel_file_path="cancel")) == 75
     assert f"stopped: canceled; remove the cancel file {str(tmp_path / 'cancel')!r}, then start the run" in caplog.text
+
+
+def test_a_variable_that_would_stop_the_next_start_too_is_named(
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRAINER_CANCELLED", "1")
+    assert run(write_job()) == 75
+    assert "stopped: canceled; unset `TRAINER_CANCELLED`, then start the run again" in caplog.text
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newes
         ("empty", "empty is a folder without checkpoints; name"),
         ("torn", "no checkpoint in torn can be read: step-00000001: its record step-00000001.json is not JSON: "),
         ("x.safetensors", "x.safetensors holds only weights, from which no run can resume; name"),
-        ("notes.txt", "notes.txt is no checkpoint; name"),
+        ("notes.txt", "notes.txt is not a checkpoint; name"),
     ],
 )
 def test_where_there_is_no_checkpoint_it_is_said_what_there_is(given, said, tmp_path, monkeypatch):
