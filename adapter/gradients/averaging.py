@@ -61,7 +61,8 @@ class Averaging:
         self._is_last_step = is_last_step
         self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle, self._offer)
         self._updates = 0
-        self._last_update = ""
+        self._update_line = self._last_update = ""
+        """Lines of the trainer's code: of the update that is about to be made, and of the last one that was."""
         self._may_be_written = False
         """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
         self._averaged: set[int] = set()
@@ -160,6 +161,7 @@ class Averaging:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        self._update_line = users_line()
         first = next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
         if self._accumulation is not None:
             self._accumulation.before_update(first)
@@ -170,6 +172,7 @@ class Averaging:
 
     def before_update_inside_of_backward(self, optimizer: Optimizer) -> None:
         """Average the gradients of one optimizer that a hook of a parameter steps while backward still runs."""
+        self._update_line = users_line()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients.average_inside_of_backward(parameters, self._point(Why.INSIDE, 0, next(iter(parameters), "")))
         self._was_averaged = True
@@ -179,7 +182,7 @@ class Averaging:
         self._averaged.discard(id(optimizer))
         if id(optimizer) in self._gradients.shared:
             self._updates += 1
-            self._last_update = users_line()
+            self._last_update = self._update_line
 
     def resume(self) -> None:
         """The trainer's own code goes on after an update, or in a closure of one."""
@@ -223,7 +226,10 @@ class Averaging:
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
         """Where this rank is now."""
-        where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
+        if why in (Why.UPDATE, Why.INSIDE):
+            where = self._update_line
+        else:
+            where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
         step = self._completed_steps() + 1
         return Point(why, step, ordinal, self._updates, what, where, self._last_update)
 
