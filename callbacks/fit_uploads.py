@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import StartupContractError
+from ..adapter.contract.exceptions import StartupContractError, ThreadLimitError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
@@ -67,7 +67,11 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
         ) from error
     if lacking := config.lacks_for_files():
         log.warning("%s", lacking)
-    uploader.start()
+    try:
+        uploader.start()
+    except ThreadLimitError:
+        uploader.close()
+        raise
     return uploader
 
 

@@ -18,6 +18,7 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord
 from .checkpoint.format.record_file import read_record
 from .checkpoint.selection import find_checkpoint
+from .checkpoint.unqueued import never_queued
 from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, require_usable, settle_fit
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
@@ -261,7 +262,7 @@ class UploadArtifacts(Hook):
     # looking for what is new
 
     def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
-        """Queue what the run resumes from: its last process may have been killed before it did.
+        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
 
         What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
         `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
@@ -277,6 +278,8 @@ class UploadArtifacts(Hook):
         if record is None:
             return
         if record.run_id == self._uploader.config.run_id or (not record.run_id and found.parent in own_directories):
+            for older in never_queued(self._uploader, record):
+                self._queue_record(older)
             self._queue_record(record)
 
     def _queue_record(self, record: CheckpointRecord) -> None:

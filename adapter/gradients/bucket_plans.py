@@ -28,6 +28,7 @@ class Plans:
         group: Process group; None means all ranks.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
         hook: Exchanges them in its own way.
+        gradient_as_bucket_view: Whether averages become gradients where they stand.
 
     Attributes:
         group: In which buckets travel: one of their own, once there are several.
@@ -41,12 +42,15 @@ class Plans:
         group: dist.ProcessGroup | None,
         bucket_bytes: int | None,
         hook: CommunicationHook | None,
+        *,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self._managed = managed
         self._parent = self.group = group
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self.first_bytes = min(FIRST_BUCKET_BYTES, self._bucket_bytes)
         self._hook = hook
+        self._gives_views = gradient_as_bucket_view
         self.notes_group: dist.ProcessGroup | None = None
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._whole = frozenset(id(p) for p in managed.optimized if p.requires_grad)
@@ -92,12 +96,20 @@ class Plans:
         self._make_group(always)
         extra = Notes.count(len(others), self.group) if self.notes_group is None else 0
         buckets = [
-            Bucket(g, self.group, extra if i == last else 0, hook=self._hook, index=index, is_last=i == last)
+            Bucket(
+                g,
+                self.group,
+                extra if i == last else 0,
+                hook=self._hook,
+                index=index,
+                is_last=i == last,
+                gradient_as_bucket_view=self._gives_views,
+            )
             for i, (g, index) in enumerate(zip(groups, self._indices(groups), strict=True))
         ]
         values = buckets[-1].extra if buckets and extra else None
         notes = Notes(len(others), dist.get_rank(self.group), values=values, group=self.notes_group)
-        return Plan(buckets, others, notes, mark)
+        return Plan(buckets, others, notes, mark, gradient_as_bucket_view=self._gives_views)
 
     def _make_group(self, parameters: Sequence[Tensor]) -> None:
         if self.group is self._parent and len(list(grouped(parameters, self._bucket_bytes, self.first_bytes))) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .communication_hooks import CommunicationHook, HookBucket
+from .torch_internals import held_by_parameters_alone
 
 __all__ = ["Bucket", "grouped", "read_gradient", "write_gradient"]
 
@@ -17,6 +19,13 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are averaged in pieces of this size, each on its way while the next is computed (DDP's own default)."""
 FIRST_BUCKET_BYTES = 2**20
 """The size of the first piece, so that the exchange begins early (DDP's own default)."""
+
+ALIGNMENT_BYTES = {"cpu": 64}
+OTHER_ALIGNMENT_BYTES = 512
+"""A gradient begins in the flat tensor where torch's allocators let memory of its own begin, by the type of the device.
+
+Kernels choose by the address how they add up a norm or multiply: elsewhere the bits could be others.
+"""
 
 _GRAD: Any = Tensor.grad
 read_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
@@ -26,12 +35,39 @@ write_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 Gradients = Sequence[Tensor | None]
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """The flat tensor of a bucket, and its parts.
+
+    Attributes:
+        whole: All that travels.
+        data: The gradients in it.
+        views: Each of them.
+        tail: What travels along.
+        used: Which parameters have a gradient.
+        is_sparse: Which have a sparse one.
+        extra: What the caller sends.
+    """
+
+    whole: Tensor
+    data: Tensor
+    views: list[Tensor]
+    tail: Tensor
+    used: Tensor
+    is_sparse: Tensor
+    extra: Tensor
+
+
 class Bucket:
     """Parameters whose gradients travel together, and the flat tensor that they travel in.
 
     The tensor is kept, as DDP keeps its own: memory that was never touched is several times slower to write. Its tail
     says which parameters have a gradient, so that one that no rank used keeps none, as with one process, and which
     have a sparse one; then comes what the caller wants to send along, which is summed and not averaged.
+
+    With `gradient_as_bucket_view` the averages in it become the gradients, and the next exchange gets new memory. What
+    is on its way is therefore never a gradient that backward may still add to, and a gradient that somebody keeps does
+    not change.
 
     Args:
         parameters: Of one dtype, on one device.
@@ -40,6 +76,7 @@ class Bucket:
         hook: Exchanges the gradients in its own way; the rest is then sent beside them.
         index: What the hook knows this bucket by.
         is_last: Whether it is the last of them.
+        gradient_as_bucket_view: Whether averages become gradients where they stand, rather than being copied.
     """
 
     def __init__(
@@ -51,18 +88,16 @@ class Bucket:
         hook: CommunicationHook | None = None,
         index: int = 0,
         is_last: bool = True,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.group = group
         self._world_size = dist.get_world_size(group)
-        first, count = self.parameters[0], len(self.parameters)
+        first = self.parameters[0]
         self.device = first.device
-        sizes = [*(p.numel() for p in self.parameters), count, count, extra]
-        self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        *pieces, self._used, self._is_sparse, self.extra = torch.split(self._flat, sizes)
-        data = sum(sizes[:-3])
-        self._data, self._tail = self._flat[:data], self._flat[data:]
-        self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        self._count_extra = extra
+        self._gives_views = gradient_as_bucket_view
+        self._kept: _Memory | None = None
         self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
         """The gradients that are dense, and where each stands in the flat tensor."""
         self._missing: list[int] = []
@@ -73,11 +108,19 @@ class Bucket:
         """What the hook has promised."""
         self._hook = hook
         self._index, self._is_last = index, is_last
+        self.extra = first.new_empty(extra) if self._gives_views else self._memory.extra
+        """What is sent along, and then the sums of it."""
+
+    @property
+    def _memory(self) -> _Memory:
+        if self._kept is None:
+            self._kept = _allocated(self.parameters, self._count_extra, is_aligned=self._hook is None)
+        return self._kept
 
     @property
     def is_used(self) -> bool:
         """Whether any rank has a gradient, once what is sent along has arrived."""
-        return bool(self._used.real.any())
+        return bool(self._memory.used.real.any())
 
     def send(self, gradients: Gradients) -> None:
         """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
@@ -86,15 +129,16 @@ class Bucket:
 
     def pack(self, gradients: Gradients) -> None:
         """Write the gradients of the parameters into the flat tensor."""
+        memory = self._memory
         self._gradients = gradients
         self._missing = [i for i, grad in enumerate(gradients) if grad is None]
         self._sparse = [i for i, grad in enumerate(gradients) if grad is not None and grad.layout is not torch.strided]
-        self._used.fill_(1)
-        self._is_sparse.zero_()
+        memory.used.fill_(1)
+        memory.is_sparse.zero_()
         if self._missing or self._sparse:
-            self._pack_others()
+            self._pack_others(memory)
         else:
-            self._dense = cast("list[Tensor]", list(gradients)), self._views
+            self._dense = cast("list[Tensor]", list(gradients)), memory.views
         if self.device.type == "cpu" and self._hook is None:  # one pass over the memory rather than two
             for gradient, view in zip(*self._dense, strict=True):
                 torch.div(gradient, self._world_size, out=view)
@@ -102,7 +146,7 @@ class Bucket:
             if self._dense[0]:
                 torch._foreach_copy_(self._dense[1], self._dense[0])
             if self._hook is None:
-                self._data.div_(self._world_size)
+                memory.data.div_(self._world_size)
 
     def send_or_take_part(self, gradient_of: Callable[[Tensor], Tensor | None] | None) -> None:
         """Send what `gradient_of` gives for each parameter; None takes part without gradients."""
@@ -114,31 +158,37 @@ class Bucket:
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
         if self._hook is None:
-            self._works.append(dist.all_reduce(self._flat, group=self.group, async_op=True))
+            self._take_extra_along()
+            self._works.append(dist.all_reduce(self._memory.whole, group=self.group, async_op=True))
         else:
             self.send_tail()
             self.send_by_hook(is_last=self._is_last)
 
     def send_tail(self) -> None:
         """Start to send what goes along with gradients that a hook exchanges."""
-        self._works.append(dist.all_reduce(self._tail, group=self.group, async_op=True))
+        self._take_extra_along()
+        self._works.append(dist.all_reduce(self._memory.tail, group=self.group, async_op=True))
 
     def send_by_hook(self, *, is_last: bool) -> None:
         """Have the hook exchange the gradients alone."""
         assert self._hook is not None
-        self._averages = self._hook(HookBucket(self._index, self._data, self.parameters, is_last))
+        self._averages = self._hook(HookBucket(self._index, self._memory.data, self.parameters, is_last))
 
-    def _pack_others(self) -> None:
+    def _take_extra_along(self) -> None:
+        if self._gives_views and self._count_extra:
+            self._memory.extra.copy_(self.extra)
+
+    def _pack_others(self, memory: _Memory) -> None:
         for i in self._missing:
-            self._used[i] = 0
-            self._views[i].zero_()
+            memory.used[i] = 0
+            memory.views[i].zero_()
         for i in self._sparse:
-            self._is_sparse[i] = 1
-            self._views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
+            memory.is_sparse[i] = 1
+            memory.views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
             if self.device.type == "cpu" and self._hook is None:
-                self._views[i].div_(self._world_size)
+                memory.views[i].div_(self._world_size)
         others = {*self._missing, *self._sparse}
-        pairs = enumerate(zip(self._gradients, self._views, strict=True))
+        pairs = enumerate(zip(self._gradients, memory.views, strict=True))
         dense = [(cast("Tensor", grad), view) for i, (grad, view) in pairs if i not in others]
         self._dense = [grad for grad, _ in dense], [view for _, view in dense]
 
@@ -146,29 +196,88 @@ class Bucket:
         """Until the averages are here; `extra` can be read then."""
         for work in self._works:
             work.wait()
+        if self._works and self._gives_views and self._count_extra:
+            self.extra.copy_(self._memory.extra)
         self._works.clear()
         future, self._averages = self._averages, None
         if future is not None:
             future.wait()
             result = future.value()
             averages = result if isinstance(result, Tensor) else result[0]
-            if averages.data_ptr() != self._data.data_ptr():
-                self._data.copy_(averages)
+            if averages.data_ptr() != self._memory.data.data_ptr():
+                self._memory.data.copy_(averages)
 
     def land(self) -> dict[int, Tensor]:
         """Write the averages into the dense gradients; the new gradients of other parameters, by position."""
+        memory = self._memory
+        given, self._gradients = self._gradients, ()
         (grads, views), self._dense = self._dense, ([], [])
+        new = {i: memory.views[i].to_sparse(cast("Tensor", given[i]).sparse_dim()) for i in self._sparse}
+        del given
+        handed_out: dict[int, Tensor] = {}
+        if self._missing:
+            used, sparse = memory.used.tolist(), memory.is_sparse.tolist()
+            for i in self._missing:
+                if used[i] > 0 and sparse[i] > 0:
+                    # As an embedding makes it: sparse in its rows. An optimizer for sparse gradients takes no other.
+                    new[i] = memory.views[i].to_sparse(1)
+                elif used[i] > 0:
+                    handed_out[i] = memory.views[i] if self._gives_views else memory.views[i].clone()
+        if self._gives_views:
+            others = {*self._missing, *self._sparse}
+            dense = [i for i in range(len(self.parameters)) if i not in others]
+            in_place = self._replaceable(dense, grads, views)
+            handed_out |= {i: view for i, view, replaces in zip(dense, views, in_place, strict=True) if replaces}
+            grads = [grad for grad, replaces in zip(grads, in_place, strict=True) if not replaces]
+            views = [view for view, replaces in zip(views, in_place, strict=True) if not replaces]
+            if handed_out:
+                self._kept = None
         if grads:
             torch._foreach_copy_(grads, views)
-        given, self._gradients = self._gradients, ()
-        new = {i: self._views[i].to_sparse(cast("Tensor", given[i]).sparse_dim()) for i in self._sparse}
-        if self._missing:
-            used, sparse = self._used.tolist(), self._is_sparse.tolist()
-            for i in self._missing:
-                if used[i] > 0:
-                    # As an embedding makes it: sparse in its rows. An optimizer for sparse gradients takes no other.
-                    new[i] = self._views[i].to_sparse(1) if sparse[i] > 0 else self._views[i].clone()
-        return new
+        return new | handed_out
+
+    def _replaceable(self, positions: Sequence[int], grads: list[Tensor], views: Sequence[Tensor]) -> list[bool]:
+        """Whether each view can take the place of its gradient without anybody seeing a difference."""
+        are_alone = held_by_parameters_alone(grads)
+        return [
+            is_alone and read_gradient(self.parameters[i]) is grad and _is_alike(grad, view)
+            for i, grad, view, is_alone in zip(positions, grads, views, are_alone, strict=True)
+        ]
+
+
+def _allocated(parameters: Sequence[Tensor], extra: int, *, is_aligned: bool) -> _Memory:
+    """Memory for gradients; what `is_aligned` leaves between them is zero."""
+    first, count = parameters[0], len(parameters)
+    unit = max(1, _alignment(first.device) // first.element_size()) if is_aligned else 1
+    gaps = [-p.numel() % unit for p in parameters]
+    pieces = [size for p, gap in zip(parameters, gaps, strict=True) for size in (p.numel(), gap)]
+    data_size = sum(pieces)
+    whole = torch.empty(data_size + 2 * count + extra, dtype=first.dtype, device=first.device)
+    data, tail = whole[:data_size], whole[data_size:]
+    split = torch.split(data, pieces)
+    for gap in split[1::2]:
+        if gap.numel():
+            gap.zero_()
+    # `.data`: a tensor by itself, with a version counter of its own, as a gradient that backward made.
+    views = [piece.view(p.shape).data for piece, p in zip(split[::2], parameters, strict=True)]
+    return _Memory(whole, data, views, tail, *torch.split(tail, [count, count, extra]))
+
+
+def _is_alike(gradient: Tensor, view: Tensor) -> bool:
+    """Whether nothing but the address tells `view` from `gradient`; one that was computed with a graph keeps it."""
+    return (
+        type(gradient) is Tensor
+        and gradient.dtype == view.dtype
+        and gradient.device == view.device
+        and gradient.stride() == view.stride()
+        and not gradient.requires_grad
+        and not vars(gradient)
+        and view.data_ptr() % _alignment(view.device) == 0
+    )
+
+
+def _alignment(device: torch.device) -> int:
+    return ALIGNMENT_BYTES.get(device.type, OTHER_ALIGNMENT_BYTES)
 
 
 def grouped(

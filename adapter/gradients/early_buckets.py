@@ -77,6 +77,8 @@ class Plan:
     """A number of `MARKS` that tells which parameters are trained."""
     habits: dict[Place, Habit] = field(default_factory=dict)
     """What was learned about when gradients are wanted, by the place in a step."""
+    gradient_as_bucket_view: bool = False
+    """Whether averages become gradients where they stand."""
     _others_buckets: dict[tuple[bool, ...], list[Bucket]] = field(default_factory=dict)
 
     def order(self, place: Place) -> Sequence[int]:
@@ -89,7 +91,10 @@ class Plan:
         key = tuple(used)
         if key not in self._others_buckets:
             wanted = [p for p, is_used in zip(self.others, used, strict=True) if is_used]
-            self._others_buckets[key] = [Bucket(parameters, group) for parameters in grouped(wanted)]
+            self._others_buckets[key] = [
+                Bucket(parameters, group, gradient_as_bucket_view=self.gradient_as_bucket_view)
+                for parameters in grouped(wanted)
+            ]
         return self._others_buckets[key]
 
 

@@ -51,6 +51,8 @@ class GradientSync:
         rank_local: What is each rank's own.
         bucket_bytes: Gradients travel in pieces of at most this size, unless one is larger; None means 25 MiB.
         hook: Exchanges them in its own way, but for those of optimizers that are stepped inside of backward.
+        gradient_as_bucket_view: Whether averages become gradients where they arrived, rather than being copied into
+            them, wherever nobody but its parameter holds a gradient.
         sync_each_batch: Whether gradients are averaged at the end of a step that has not updated by them; False has
             them wait for the update, and costs a place in checkpoints for those of each rank. None waits where that is
             less than 2 GiB. Those that fit into one bucket never wait: what ranks tell each other would cost as much.
@@ -64,11 +66,12 @@ class GradientSync:
         *,
         bucket_bytes: int | None = None,
         hook: CommunicationHook | None = None,
+        gradient_as_bucket_view: bool = False,
         sync_each_batch: bool | None = None,
     ) -> None:
         self.group = group
         self._managed = AveragedParameters(discovered, rank_local)
-        self._plans = Plans(self._managed, group, bucket_bytes, hook)
+        self._plans = Plans(self._managed, group, bucket_bytes, hook, gradient_as_bucket_view=gradient_as_bucket_view)
         self._buckets_inside: dict[tuple[int, ...], list[Bucket]] = {}
         self._averaged_inside: set[int] = set()
         """Ids of the parameters whose gradients were averaged in the middle of a backward call, until its end."""
@@ -114,11 +117,11 @@ class GradientSync:
         """A backward call begins, whose gradients may be sent before it ends."""
         if self._keeps_hook_state:
             return
+        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
+            return
         pending = self._pending_plan
         if pending is None:
             self._refresh()
-        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
-            return
         if any(map(post_accumulate_hooks, self._managed.all)):  # they may update in the middle of it
             return
         plan = pending or self._plans.now(self._averaged_inside)

@@ -55,12 +55,15 @@ def step_router(
         group = _data_parallel_group(trainer)
         check_same_on_all_ranks(discovered, group, rank_local)
         broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
+        megabytes = ddp.get("bucket_cap_mb")
         gradients = GradientSync(
             discovered,
             group,
             rank_local,
-            bucket_bytes=_bucket_bytes(trainer),
+            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
             hook=communication_hook(trainer.strategy),
+            gradient_as_bucket_view=bool(ddp.get("gradient_as_bucket_view")),
             sync_each_batch=sync_each_batch,
         )
         buffers = BufferSync(discovered, group, rank_local)
@@ -118,11 +121,3 @@ def _data_parallel_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
     if isinstance(trainer.strategy, ModelParallelStrategy):
         return trainer.strategy.device_mesh["data_parallel"].get_group()
     return None
-
-
-def _bucket_bytes(trainer: pl.Trainer) -> int | None:
-    """What ``DDPStrategy(bucket_cap_mb=…)`` asks for, in the megabytes that DDP means."""
-    if not isinstance(trainer.strategy, DDPStrategy):
-        return None
-    megabytes = ddp_settings(trainer.strategy).ddp_arguments.get("bucket_cap_mb")
-    return None if megabytes is None else int(megabytes * 2**20)

@@ -13,6 +13,7 @@ import functools
 import importlib
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import version
@@ -40,6 +41,7 @@ __all__ = [
     "engine_run_backward",
     "fsdp_training_state",
     "group_timeout",
+    "held_by_parameters_alone",
     "is_gradtrackingtensor",
     "keep_out_of_graphs",
     "post_accumulate_hooks",
@@ -94,8 +96,12 @@ WrappedHook: type[Any] = protected("torch.nn.modules.module", "_WrappedHook")
 NormBase: type[nn.Module] = protected("torch.nn.modules.batchnorm", "_NormBase")
 """The base of layers with running statistics."""
 
+_storage_use_count: Callable[[int], int] = protected("torch", "_C._storage_Use_Count")
+"""How many tensors and other objects hold the memory that has this ``_cdata``."""
+
 _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
+    (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_use_count", "_version", "_values")),
+    (torch.UntypedStorage, ("_cdata",)),
     (nn.Module, ("_parameters", "_buffers", "_forward_pre_hooks", "_apply", "_save_to_state_dict")),
     (nn.Module, ("_load_from_state_dict",)),
     (GradScaler, ("_device", "_scale", "_unscale_grads_")),
@@ -111,6 +117,42 @@ for _name in ("_foreach_copy_", "_foreach_mul_"):
 
 post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
+
+
+def held_by_parameters_alone(gradients: list[Tensor]) -> list[bool]:
+    """Whether nothing refers to each of these tensors, or to memory of theirs, but a parameter and the list itself.
+
+    Then nobody can tell whether it was changed or another took its place. A name, a container, a graph, ``detach()``, a
+    slice, ``numpy()`` and a second parameter with the same gradient all count; weak references do not.
+
+    Args:
+        gradients: Each is the gradient of one parameter. Several may be parts of the same memory.
+    """
+    return [count == _counts_of_one() for count in _counts(gradients)]
+
+
+def _counts(gradients: list[Tensor]) -> list[tuple[int, ...]]:
+    """References to each gradient from Python and from C++, and beside `gradients` to its memory from both."""
+    storages = {s._cdata: s for s in [g.untyped_storage() for g in gradients]}
+    keys = [g.untyped_storage()._cdata for g in gradients]
+    parts = Counter(keys)
+    return [
+        (
+            sys.getrefcount(gradients[i]),
+            gradients[i]._use_count(),  # type: ignore[attr-defined]
+            sys.getrefcount(storages[key]),
+            _storage_use_count(key) - parts[key],
+        )
+        for i, key in enumerate(keys)
+    ]
+
+
+@functools.cache
+def _counts_of_one() -> tuple[int, ...]:
+    """What `_counts` gives for the gradient of a parameter that nobody else holds."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _counts([parameter.grad])[0]
 
 
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:

@@ -193,12 +193,18 @@ def gather_gradients(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch
     of_rank_zero = [digests]
     dist.broadcast_object_list(of_rank_zero, src=0)
     differing = {
-        name: gradient
+        name: _by_itself(gradient)
         for name, gradient in gradients.items()
         if digests[name] is None or digests[name] != of_rank_zero[0].get(name)
     }
     parts: list[dict[str, torch.Tensor]] = gather({} if dist.get_rank() == 0 else differing)
     return [gradients, *parts[1:]] if parts else []
+
+
+def _by_itself(gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient` in memory of its own: a tensor that is sent takes all memory along that it is a part of."""
+    is_part = gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes
+    return gradient.detach().clone() if is_part else gradient
 
 
 def _digest(gradient: torch.Tensor) -> str | None:

@@ -516,6 +516,20 @@ def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, 
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+def test_so_are_those_before_it_which_it_kept_from_the_queue_too(fit, chaos, tmp_path):
+    def save_to(steps, resume_from=None, **how):
+        own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, save_final=False, keep_last=None)
+        own.run = RecordMeta(run_id="run-1")
+        record = None if resume_from is None else own.directory / f"step-{resume_from:08d}.json"
+        fit(steps=steps, every=100, callbacks=[own], ckpt_path=record, plugins=[DurableCheckpointIO()], **how)
+
+    save_to(2)
+    save_to(4, resume_from=2, without_upload=True)
+    save_to(5, resume_from=4)
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
 def test_an_earlier_attempts_checkpoints_are_not_queued_again_by_a_resumed_fit(fit, chaos, tmp_path):
     fit(steps=4, keep=-1)
     fit(steps=8, keep=-1, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")

@@ -131,6 +131,28 @@ def checkpointed_segments_that_share_a_layer(net, step, rank):
     net.last(net.second(hidden)).square().mean().backward()
 
 
+def phases_whose_gradients_stay(net, step, rank):
+    for phase, trained in enumerate((net.first, net.second, net.first)):
+        net.requires_grad_(False)
+        trained.requires_grad_(True)
+        net.last.requires_grad_(phase != 1)
+        net(rows(step, rank, phase)).backward()
+        if phase == 1:
+            net.first.weight.grad.mul_(0.5)
+    net.requires_grad_(True)
+
+
+def added_to_after_a_look(net, step, rank):
+    for call in range(3):
+        net(rows(step, rank, call)).backward()
+        net.first.weight.grad.mul_(0.5)
+
+
+def gradients_that_are_zeroed(net, step, rank):
+    for call in range(2):
+        net(rows(step, rank, call)).backward()
+
+
 SCENARIOS: dict[str, Callable[[nn.Module, int, int], None]] = {
     f.__name__: f
     for f in (
@@ -145,18 +167,21 @@ SCENARIOS: dict[str, Callable[[nn.Module, int, int], None]] = {
         a_gradient_that_is_kept,
         differentiated_by_hand_as_well,
         checkpointed_segments_that_share_a_layer,
+        phases_whose_gradients_stay,
+        added_to_after_a_look,
+        gradients_that_are_zeroed,
     )
 }
-KEEPING = ("a_gradient_that_is_kept",)
+KEEPING = ("a_gradient_that_is_kept", "gradients_that_are_zeroed")
 
 
-def routed(name, rank):
+def routed(name, rank, **settings):
     """The weights after a few steps, and how many buckets left inside of a backward call."""
     net = Net()
     net.by_hand = False
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = discover({"model": net, "optimizer": optimizer})
-    gradients = GradientSync(found, bucket_bytes=1)
+    gradients = GradientSync(found, bucket_bytes=1, **settings)
     router = StepRouter(found, torch.device("cpu"), precision=StepPrecision("fp32"), gradients=gradients)
     early, real = [], dist.all_reduce
 
@@ -209,6 +234,8 @@ def main(rank, world_size, folder):
     for name in SCENARIOS:
         weights, early = routed(name, rank)
         results[name] = {"weights": weights, "expected": expected[name], "early": early}
+        weights, early = routed(name, rank, gradient_as_bucket_view=True)
+        results[f"{name} with views"] = {"weights": weights, "early": early}
     torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -50,6 +50,15 @@ def test_weights_are_those_of_gradients_averaged_by_hand_and_equal_on_both_ranks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ranks.SCENARIOS)
+def test_gradients_that_are_views_of_buckets_end_with_the_same_bits_and_leave_as_early(two_ranks, name):
+    for rank in two_ranks:
+        views, copies = rank[f"{name} with views"], rank[name]
+        assert all(map(torch.equal, views["weights"], copies["weights"]))
+        assert views["early"] == copies["early"]
+
+
+@pytest.mark.slow
 def test_buckets_leave_inside_of_the_last_backward_call_once_the_habit_is_known(two_ranks):
     assert [rank["one_call"]["early"] for rank in two_ranks] == [SENT_EARLY, SENT_EARLY]
 

@@ -48,9 +48,11 @@ BLOCKS = [
 ]
 HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnScaler", "AdamClosure", "LooseTensor"]
 
-SETTINGS = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"]
+SETTINGS = ["find_unused_parameters", "static_graph"]
 CHANGING = ["Base", "UnusedOnOneRank", "Checkpointed", "Accumulating"]
 """Classes whose ranks or steps have different graphs, and one that has not."""
+VIEWS = {"strategy": "gradient_as_bucket_view"}
+RESUMED_VIEWS = ["Accumulating", "Gan", "Frozen", "WithEma", "zoo.accumulation:OverTwoSteps"]
 POWER_SGD = ["Base", "Frozen", "Gan", "Accumulating", "UnusedOnOneRank"]
 OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
 
@@ -89,6 +91,11 @@ def two_ranks(tmp_path_factory):
         jobs += [{"key": hook, "name": "Base", "strategy": hook}]
         jobs += [{"key": f"torch {hook}", "name": "Base", "strategy": "torch's own", "hook": hook}]
     jobs += [{"key": f"{kind} {name}", "name": name, "strategy": kind} for kind in SETTINGS for name in CHANGING]
+    jobs += [{"key": f"views {name}", "name": name, **VIEWS} for name in (*zoo.ZOO, "zoo.accumulation:OverTwoSteps")]
+    jobs += [{"key": f"16-mixed views {name}", "name": name, "precision": "16-mixed", **VIEWS} for name in HALF]
+    for number, name in enumerate(RESUMED_VIEWS):
+        job = {"name": name, "durable": number % 2 == 0, **VIEWS}
+        jobs += [{"key": f"interrupted views {name}", "interrupted": 3, **job}]
     for name in POWER_SGD:
         job = {"name": name, "strategy": "powerSGD_hook in small buckets", "durable": True}
         jobs += [{"key": f"powerSGD {name}", **job}, {"key": f"interrupted powerSGD {name}", "interrupted": 3, **job}]
@@ -137,6 +144,7 @@ def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
         ("blocks", "blocks Gan"),
         ("fsdp 16-mixed", "fsdp 16-mixed Accumulating"),
         *((f"powerSGD {name}",) * 2 for name in POWER_SGD),
+        *((f"views {name}",) * 2 for name in RESUMED_VIEWS),
     ],
 )
 def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
@@ -172,6 +180,16 @@ def test_settings_of_ddp_that_are_not_needed_here_allow_any_graph_and_change_no_
         actual, expected = rank[f"{setting} {name}"], rank[f"ddp {name}"]
         assert not isinstance(actual, str), actual
         assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_gradients_that_are_views_of_buckets_end_with_the_bits_of_copied_ones(two_ranks, name):
+    for rank in two_ranks:
+        for precision in ("", "16-mixed ") if name in HALF else ("",):
+            actual, expected = rank[f"{precision}views {name}"], rank[f"{precision or 'ddp '}{name}"]
+            assert not isinstance(actual, str), actual
+            assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow
