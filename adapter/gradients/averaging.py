@@ -146,10 +146,13 @@ class Averaging:
             if self._accumulation is not None:
                 self._accumulation.expect_writes()
 
-    def after_grad(self, inputs: Any, result: Any) -> Any:
-        """What ``torch.autograd.grad`` gave for tensors that no optimizer updates: nothing tells when they are used."""
-        by_hand = self._gradients.by_hand
-        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in by_hand}
+    def after_grad(self, inputs: Any, result: Any, *, in_update: bool) -> Any:
+        """What ``torch.autograd.grad`` gave, as the mean of all ranks where nothing tells when it is used.
+
+        So for tensors that no optimizer updates, and for all within an update, such as products with the Hessian.
+        """
+        wanted = {id(p) for p in self._gradients.parameters()} if in_update else self._gradients.by_hand
+        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in wanted}
         if not given:
             return result
         new = self._gradients.average_given(given, self._point(Why.AUTOGRAD_GRAD))

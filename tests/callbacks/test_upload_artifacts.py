@@ -252,6 +252,27 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
+def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit():
+    """Each was tried again and again until the end of the fit, which then failed."""
+    with pytest.raises(ValueError, match=r"`metrics_url`.*does not begin with http.*`checkpoint_url`.*names no host"):
+        UploadArtifacts(run_id="r", metrics_url="nope?signature=s3cret", checkpoint_url="https://")
+    with pytest.raises(ValueError, match=r"`targets`. Expected a list of URLs"):
+        UploadArtifacts(run_id="r", targets="s3://bucket")
+    with pytest.raises(ValueError, match=r"'abacus://a'.*Protocol not known.*'hf://b'"):
+        UploadArtifacts(run_id="r", targets=["abacus://a", "hf://b"])
+
+
+@pytest.mark.parametrize(("owner", "lacking"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
+def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, owner, lacking):
+    monkeypatch.delenv("TRAINER_CAPABILITY_TOKEN", raising=False)
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+    uploads = UploadArtifacts(run_id="r", owner=owner, file_store_url="http://127.0.0.1:9/store")
+    uploads.setup(trainer, None, "fit")
+    uploads._uploader.close()
+    assert "no files are sent to the file store http://127.0.0.1:9" in caplog.text
+    assert lacking in caplog.text
+
+
 class Reports(Hook):
     """Stands for genlight's loop and its other callbacks: metrics, checkpoints and samples as they report them."""
 
