@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ...callbacks.optimizer_state import named_values
-from ..discovery.discover import Discovered, uncompiled
+from ..discovery.children import uncompiled
+from ..discovery.current_tensors import current
+from ..discovery.discover import Discovered
 
 __all__ = ["KINDS", "Facts", "Recording", "facts_of", "live_weights", "numbers", "whole_copy"]
 
@@ -59,8 +61,9 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
         for module in [_unwrapped(found.value)]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    trained = {id(tensor) for tensor in discovered.updated()}
-    bare = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
+    bare = list(discovered.parameters)
+    if not discovered.optimizers:
+        bare += [f for f in current(discovered, discovered.tensors) if f.value.requires_grad and f.value.is_leaf]
     return tensors | {found.path: found.value for found in bare}
 
 

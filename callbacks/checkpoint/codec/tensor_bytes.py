@@ -20,7 +20,7 @@ def bytes_of(source: Any) -> memoryview:
         return flat.view(np.uint8).data if flat.size else memoryview(b"")
     if source.numel() == 0:
         return memoryview(b"")
-    return as_uint8(source.cpu().contiguous()).numpy().data
+    return _memory(as_uint8(source.cpu().contiguous()))
 
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,4 +46,9 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tens
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel() == 0:
         return tensor, memoryview(bytearray())
-    return tensor, as_uint8(tensor).numpy().data
+    return tensor, _memory(as_uint8(tensor))
+
+
+def _memory(octets: torch.Tensor) -> memoryview:
+    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
+    return np.from_dlpack(octets).data
