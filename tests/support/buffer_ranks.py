@@ -17,7 +17,7 @@ from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
@@ -36,6 +36,7 @@ class Normed:
     def __init__(self, look=None):
         self.look = look
         self.seen = []
+        self.steps = 0
 
     def see(self, where, tensor=None):
         if where == self.look:
@@ -72,6 +73,7 @@ class Normed:
         if self.look == "lost" and batch == 2 and RANK == 0:
             os._exit(0)
         state["step"] += 1
+        self.steps += 1
         return StepResult(metrics={"loss": 1.0})
 
     def evaluate(self, state, ctx):
@@ -90,8 +92,7 @@ class Watching(pl.Callback):
     """A callback that somebody else wrote."""
 
     def __init__(self, plugin, name):
-        self.plugin = plugin
-        setattr(self, name, lambda *_: plugin.see(name, plugin.model.phase))
+        setattr(self, name, lambda *_: plugin.see(plugin.look, plugin.model.phase))
 
 
 class Stream(MockBatches):
@@ -172,19 +173,26 @@ def seen_from(look):
         callbacks = [Checkpoint(FOLDER / "seen", every_n_steps=1, save_final=False)]
     if look == "on_exception":
         stream = Stream(plugin, fails=True)
+    if look == "profiled":
+        callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
+    if look == "stopped":
+        stop = StopRequests()
+        stop.sources.add_check(lambda: "canceled" if plugin.steps >= 3 else None)
+        callbacks = [stop, Watching(plugin, "on_exception")]
     if look == "16-mixed":
         settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
     end = None
     try:
         end = fit(plugin, *callbacks, stream=stream, **settings)
-    except Lost:
+    except (Lost, TrainingCanceled):
         end = {}
     return {"seen": plugin.seen, "end": end}
 
 
 PLACES = (
-    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed"),
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_exception"),
+    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed", "profiled", "stopped"),
+    *("on_train_batch_start", "on_train_batch_end", "on_mb_end"),
+    *("on_train_epoch_end", "on_train_end", "on_exception"),
 )
 
 
