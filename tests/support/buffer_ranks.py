@@ -6,6 +6,7 @@ seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.hook.listeners import looks_at_no_weights
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 STEPS = 6
@@ -30,13 +33,23 @@ class Lost(Exception):
     """What a loader raises."""
 
 
+def leave_after_update():
+    """On rank 0, once rank 1 has its gradients."""
+    updated = FOLDER / "rank 1 has made its update"
+    if RANK == 1:
+        updated.touch()
+    else:
+        while not updated.exists():
+            time.sleep(0.01)
+        os._exit(0)
+
+
 class Normed:
     """BatchNorm, and a copy of the network that follows it; rank 1 makes one more forward in every other step."""
 
     def __init__(self, look=None):
         self.look = look
         self.seen = []
-        self.steps = 0
 
     def see(self, where, tensor=None):
         if where == self.look:
@@ -70,10 +83,9 @@ class Normed:
         self.copy(rows)
         self.model.flags[batch % 3] = RANK == 0
         self.model.phase.add_(1j * (RANK + 1))
-        if self.look == "lost" and batch == 2 and RANK == 0:
-            os._exit(0)
+        if self.look == "lost" and state["step"] == 1:
+            leave_after_update()
         state["step"] += 1
-        self.steps += 1
         return StepResult(metrics={"loss": 1.0})
 
     def evaluate(self, state, ctx):
@@ -130,6 +142,17 @@ def note_what_happens():
     BufferSync.send, BufferSync._land = noted_send, noted_land
 
 
+class Stops(Hook):
+    """Has all ranks stop after the third step."""
+
+    ranks = "all"
+
+    @looks_at_no_weights
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            run_state_of(trainer).stop_reason = "canceled"
+
+
 class Noting(Hook):
     """A callback that is called after each step, and looks at weights as far as the loop knows."""
 
@@ -176,9 +199,7 @@ def seen_from(look):
     if look == "profiled":
         callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
     if look == "stopped":
-        stop = StopRequests()
-        stop.sources.add_check(lambda: "canceled" if plugin.steps >= 3 else None)
-        callbacks = [stop, Watching(plugin, "on_exception")]
+        callbacks = [Stops(), Watching(plugin, "on_exception")]
     if look == "16-mixed":
         settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
     end = None
