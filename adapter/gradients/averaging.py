@@ -110,6 +110,8 @@ class Averaging:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
+        if self._buffers is not None:
+            self._buffers.abandon()
         self._gradients.close(self._point(Why.LAST))
 
     def before_collective(self, name: str) -> None:
