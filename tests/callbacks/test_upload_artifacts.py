@@ -11,6 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +75,7 @@ def fit(tmp_path, chaos, monkeypatch):
         plugins=(),
         without_upload=False,
         logger=False,
+        strategy="auto",
         **settings,
     ):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 120.0} | settings
@@ -88,6 +90,7 @@ def fit(tmp_path, chaos, monkeypatch):
             callbacks=[*([] if without_upload else [upload]), checkpoint, *callbacks],
             plugins=list(plugins),
             logger=logger,
+            strategy=strategy,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -476,10 +479,19 @@ def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
     assert chaos.messages("/terminal") == []
 
 
+class RestoresLate(SingleDeviceStrategy):
+    """Restores modules and callbacks when a fit has started, as FSDP does."""
+
+    restore_checkpoint_after_setup = True
+
+
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
-def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_the_resumed_fit(fit, chaos, tmp_path):
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresLate])
+def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_the_resumed_fit(
+    fit, chaos, tmp_path, strategy
+):
     fit(steps=4, without_upload=True)
-    fit(steps=6, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
+    fit(steps=6, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt", strategy=strategy("cpu"))
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [4, 6]
 
 
