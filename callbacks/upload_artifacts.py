@@ -18,7 +18,14 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord
 from .checkpoint.selection import find_checkpoint
 from .checkpoint.unqueued import never_queued
-from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, record_at, settle_fit
+from .fit_uploads import (
+    await_checkpoints,
+    model_checkpoints,
+    open_uploader,
+    record_at,
+    require_usable,
+    settle_fit,
+)
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -58,7 +65,7 @@ class UploadArtifacts(Hook):
         critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
-        ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.
+        ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
     reads = ("loss_stats",)  # or a step could be told before it is known that genlight's loop tells it
@@ -82,8 +89,6 @@ class UploadArtifacts(Hook):
         deadline_s: float = 60.0,
         critical: bool = True,
     ) -> None:
-        if uploader is None and not run_id.strip():
-            raise ValueError("Invalid `run_id`. Expected a non-empty string where no `uploader` is given.")
         for name, value in (("metric_every", metric_every), ("deadline_s", deadline_s)):
             if not value >= 0:  # nan is not
                 raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
@@ -102,9 +107,11 @@ class UploadArtifacts(Hook):
             "sample_url": sample_url,
             "terminal_url": terminal_url,
             "file_store_url": file_store_url,
-            "targets": tuple(targets),
+            "targets": targets if isinstance(targets, str) else tuple(targets),
             "deadline_s": deadline_s,
         }
+        if uploader is None:
+            require_usable(self._settings)
         self._hears_metrics = False
         """Whether events bring the metrics of this fit."""
         self._newest: CheckpointRecord | None = None

@@ -46,7 +46,7 @@ def facts_of(discovered: Discovered, metrics: Mapping[str, float]) -> Facts:
                 # Not by subscript: that of a defaultdict would make a state.
                 states |= numbers(found.value.state.get(parameter, {}), f"{found.path}[{name}]", tensors=True)
     return {
-        "metric": {name: torch.tensor(value, dtype=torch.double) for name, value in metrics.items()},
+        "metric": {name: torch.tensor(value, dtype=torch.double, device="cpu") for name, value in metrics.items()},
         "setting": settings,
         "optimizer state": states,
         "weight": {name: whole_copy(tensor) for name, tensor in weights.items() if not is_lazy(tensor)},
@@ -75,7 +75,7 @@ def numbers(entry: Any, path: str, *, tensors: bool = False) -> dict[str, Tensor
             if tensors or value.numel() == 1:
                 found[f"{path}.{key}"] = whole_copy(value)
         elif isinstance(value, bool | int | float) or _are_numbers(value):
-            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double)
+            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double, device="cpu")
     return found
 
 

@@ -42,6 +42,9 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         roots=(config.checkpoints_dir, config.samples_dir),
         deadline_s=config.upload_deadline_s,
     )
+    lacking = wanted.lacks_for_files()
+    if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
+        log.warning("%s", lacking)
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
         _tell_of_what_waits(Path(wanted.spool_dir))
         return None

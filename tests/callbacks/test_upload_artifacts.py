@@ -255,6 +255,27 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
+def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit():
+    """Each was tried again and again until the end of the fit, which then failed."""
+    with pytest.raises(ValueError, match=r"`metrics_url`.*does not begin with http.*`checkpoint_url`.*names no host"):
+        UploadArtifacts(run_id="r", metrics_url="nope?signature=s3cret", checkpoint_url="https://")
+    with pytest.raises(ValueError, match=r"`targets`. Expected a list of URLs"):
+        UploadArtifacts(run_id="r", targets="s3://bucket")
+    with pytest.raises(ValueError, match=r"'abacus://a'.*Protocol not known.*'hf://b'"):
+        UploadArtifacts(run_id="r", targets=["abacus://a", "hf://b"])
+
+
+@pytest.mark.parametrize(("owner", "lacking"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
+def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, owner, lacking):
+    monkeypatch.delenv("TRAINER_CAPABILITY_TOKEN", raising=False)
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+    uploads = UploadArtifacts(run_id="r", owner=owner, file_store_url="http://127.0.0.1:9/store")
+    uploads.setup(trainer, None, "fit")
+    uploads._uploader.close()
+    assert "no files are sent to the file store http://127.0.0.1:9" in caplog.text
+    assert lacking in caplog.text
+
+
 class Reports(Hook):
     """Stands for genlight's loop and its other callbacks: metrics, checkpoints and samples as they report them."""
 
@@ -479,6 +500,13 @@ def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
     assert chaos.messages("/terminal") == []
 
 
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_the_resumed_fit(fit, chaos, tmp_path):
+    fit(steps=4, without_upload=True)
+    fit(steps=6, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt")
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [4, 6]
+
+
 class RestoresLate(SingleDeviceStrategy):
     """Restores modules and callbacks when a fit has started, as FSDP does."""
 
@@ -487,22 +515,15 @@ class RestoresLate(SingleDeviceStrategy):
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresLate])
-def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_the_resumed_fit(
-    fit, chaos, tmp_path, strategy
-):
-    fit(steps=4, without_upload=True)
-    fit(steps=6, ckpt_path=tmp_path / "run" / "checkpoints" / "step=4.ckpt", strategy=strategy("cpu"))
-    assert [message["step"] for message in chaos.messages("/checkpoint")] == [4, 6]
-
-
-@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
 @pytest.mark.parametrize(("owner_of_record", "sent"), [("run-1", [3]), ("another", [])])
-def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, tmp_path, owner_of_record, sent):
+def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(
+    fit, chaos, tmp_path, owner_of_record, sent, strategy
+):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=3, save_final=False)
     own.run = RecordMeta(run_id=owner_of_record)
     fit(steps=3, every=100, callbacks=[own], without_upload=True)
     record = tmp_path / "run" / "own" / "step-00000003.json"
-    fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()])
+    fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()], strategy=strategy("cpu"))
     assert [message["step"] for message in chaos.messages("/checkpoint")] == sent
 
 

@@ -6,6 +6,7 @@ seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.hook.listeners import looks_at_no_weights
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 STEPS = 6
@@ -28,6 +31,17 @@ STEPS = 6
 
 class Lost(Exception):
     """What a loader raises."""
+
+
+def leave_after_update():
+    """On rank 0, once rank 1 has its gradients."""
+    updated = FOLDER / "rank 1 has made its update"
+    if RANK == 1:
+        updated.touch()
+    else:
+        while not updated.exists():
+            time.sleep(0.01)
+        os._exit(0)
 
 
 class Normed:
@@ -69,8 +83,8 @@ class Normed:
         self.copy(rows)
         self.model.flags[batch % 3] = RANK == 0
         self.model.phase.add_(1j * (RANK + 1))
-        if self.look == "lost" and batch == 2 and RANK == 0:
-            os._exit(0)
+        if self.look == "lost" and state["step"] == 1:
+            leave_after_update()
         state["step"] += 1
         return StepResult(metrics={"loss": 1.0})
 
@@ -90,8 +104,7 @@ class Watching(pl.Callback):
     """A callback that somebody else wrote."""
 
     def __init__(self, plugin, name):
-        self.plugin = plugin
-        setattr(self, name, lambda *_: plugin.see(name, plugin.model.phase))
+        setattr(self, name, lambda *_: plugin.see(plugin.look, plugin.model.phase))
 
 
 class Stream(MockBatches):
@@ -127,6 +140,17 @@ def note_what_happens():
         land(sync, *arguments)
 
     BufferSync.send, BufferSync._land = noted_send, noted_land
+
+
+class Stops(Hook):
+    """Has all ranks stop after the third step."""
+
+    ranks = "all"
+
+    @looks_at_no_weights
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            run_state_of(trainer).stop_reason = "canceled"
 
 
 class Noting(Hook):
@@ -172,19 +196,24 @@ def seen_from(look):
         callbacks = [Checkpoint(FOLDER / "seen", every_n_steps=1, save_final=False)]
     if look == "on_exception":
         stream = Stream(plugin, fails=True)
+    if look == "profiled":
+        callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
+    if look == "stopped":
+        callbacks = [Stops(), Watching(plugin, "on_exception")]
     if look == "16-mixed":
         settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
     end = None
     try:
         end = fit(plugin, *callbacks, stream=stream, **settings)
-    except Lost:
+    except (Lost, TrainingCanceled):
         end = {}
     return {"seen": plugin.seen, "end": end}
 
 
 PLACES = (
-    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed"),
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_exception"),
+    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed", "profiled", "stopped"),
+    *("on_train_batch_start", "on_train_batch_end", "on_mb_end"),
+    *("on_train_epoch_end", "on_train_end", "on_exception"),
 )
 
 

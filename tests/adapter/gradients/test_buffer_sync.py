@@ -117,6 +117,19 @@ def fail(sync, error):
         raise error
 
 
+def test_rank_0_holds_no_copy_of_large_buffers_while_the_next_step_runs(sent, monkeypatch):
+    monkeypatch.setattr(buffer_sync, "BUCKET_BYTES", 100)
+    model = nn.Linear(2, 2)
+    model.register_buffer("large", torch.zeros(51))
+    sync = sync_of(model)
+    with sync.deferred() as settle:
+        sync.send(1)
+        assert len(sync._on_their_way) == 1
+        settle()
+        assert not sync._on_their_way
+        assert not sync._kept
+
+
 def test_an_interrupt_from_the_keyboard_waits_for_nothing_and_other_errors_leave_equal_buffers(sent):
     sync = sync_of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     for error, waits in ((KeyboardInterrupt, False), (ValueError, True), (SystemExit, True), (StopIteration, True)):
@@ -175,8 +188,11 @@ def ranks(tmp_path_factory):
         ("state_dict", 6),
         ("loader", 6),
         ("16-mixed", 0),
+        ("profiled", 6),
+        ("stopped", 1),
         ("on_train_batch_start", 6),
         ("on_train_batch_end", 6),
+        ("on_mb_end", 6),
         ("on_train_epoch_end", 1),
         ("on_train_end", 1),
         ("on_exception", 1),
@@ -216,5 +232,5 @@ def test_a_resumed_run_has_the_buffers_of_one_that_was_not_interrupted(ranks):
 def test_a_rank_whose_buffers_never_come_names_the_rank_that_was_lost(ranks):
     told = (ranks[1] / "lost").read_text()
 
-    assert told.startswith("the buffers that rank 0 sends at the end of step ")
+    assert told.startswith("the buffers that rank 0 sends at the end of step 2 did not arrive; rank 0 ")
     assert "rank 0 did not answer within 2 s" in told
