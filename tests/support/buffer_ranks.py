@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from rank_environment import Ranks
 from torch import nn
@@ -107,6 +108,28 @@ class Watching(pl.Callback):
         setattr(self, name, lambda *_: plugin.see(plugin.look, plugin.model.phase))
 
 
+class Logs(pl.Callback):
+    """Logs while the batch is not trained yet, so that loggers alone are called where the step has ended."""
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        pl_module.log("x", 1.0)
+
+
+class Looking(Logger):
+    """A logger of the user, on each rank."""
+
+    name = version = "looking"
+
+    def __init__(self, plugin):
+        super().__init__()
+        self.plugin = plugin
+
+    def log_hyperparams(self, *_, **__): ...
+
+    def log_metrics(self, metrics, step=None):
+        self.plugin.see("logger")
+
+
 class Stream(MockBatches):
     """Batches, as user code makes them or as genlight does, that may end with an error."""
 
@@ -170,12 +193,12 @@ def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
         strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         max_steps=STEPS,
         callbacks=list(callbacks),
-        logger=False,
+        log_every_n_steps=1,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **settings,
+        **{"logger": False, **settings},
     )
     module = ContractModule(plugin, TrainingJobSpec("buffers", STEPS))
     trainer.fit(module, stream or Stream(plugin), ckpt_path=ckpt_path)
@@ -196,6 +219,8 @@ def seen_from(look):
         callbacks = [Checkpoint(FOLDER / "seen", every_n_steps=1, save_final=False)]
     if look == "on_exception":
         stream = Stream(plugin, fails=True)
+    if look == "logger":
+        callbacks, settings = [Logs()], {"logger": Looking(plugin)}
     if look == "profiled":
         callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
     if look == "stopped":
@@ -211,7 +236,7 @@ def seen_from(look):
 
 
 PLACES = (
-    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed", "profiled", "stopped"),
+    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed", "logger", "profiled", "stopped"),
     *("on_train_batch_start", "on_train_batch_end", "on_mb_end"),
     *("on_train_epoch_end", "on_train_end", "on_exception"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import nn
 
 from genlight.adapter.discovery.discover import discover
@@ -13,7 +14,7 @@ from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients import buffer_sync
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.adapter.loop.user_code import runs_no_user_code
-from genlight.callbacks import StopRequests
+from genlight.callbacks import Checkpoint, StopRequests
 from genlight.callbacks.hook.listeners import may_look_at_weights
 from support.rank_processes import run_ranks
 
@@ -165,10 +166,14 @@ def test_a_callback_may_look_at_weights_unless_it_is_marked_and_calls_no_code_of
     class Mine(StopRequests):
         def on_train_batch_end(self, *_): ...
 
+    class Bar(TQDMProgressBar):
+        def get_metrics(self, *_): ...
+
     checking = StopRequests()
     checking.add_check(lambda: None)
-    found = [may_look_at_weights(each.on_train_batch_end) for each in (StopRequests(), Mine(), checking)]
-    assert found == [False, True, True]
+    known, others = (StopRequests(), TQDMProgressBar(), RichProgressBar()), (Mine(), checking, Bar(), Checkpoint("x"))
+    assert not any(may_look_at_weights(each.on_train_batch_end) for each in known)
+    assert all(may_look_at_weights(each.on_train_batch_end) for each in others)
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +193,7 @@ def ranks(tmp_path_factory):
         ("state_dict", 6),
         ("loader", 6),
         ("16-mixed", 0),
+        ("logger", 6),
         ("profiled", 6),
         ("stopped", 1),
         ("on_train_batch_start", 6),
