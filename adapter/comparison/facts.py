@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ...callbacks.checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import uncompiled
 from ..discovery.current_tensors import current
@@ -46,7 +47,7 @@ def facts_of(discovered: Discovered, metrics: Mapping[str, float]) -> Facts:
                 # Not by subscript: that of a defaultdict would make a state.
                 states |= numbers(found.value.state.get(parameter, {}), f"{found.path}[{name}]", tensors=True)
     return {
-        "metric": {name: torch.tensor(value, dtype=torch.double) for name, value in metrics.items()},
+        "metric": {name: torch.tensor(value, dtype=torch.double, device="cpu") for name, value in metrics.items()},
         "setting": settings,
         "optimizer state": states,
         "weight": {name: whole_copy(tensor) for name, tensor in weights.items() if not is_lazy(tensor)},
@@ -73,9 +74,11 @@ def numbers(entry: Any, path: str, *, tensors: bool = False) -> dict[str, Tensor
     for key, value in named_values(entry):
         if isinstance(value, Tensor):
             if tensors or value.numel() == 1:
-                found[f"{path}.{key}"] = whole_copy(value)
+                # Codes of a quantized state are no values: what rounds otherwise has other ones.
+                parts = [*wrapped_tensors(f"{path}.{key}", value)]
+                found |= {name: whole_copy(t) for name, t in parts if len(parts) == 1 or t.is_floating_point()}
         elif isinstance(value, bool | int | float) or _are_numbers(value):
-            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double)
+            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double, device="cpu")
     return found
 
 

@@ -118,7 +118,7 @@ class Exchange:
             ContractError: They are not; tensors of different sizes would end the process.
         """
         notes = torch.zeros(dist.get_world_size(bucket.group), NUMBERS + 1, device=bucket.device)
-        notes[dist.get_rank(bucket.group)] = torch.tensor([*at.numbers(), position])
+        notes[dist.get_rank(bucket.group)] = torch.tensor([*at.numbers(), position], device="cpu")
         dist.all_reduce(notes, group=bucket.group)
         rows = notes.tolist()
         if any(row[-1] != rows[0][-1] for row in rows) or not are_together([row[:-1] for row in rows]):

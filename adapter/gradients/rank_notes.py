@@ -37,7 +37,7 @@ class Notes:
     ) -> None:
         self.group = group
         if values is None:
-            values = torch.zeros(self.count(others, group))
+            values = torch.zeros(self.count(others, group), dtype=torch.float32, device="cpu")
         self._values = values
         self._count_others = others
         rows = values.numel() - others
@@ -68,7 +68,7 @@ class Notes:
         # A buffer is read in half of the time that torch.tensor takes for a list.
         self._mine.copy_(torch.frombuffer(array("f", (*at.numbers(), sends, repeats)), dtype=torch.float32))
         if used:
-            self._others.copy_(torch.tensor(used))
+            self._others.copy_(torch.tensor(used, device="cpu"))
 
     def send(self) -> None:
         """Start to tell the others, in a message of their own."""

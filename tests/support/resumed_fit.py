@@ -11,19 +11,22 @@ import torch
 from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 
-__all__ = ["STEPS", "fit"]
+__all__ = ["STEPS", "Batches", "fit"]
 
 STEPS = 6
 
 
 class Batches:
+    """Knows where it is."""
+
     def __init__(self) -> None:
         self.position = 0
 
     def __iter__(self) -> Any:
         for step in range(self.position, STEPS):
             self.position = step + 1
-            yield torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
+            generator = torch.Generator().manual_seed(step)
+            yield torch.randn(4, 2, generator=generator, device="cpu", dtype=torch.float32)
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}

@@ -43,7 +43,7 @@ def element_type(name: str) -> torch.dtype:
 
 def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
     """A new tensor on the host, and its memory to be filled."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.numel() == 0:
         return tensor, memoryview(bytearray())
     return tensor, _memory(as_uint8(tensor))
