@@ -13,11 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import StartupContractError
+from ..adapter.contract.exceptions import StartupContractError, ThreadLimitError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
 from ..reporters.uploads.config import ENVIRONMENT
+from ..reporters.uploads.targets import target_fault
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.durable_reports import wait_after_failure
 from .checkpoint.format.record import CheckpointRecord
@@ -26,6 +27,17 @@ from .hook.events import callbacks_of
 __all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
 
 log = logging.getLogger(__name__)
+
+
+def require_usable(settings: Mapping[str, Any]) -> None:
+    """Refuse arguments of ``UploadConfig`` before a fit begins.
+
+    Raises:
+        ValueError: Some cannot be used; all of them are named.
+    """
+    UploadConfig(spool_dir=SPOOL_DIRECTORY, **settings)
+    if faults := [fault for target in settings["targets"] if (fault := target_fault(target)) is not None]:
+        raise ValueError(" ".join(faults))
 
 
 def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig | Mapping[str, Any]) -> Uploader:
@@ -53,7 +65,13 @@ def open_uploader(trainer: pl.Trainer, directory: Path, settings: UploadConfig |
             f"The upload spool {str(config.spool_dir)!r} cannot be written: {error.strerror or error}. "
             "Choose another `directory`.",
         ) from error
-    uploader.start()
+    if lacking := config.lacks_for_files():
+        log.warning("%s", lacking)
+    try:
+        uploader.start()
+    except ThreadLimitError:
+        uploader.close()
+        raise
     return uploader
 
 

@@ -18,7 +18,8 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord
 from .checkpoint.format.record_file import read_record
 from .checkpoint.selection import find_checkpoint
-from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, settle_fit
+from .checkpoint.unqueued import never_queued
+from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, require_usable, settle_fit
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -58,7 +59,7 @@ class UploadArtifacts(Hook):
         critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
-        ValueError: Neither `uploader` nor `run_id` is given, or a number is out of range.
+        ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
     """
 
     reads = ("loss_stats",)  # or a step could be told before it is known that genlight's loop tells it
@@ -82,8 +83,6 @@ class UploadArtifacts(Hook):
         deadline_s: float = 60.0,
         critical: bool = True,
     ) -> None:
-        if uploader is None and not run_id.strip():
-            raise ValueError("Invalid `run_id`. Expected a non-empty string where no `uploader` is given.")
         for name, value in (("metric_every", metric_every), ("deadline_s", deadline_s)):
             if not value >= 0:  # nan is not
                 raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {value}.")
@@ -102,9 +101,11 @@ class UploadArtifacts(Hook):
             "sample_url": sample_url,
             "terminal_url": terminal_url,
             "file_store_url": file_store_url,
-            "targets": tuple(targets),
+            "targets": targets if isinstance(targets, str) else tuple(targets),
             "deadline_s": deadline_s,
         }
+        if uploader is None:
+            require_usable(self._settings)
         self._hears_metrics = False
         """Whether events bring the metrics of this fit."""
         self._newest: CheckpointRecord | None = None
@@ -261,7 +262,7 @@ class UploadArtifacts(Hook):
     # looking for what is new
 
     def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
-        """Queue what the run resumes from: its last process may have been killed before it did.
+        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
 
         What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
         `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
@@ -277,6 +278,8 @@ class UploadArtifacts(Hook):
         if record is None:
             return
         if record.run_id == self._uploader.config.run_id or (not record.run_id and found.parent in own_directories):
+            for older in never_queued(self._uploader, record):
+                self._queue_record(older)
             self._queue_record(record)
 
     def _queue_record(self, record: CheckpointRecord) -> None:

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import TrainingHung
+from ..adapter.plumbing.threads import started
 from .hook.hook import Hook
 from .hook.run_context import RunContext
 
@@ -85,12 +86,8 @@ class WatchHangs(Hook):
         self._stop()
         directory = self.directory or Path(trainer.default_root_dir) / "hangs"
         self._stopped = threading.Event()
-        threading.Thread(
-            target=self._watch,
-            args=(_batches_of(trainer), directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped),
-            name="genlight-hangs",
-            daemon=True,
-        ).start()
+        arguments = (_batches_of(trainer), directory.absolute(), trainer.global_rank, trainer.world_size, self._stopped)
+        started(threading.Thread(target=self._watch, args=arguments, name="genlight-hangs", daemon=True))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["config_file_fault", "is_configuration_name"]
+__all__ = ["config_file_fault", "configuration_fault", "is_configuration_name"]
 
 _OPTIONS = ("--config", "-c")
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -24,7 +24,7 @@ def config_file_fault(words: Sequence[str]) -> str | None:
     """What is wrong with the first file among the arguments `words` that holds no configuration; None where all do."""
     stray = next((word for word in words[1:2] if word.endswith(_SUFFIXES)), None)
     values = _values(words) if stray is None else (stray,)
-    fault = next((fault for value in values if (fault := _fault(value)) is not None), None)
+    fault = next((fault for value in values if (fault := configuration_fault(value)) is not None), None)
     if fault is None and stray is not None:
         return f"The configuration is an option: `genlight {words[0]} --config {stray}`."
     return fault
@@ -39,7 +39,8 @@ def _values(words: Sequence[str]) -> Iterator[str]:
             yield words[index + 1]
 
 
-def _fault(value: str) -> str | None:
+def configuration_fault(value: str) -> str | None:
+    """Why the file `value`, as an argument names it, holds no configuration; None where it does."""
     path = Path(value).expanduser()
     try:
         content = path.read_bytes()
@@ -73,6 +74,9 @@ def _syntax_fault(name: str, text: str) -> str | None:
         return f"The configuration {name!r} is nested too deeply."
     if not isinstance(tree, yaml.MappingNode):
         return f"The configuration {name!r} holds no settings. Name a YAML file with `trainer:`, `model:`, `data:`."
+    settings = {str(key.value): value for key, value in tree.value}
+    if "run_id" in settings and isinstance(settings.get("trainer"), yaml.ScalarNode):
+        return f"{name!r} is a job spec in YAML. Write it as JSON, and run it with `genlight run`."
     return next((f"The key {key!r} appears twice in {name!r}, in {at}." for key, at in _repeated(tree, set())), None)
 
 

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ...callbacks.optimizer_state import named_values
-from ..discovery.discover import Discovered, uncompiled
+from ..discovery.children import uncompiled
+from ..discovery.current_tensors import current
+from ..discovery.discover import Discovered
 
 __all__ = ["KINDS", "Facts", "Recording", "facts_of", "live_weights", "numbers", "whole_copy"]
 
@@ -44,7 +46,7 @@ def facts_of(discovered: Discovered, metrics: Mapping[str, float]) -> Facts:
                 # Not by subscript: that of a defaultdict would make a state.
                 states |= numbers(found.value.state.get(parameter, {}), f"{found.path}[{name}]", tensors=True)
     return {
-        "metric": {name: torch.tensor(value, dtype=torch.double) for name, value in metrics.items()},
+        "metric": {name: torch.tensor(value, dtype=torch.double, device="cpu") for name, value in metrics.items()},
         "setting": settings,
         "optimizer state": states,
         "weight": {name: whole_copy(tensor) for name, tensor in weights.items() if not is_lazy(tensor)},
@@ -59,8 +61,9 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
         for module in [_unwrapped(found.value)]
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
-    trained = {id(tensor) for tensor in discovered.updated()}
-    bare = [*discovered.parameters, *(found for found in discovered.tensors if id(found.value) in trained)]
+    bare = list(discovered.parameters)
+    if not discovered.optimizers:
+        bare += [f for f in current(discovered, discovered.tensors) if f.value.requires_grad and f.value.is_leaf]
     return tensors | {found.path: found.value for found in bare}
 
 
@@ -72,7 +75,7 @@ def numbers(entry: Any, path: str, *, tensors: bool = False) -> dict[str, Tensor
             if tensors or value.numel() == 1:
                 found[f"{path}.{key}"] = whole_copy(value)
         elif isinstance(value, bool | int | float) or _are_numbers(value):
-            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double)
+            found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double, device="cpu")
     return found
 
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
-from ..discovery.discover import uncompiled, walk
+from ..discovery.children import uncompiled
+from ..discovery.discover import walk
 from ..discovery.parameter_aliases import key_text
 
 __all__ = ["differences", "flatten", "snapshot"]

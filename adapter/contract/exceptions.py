@@ -16,6 +16,7 @@
     ├── EventLogError             the event log is locked, or breaks its own rules
     ├── UploadError               a required artifact could not be delivered
     ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
+    ├── ThreadLimitError (RuntimeError)  the system has no room for another thread
     ├── ReplicaDriftError         replicas that must be equal are not
     ├── ShadowMismatchError       a step is not that of a plain loop beside it
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
@@ -56,6 +57,7 @@ __all__ = [
     "ShadowMismatchError",
     "StartupContractError",
     "StopReason",
+    "ThreadLimitError",
     "TrainerPathError",
     "TrainingCanceled",
     "TrainingHung",
@@ -231,6 +233,10 @@ class UploadError(GenlightError):
 
 class ReplayWriterError(GenlightError, RuntimeError):
     """Another thread or process than the one writer of a replay buffer wrote to it; nothing was changed."""
+
+
+class ThreadLimitError(GenlightError, RuntimeError):
+    """The system has no room for another thread."""
 
 
 class ReplicaDriftError(GenlightError):

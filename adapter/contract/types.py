@@ -212,7 +212,7 @@ class ArtifactWriter(Protocol):
     """Writes checkpoints and samples where the caller wants them."""
 
     def write_checkpoint(
-        self, *, step: int, state_payload: Mapping[str, object], trainer: Any, state: Any, ctx: StepContext
+        self, *, step: int, state_payload: dict[str, object], trainer: Any, state: Any, ctx: StepContext
     ) -> str:
         """Write a checkpoint and return its path."""
         ...
@@ -221,9 +221,7 @@ class ArtifactWriter(Protocol):
         """Write samples and return their paths."""
         ...
 
-    def finalize(
-        self, *, state_payload: Mapping[str, object], trainer: Any, state: Any, ctx: StepContext
-    ) -> str | None:
+    def finalize(self, *, state_payload: dict[str, object], trainer: Any, state: Any, ctx: StepContext) -> str | None:
         """Write the final artifact and return its path."""
         ...
 

@@ -44,8 +44,10 @@ class KeptByWrapper:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the entries over, on the devices of their parameters and sharded as those are."""
-        state = self.optimizer.state
+        state: dict[Any, Any] = self.optimizer.state
+        named = {key: value for key, value in state.items() if isinstance(key, str)}  # of no parameter
         state.clear()
+        state.update(named)
         for place, parameter in enumerate(self._parameters()):
             if place in saved["state"]:
                 entry = saved["state"][place]

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from ..plumbing.threads import started
 from .decode import Chunk
 
 __all__ = ["ReadAhead"]
@@ -40,8 +41,8 @@ class ReadAhead:
         self._ready: deque[Chunk] = deque()
         if self._direct is None:
             self._queue = _Queue(max_items, max_bytes)
-            thread = threading.Thread(target=_fill, args=(self._queue, make), name="genlight-feed", daemon=True)
-            thread.start()
+            filling = threading.Thread(target=_fill, args=(self._queue, make), name="genlight-feed", daemon=True)
+            thread = started(filling)
             # Also at interpreter exit: a thread that decodes while Arrow is torn down would crash the process.
             self._stop = weakref.finalize(self, _stop, self._queue, thread)
 

@@ -47,7 +47,7 @@ def row_of(schema: pa.Schema) -> dict[str, Tensor]:
     for field in schema:
         try:
             dtype, shape = _dtype_and_shape(field.type)
-            row[field.name] = torch.zeros(shape, dtype=dtype)
+            row[field.name] = torch.zeros(shape, dtype=dtype, device="cpu")
         except TypeError as error:
             faults.append(f"column {field.name!r} is of {error}")
     if faults:

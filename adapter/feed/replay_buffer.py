@@ -194,7 +194,9 @@ class ReplayBuffer:
                     f"received {batch_size}."
                 )
             if self._tree is None:
-                index = torch.randint(self._oldest, self._written, (batch_size,), generator=self._generator)
+                index = torch.randint(
+                    self._oldest, self._written, (batch_size,), generator=self._generator, device="cpu"
+                )
                 weight = None
             else:
                 index, weight = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
@@ -216,7 +218,9 @@ class ReplayBuffer:
         total = tree.total
         if not total > 0:
             raise ValueError("all rows of the buffer have priority 0: none can be drawn")
-        places = tree.find(torch.rand(batch_size, dtype=torch.float64, generator=self._generator).numpy() * total)
+        places = tree.find(
+            torch.rand(batch_size, dtype=torch.float64, generator=self._generator, device="cpu").numpy() * total
+        )
         newest = self._written - 1
         weights = (len(self) * tree.values(places) / total) ** -exponent
         index = newest - (newest - places) % self.capacity
@@ -228,10 +232,10 @@ class ReplayBuffer:
 
     def _summed(self, index: Tensor, n_step: NStep) -> dict[str, Tensor]:
         column = self._columns[n_step.reward]
-        rewards = torch.zeros((len(index), *column.shape[1:]), dtype=column.dtype)
+        rewards = torch.zeros((len(index), *column.shape[1:]), dtype=column.dtype, device="cpu")
         wide = (slice(None), *[None] * (column.ndim - 1))
         steps, last = torch.zeros_like(index), index
-        goes_on = torch.ones(len(index), dtype=torch.bool)
+        goes_on = torch.ones(len(index), dtype=torch.bool, device="cpu")
         for step in range(n_step.steps):
             at = index + step * self.streams
             goes_on &= at < self._written
@@ -339,7 +343,7 @@ class ReplayBuffer:
         }
 
     def _range(self, first: int, last: int) -> dict[str, Tensor]:
-        return self._rows(torch.arange(first, last))
+        return self._rows(torch.arange(first, last, device="cpu"))
 
 
 def _faults(

@@ -28,7 +28,9 @@ def allocate(
         ReplayWriterError: `directory` is in use.
     """
     if directory is None:
-        return {name: torch.zeros((capacity, *value.shape), dtype=value.dtype) for name, value in row.items()}, None
+        return {
+            name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu") for name, value in row.items()
+        }, None
     make_directory(directory)
     try:
         lock = FileLock(directory / "writer.lock")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..discovery.discover import Discovered
+from ..discovery.current_tensors import current
+from ..discovery.discover import Discovered, Found
 from ..discovery.rank_local import RankLocal
 
 __all__ = ["AveragedParameters"]
@@ -38,6 +39,7 @@ class AveragedParameters:
         self._foreign = {id(p) for m in _replicated_by_themselves(discovered) for p in m.parameters()}
         self._in_groups: list[Tensor] | None = None
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._bare: list[Found[Tensor]] = []
         self.optimized: list[Tensor] = []
         self.others: list[Tensor] = []
         self.all: list[Tensor] = []
@@ -56,6 +58,7 @@ class AveragedParameters:
             and len(before) == len(in_groups)
             and all(map(operator.is_, before, in_groups))
             and all(slots.get(name) is parameter for slots, name, parameter in self._slots)
+            and all(now.value is each.value for now, each in zip(self._bare_now(), self._bare, strict=True))
         ):
             return False
         self._in_groups = in_groups
@@ -77,7 +80,12 @@ class AveragedParameters:
             for name, p in m._parameters.items()
             if p is not None and id(p) in self.by_hand
         ]
+        bare = current(self._discovered, self._discovered.tensors)
+        self._bare = [each for each in bare if id(each.value) in self.by_hand]
         return True
+
+    def _bare_now(self) -> list[Found[Tensor]]:
+        return current(self._discovered, self._bare) if self._bare else []
 
     def outside_of_optimizers(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of modules and bare tensors, with their paths; some of them may be held by an optimizer, too."""

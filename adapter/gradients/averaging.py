@@ -61,7 +61,8 @@ class Averaging:
         self._is_last_step = is_last_step
         self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle, self._offer)
         self._updates = 0
-        self._last_update = ""
+        self._update_line = self._last_update = ""
+        """Lines of the trainer's code: of the update that is about to be made, and of the last one that was."""
         self._may_be_written = False
         """Whether a gradient by a parameter was computed that the trainer may put to ``.grad`` itself."""
         self._averaged: set[int] = set()
@@ -109,6 +110,8 @@ class Averaging:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
+        if self._buffers is not None:
+            self._buffers.abandon()
         self._gradients.close(self._point(Why.LAST))
 
     def before_collective(self, name: str) -> None:
@@ -145,10 +148,13 @@ class Averaging:
             if self._accumulation is not None:
                 self._accumulation.expect_writes()
 
-    def after_grad(self, inputs: Any, result: Any) -> Any:
-        """What ``torch.autograd.grad`` gave for tensors that no optimizer updates: nothing tells when they are used."""
-        by_hand = self._gradients.by_hand
-        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in by_hand}
+    def after_grad(self, inputs: Any, result: Any, *, in_update: bool) -> Any:
+        """What ``torch.autograd.grad`` gave, as the mean of all ranks where nothing tells when it is used.
+
+        So for tensors that no optimizer updates, and for all within an update, such as products with the Hessian.
+        """
+        wanted = {id(p) for p in self._gradients.parameters()} if in_update else self._gradients.by_hand
+        given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in wanted}
         if not given:
             return result
         new = self._gradients.average_given(given, self._point(Why.AUTOGRAD_GRAD))
@@ -157,6 +163,7 @@ class Averaging:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        self._update_line = users_line()
         first = next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
         if self._accumulation is not None:
             self._accumulation.before_update(first)
@@ -167,6 +174,7 @@ class Averaging:
 
     def before_update_inside_of_backward(self, optimizer: Optimizer) -> None:
         """Average the gradients of one optimizer that a hook of a parameter steps while backward still runs."""
+        self._update_line = users_line()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients.average_inside_of_backward(parameters, self._point(Why.INSIDE, 0, next(iter(parameters), "")))
         self._was_averaged = True
@@ -176,7 +184,7 @@ class Averaging:
         self._averaged.discard(id(optimizer))
         if id(optimizer) in self._gradients.shared:
             self._updates += 1
-            self._last_update = users_line()
+            self._last_update = self._update_line
 
     def resume(self) -> None:
         """The trainer's own code goes on after an update, or in a closure of one."""
@@ -220,7 +228,10 @@ class Averaging:
 
     def _point(self, why: Why, ordinal: int = 0, what: Tensor | str = "") -> Point:
         """Where this rank is now."""
-        where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
+        if why in (Why.UPDATE, Why.INSIDE):
+            where = self._update_line
+        else:
+            where = "" if why in (Why.END_OF_STEP, Why.NOTHING, Why.LAST) else users_line()
         step = self._completed_steps() + 1
         return Point(why, step, ordinal, self._updates, what, where, self._last_update)
 

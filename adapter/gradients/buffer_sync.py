@@ -9,7 +9,7 @@ Why they do not travel earlier, with the last bucket of gradients: a forward may
 network or a moving average, on some ranks and not on others. Rank 0 alone knows whether its buffers have changed since,
 and could not even tell from their versions, which a batch norm does not count up. The others would have to be told,
 which is a message like this one. Why they are not awaited later, inside the next forward: a step may read them past
-their module, by a tensor that it keeps, a compiled graph or a CUDA graph, where nothing can notice it.
+their module, by a tensor that it keeps, by ``torch.func``, in a compiled graph or a CUDA graph, where nothing notices.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BufferSync:
             step: Its number, for messages.
 
         Raises:
-            RankFailed: Rank 0 is gone.
+            RankFailed: Another rank is gone.
         """
         self._finish()
         self._step = step
@@ -89,23 +89,27 @@ class BufferSync:
                 self._land(*self._on_their_way.popleft())
             if self._is_source:
                 message.pack()
-            work = dist.broadcast(message.flat, src=self._source, group=self._group, async_op=True)
+            with self._naming_lost_ranks():
+                work = dist.broadcast(message.flat, src=self._source, group=self._group, async_op=True)
             self._on_their_way.append((message, work))
         if not self._is_deferred:
             self._finish()
 
     def settle(self) -> None:
-        """Other code may look: from here on this rank has the buffers of rank 0, which itself waits for nothing.
+        """Other code may look: from here on this rank has the buffers of rank 0.
+
+        Rank 0 has them, and waits only where it has to give memory free.
 
         Raises:
-            RankFailed: Rank 0 is gone.
+            RankFailed: Another rank is gone.
         """
-        if self._on_their_way and not self._is_source:
+        if self._on_their_way and not (self._is_source and self._kept):
             self._finish()
 
     def abandon(self) -> None:
-        """Training has failed: let go of what is on its way, which may never arrive."""
+        """Let go of what is on its way, which may never arrive, and of the memory for it."""
         self._on_their_way.clear()
+        self._kept, self._kept_for = [], []
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[Callable[[], None]]:
@@ -137,13 +141,18 @@ class BufferSync:
             self._land(*self._on_their_way.popleft())
 
     def _land(self, message: _Message, work: Any) -> None:
-        try:
+        with self._naming_lost_ranks():
             work.wait()
+        if not self._is_source:
+            message.unpack()
+
+    @contextlib.contextmanager
+    def _naming_lost_ranks(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             self.abandon()
             raise about_missing_buffers(error, self._step, self._source, self._group) from error
-        if not self._is_source:
-            message.unpack()
 
     def _messages(self) -> Iterator[_Message]:
         found = (owner._buffers.get(name) for owner, name in self._slots)
@@ -153,7 +162,7 @@ class BufferSync:
             return
         self._kept, self._kept_for = [], []
         groups = _grouped(buffers)
-        if len(groups) > _ON_THEIR_WAY_AT_MOST:
+        if sum(map(_bytes_of, buffers)) > _ON_THEIR_WAY_AT_MOST * BUCKET_BYTES:
             yield from map(_Message, groups)
             return
         self._kept = [_Message(group) for group in groups]
@@ -165,19 +174,30 @@ class _Message:
     """Buffers of one device, and their bytes in one flat tensor."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = list(buffers)
-        sizes = [b.numel() * b.element_size() for b in buffers]
+        sizes = list(map(_bytes_of, buffers))
         self.flat = torch.empty(sum(sizes), dtype=torch.uint8, device=buffers[0].device)
         pieces = torch.split(self.flat, sizes)
-        self._views = [piece.view(b.dtype).view(b.shape) for piece, b in zip(pieces, buffers, strict=True)]
+        views = [piece.view(b.dtype).view(b.shape) for piece, b in zip(pieces, buffers, strict=True)]
+        pairs = list(zip(buffers, views, strict=True))
+        # A GPU copies those of one type in one call.
+        self._by_type = [
+            ([b for b, _ in pairs if b.dtype == dtype], [view for _, view in pairs if view.dtype == dtype])
+            for dtype in dict.fromkeys(b.dtype for b in buffers)
+        ]
 
     def pack(self) -> None:
         """Write the buffers into the flat tensor."""
-        torch._foreach_copy_(self._views, self._buffers)
+        for buffers, views in self._by_type:
+            torch._foreach_copy_(views, buffers)
 
     def unpack(self) -> None:
         """Write over the buffers what the flat tensor holds."""
-        torch._foreach_copy_(self._buffers, self._views)
+        for buffers, views in self._by_type:
+            torch._foreach_copy_(buffers, views)
+
+
+def _bytes_of(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()
 
 
 def _are_still(known: Sequence[_Buffer], buffers: Sequence[Tensor]) -> bool:
@@ -197,7 +217,7 @@ def _grouped(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
     for device in dict.fromkeys(b.device for b in buffers):
         size = 0
         for buffer in sorted((b for b in buffers if b.device == device), key=lambda b: -b.element_size()):
-            own = buffer.numel() * buffer.element_size()
+            own = _bytes_of(buffer)
             if size == 0 or size + own > BUCKET_BYTES:
                 groups.append([])
                 size = 0

@@ -118,7 +118,7 @@ class Exchange:
             ContractError: They are not; tensors of different sizes would end the process.
         """
         notes = torch.zeros(dist.get_world_size(bucket.group), NUMBERS + 1, device=bucket.device)
-        notes[dist.get_rank(bucket.group)] = torch.tensor([*at.numbers(), position])
+        notes[dist.get_rank(bucket.group)] = torch.tensor([*at.numbers(), position], device="cpu")
         dist.all_reduce(notes, group=bucket.group)
         rows = notes.tolist()
         if any(row[-1] != rows[0][-1] for row in rows) or not are_together([row[:-1] for row in rows]):
@@ -158,13 +158,13 @@ class Exchange:
         repeats = window is not None and window.must_repeat()
         notes.write(at, _used(plan, gradient_of), sends=sends, repeats=repeats)
         if sends:
-            last.send_or_take_part(gradient_of)
+            last.send_or_take_part(gradient_of, may_repeat=False)
         if notes.are_apart:
             notes.send()
             self.wait(notes, plan.buckets[0], at)
             if not sends and notes.anyone_sends():
                 self._send_firsts(plan, gradient_of, at)
-                last.send_or_take_part(gradient_of)
+                last.send_or_take_part(gradient_of, may_repeat=False)
                 sends = True
         for bucket in plan.buckets if sends else ():
             self.wait(bucket, bucket, at)

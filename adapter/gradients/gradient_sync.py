@@ -117,11 +117,11 @@ class GradientSync:
         """A backward call begins, whose gradients may be sent before it ends."""
         if self._keeps_hook_state:
             return
+        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
+            return
         pending = self._pending_plan
         if pending is None:
             self._refresh()
-        if self._managed.count_bytes <= self._plans.first_bytes:  # one bucket, which waits until gradients are wanted
-            return
         if any(map(post_accumulate_hooks, self._managed.all)):  # they may update in the middle of it
             return
         plan = pending or self._plans.now(self._averaged_inside)

@@ -238,7 +238,7 @@ def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
     for (device, _), tensors in by_kind.items():
-        found, one = torch.zeros((), device=device), torch.ones((), device=device)
+        found, one = (make((), dtype=torch.float32, device=device) for make in (torch.zeros, torch.ones))
         # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
         amp_foreach_non_finite_check_and_unscale(tensors, found, one)
         total = found if total is None else total + found.to(total.device)

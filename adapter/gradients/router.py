@@ -221,7 +221,7 @@ class StepRouter:
         if self.averaging is not None:
             self.averaging.before_backward()
         if self._sharded is not None:
-            self._sharded.before_backward()
+            self._sharded.before_backward(create_graph=args[1])
         self.in_backward = True
         try:
             if hooks.before_backward is not None:
@@ -283,7 +283,7 @@ class StepRouter:
             run_backward = functools.partial(self._sharded.grad, run_backward)
         result = run_backward(outputs, grads, retain_graph, create_graph, *args, **kwargs)
         if self.averaging is not None and args and not create_graph:
-            result = self.averaging.after_grad(args[0], result)
+            result = self.averaging.after_grad(args[0], result, in_update=self._in_step)
         return result
 
     def check_managed(self, optimizer: Optimizer) -> None:

@@ -73,7 +73,7 @@ def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy on the host, and what to wait for before it is read."""
     if value.device.type != "cuda":
         return value, None
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record()
     return host, ready

@@ -49,7 +49,8 @@ def read_job_spec(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
-        errors.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{way_out}")
+        why = _habit(error)
+        errors.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{why}{way_out}")
         return None
     if not isinstance(decoded, dict):
         errors.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
@@ -73,6 +74,22 @@ def _decode_reason(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not {error.encoding}"
     return str(error).rstrip(".")
+
+
+def _habit(error: ValueError) -> str:
+    """A sentence about what other formats allow at this place, after a space; empty where it is none of that."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    before, rest = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if rest.startswith(("//", "/*", "#")):
+        return " JSON has no comments; remove it."
+    if rest.startswith("'"):
+        return " JSON has double quotes alone."
+    if (before.endswith(",") and rest[:1] in ("}", "]", "")) or (
+        rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
+    ):
+        return " Remove the comma after the last entry."
+    return ""
 
 
 def _integer(digits: str) -> int:

@@ -34,6 +34,7 @@ from ..loop.fit_loop import install_loop, start_after
 from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
 from .finders import host_finders
+from .grown_weights import Shapes, changed_names, shapes_of
 from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .own_hooks import attach_own_hooks
 from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
@@ -44,9 +45,10 @@ from .rollout import RolloutBatches
 from .step_context import filled_in
 from .step_metrics import named_scalars, validated_result
 from .supported import check_trainer_arguments, leave_unwrapped
-from .trainer_files import save_trainer_files, trainer_directory
+from .trainer_files import save_trainer_files
 from .trainer_state import (
     ToRestore,
+    load_weights,
     payload_of,
     put_into_checkpoint,
     restore,
@@ -106,6 +108,7 @@ class ContractModule(ReportingModule):
         self._found_optimizers: list[Optimizer] = []
         self._frozen: list[torch.nn.Parameter] = []
         """By callbacks of this fit, before it began."""
+        self._built: Shapes = {}
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
         self.buffer_sync: BufferSync | None = None
@@ -158,11 +161,9 @@ class ContractModule(ReportingModule):
         io.take_base_from(lambda: base_of(module._set_up_alone(device)))
         checkpoint = io.load_checkpoint(checkpoint_path, map_location)
         module._set_up_alone(device)
-        if "state_dict" in checkpoint:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module._restored_step = checkpoint.get("global_step", 0)
-        payload = checkpoint.get(CONTRACT_KEY, {}).get("state")
-        module._to_restore = ToRestore(payload, trainer_directory(checkpoint_path, module.plugin))
+        strict = strict is not False
+        module._to_restore = load_weights(checkpoint, module, module.plugin, checkpoint_path, strict=strict)
         module.restore_trainer()
         return module
 
@@ -249,6 +250,7 @@ class ContractModule(ReportingModule):
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
         self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
+        self._built = shapes_of(self)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
         if self.configured:
@@ -347,8 +349,8 @@ class ContractModule(ReportingModule):
         with keep_sharded_for(self.trainer.strategy):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
-        metrics = self.metrics_on_device()
-        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router)
+        metrics, changed = self.metrics_on_device(), changed_names(self, self._built)
+        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router, changed)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rehearsal is not None:
@@ -368,11 +370,9 @@ class ContractModule(ReportingModule):
         if self.rehearsal is not None:
             self.rehearsal.take_up(checkpoint.get(CONTRACT_KEY, {}).get("found", {}))
         if CONTRACT_KEY in checkpoint:
-            self._to_restore = take_from_checkpoint(checkpoint, self.trainer, self.plugin)
+            fits = None if self._is_sharded else self.discovered
+            self._to_restore = take_from_checkpoint(checkpoint, self, self.plugin, fits)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
-            if self.discovered is not None and not self._is_sharded:
-                states = checkpoint.get("optimizer_states", [])
-                self._to_restore = self._to_restore.without_unfitting(states, self.discovered)
 
     def state_payload(self) -> dict[str, object]:
         """What the trainer's ``state_dict`` returns.

@@ -23,6 +23,7 @@ from ..gradients.fsdp.sharding import shard_copies, whole_payload
 from ..gradients.hook_state import kept_hook_state
 from ..gradients.router import StepRouter
 from .deferred_optimizers import restore_set_aside, set_aside
+from .grown_weights import load_grown, set_aside_grown
 from .late_setup import without_masks
 from .plugin_loading import optional_hook
 from .rank_state import take_own_part
@@ -31,6 +32,7 @@ from .trainer_files import trainer_directory
 
 __all__ = [
     "ToRestore",
+    "load_weights",
     "payload_of",
     "put_into_checkpoint",
     "restore",
@@ -60,6 +62,8 @@ class ToRestore:
     """By index, the states that did not fit their optimizers yet; None where none was looked at."""
     optimizer_states: list[dict[str, Any]] = field(default_factory=list)
     """The states that Lightning restores."""
+    grown: Mapping[str, Any] = field(default_factory=dict)
+    """Weights that were added while training, for which the trainer's ``load_state_dict`` builds a place."""
     gradients_wait: bool = False
     """Whether gradients are each rank's own, and wait for an update."""
     phase: Mapping[str, Any] = field(default_factory=dict)
@@ -104,10 +108,13 @@ def put_into_checkpoint(
     unmanaged: Iterator[tuple[str, Any]],
     metrics: Mapping[str, Tensor],
     router: StepRouter | None,
+    changed: Sequence[str],
 ) -> None:
-    """Add the contract's part to a checkpoint of Lightning's."""
+    """Add the contract's part to a checkpoint of Lightning's; `changed` are the names that `changed_names` gives."""
     parts = checkpoint.setdefault(CONTRACT_KEY, {})
     is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer))
+    if changed and not is_pruned:
+        parts["changed"] = list(changed)
     parts["state"] = without_masks(payload) if is_pruned else payload
     if router is not None and router.averaging is not None and router.averaging.waits:
         parts[_GRADIENTS_WAIT] = True
@@ -117,15 +124,24 @@ def put_into_checkpoint(
     parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
 
 
-def take_from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, plugin: TrainerPlugin) -> ToRestore:
+def take_from_checkpoint(
+    checkpoint: dict[str, Any], module: pl.LightningModule, plugin: TrainerPlugin, fits: Discovered | None
+) -> ToRestore:
     """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
+
+    Args:
+        checkpoint: What does not fit `module` yet is replaced in it by what changes nothing.
+        module: Hosts the trainer.
+        plugin: The trainer.
+        fits: What the trainer built, which the checkpoint is made to fit; None leaves that out.
 
     Raises:
         BrokenCheckpointError: The parts of the ranks do not belong together.
     """
+    trainer = module.trainer
     own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
     parts = checkpoint[CONTRACT_KEY]
-    return ToRestore(
+    waiting = ToRestore(
         payload=parts.get("state"),
         trainer_directory=trainer_directory(trainer.ckpt_path, plugin),
         unmanaged=parts.get("unmanaged", {}),
@@ -133,6 +149,22 @@ def take_from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, plugin
         gradients_wait=_GRADIENTS_WAIT in parts,
         phase=parts.get(PHASE, {}),
     )
+    if fits is None:
+        return waiting
+    grown = set_aside_grown(checkpoint["state_dict"], module, parts.get("changed", ()))
+    return replace(waiting, grown=grown).without_unfitting(checkpoint.get("optimizer_states", []), fits)
+
+
+def load_weights(
+    checkpoint: Mapping[str, Any], module: pl.LightningModule, plugin: TrainerPlugin, path: Any, *, strict: bool
+) -> ToRestore:
+    """Give a module, which no Lightning trainer runs, the weights of a checkpoint; what its trainer is to get then."""
+    parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
+    grown = {}
+    if weights is not None:
+        grown = set_aside_grown(weights, module, parts.get("changed", ()))
+        module.load_state_dict(weights, strict=strict)
+    return ToRestore(parts.get("state"), trainer_directory(path, plugin), grown=grown)
 
 
 def restore(
@@ -162,6 +194,8 @@ def restore(
     load_checkpoint = optional_hook(plugin, "load_checkpoint")
     if directory is not None and load_checkpoint is not None:
         load_checkpoint(state=state, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+    if waiting.grown:
+        load_grown(module, waiting.grown)
     if is_sharded:
         shard_copies(discover(state, plugin, reserved=dir(module), host=module))
     if waiting.optimizers is not None:

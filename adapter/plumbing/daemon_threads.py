@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from typing_extensions import override
 
+from .threads import started
+
 __all__ = ["DaemonThreads"]
 
 P = ParamSpec("P")
@@ -35,7 +37,7 @@ class DaemonThreads(Executor):
             with self._turns:
                 _carry_out(future, lambda: call(*args, **kwargs))
 
-        threading.Thread(target=run, name=self._name, daemon=True).start()
+        started(threading.Thread(target=run, name=self._name, daemon=True))
         return future
 
 

@@ -41,6 +41,7 @@ def lazy_exports(
         return value
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home})
+        own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
+        return sorted({*own, *home, "__version__"})  # not what the package itself needs, such as `lazy_exports`
 
     return get_attribute, list_names, sorted(home)

@@ -23,6 +23,7 @@ from ..contract.types import JobLifecycleClient, LifecycleLease
 from ..plumbing.daemon_threads import DaemonThreads
 from ..plumbing.http import build_client, failure_text
 from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
+from ..plumbing.threads import started
 from ..plumbing.urls import origin_of
 
 __all__ = ["HttpLifecycleClient", "LifecycleSession"]
@@ -195,7 +196,7 @@ class LifecycleSession:
 
     def __enter__(self) -> Self:
         self._lease = self._answer(lambda: self._client.claim(run_id=self._run_id), self._raise_if_stopped)
-        self._thread.start()
+        started(self._thread)
         return self
 
     def __exit__(

@@ -27,6 +27,7 @@ from ..contract.exceptions import (
     RankFailed,
     ShadowMismatchError,
     StartupContractError,
+    ThreadLimitError,
     TrainingCanceled,
     TrainingHung,
     UploadError,
@@ -72,6 +73,7 @@ _SAY_ALL = (
     UploadError,
     RankFailed,
     ShadowMismatchError,
+    ThreadLimitError,
     TrainingHung,
     TrainingCanceled,
 )

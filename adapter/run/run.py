@@ -26,7 +26,7 @@ from ..plumbing.failures import EXIT_FAILED
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
-from .artifact_dirs import prepare_artifact_dirs
+from .artifact_dirs import prepare_artifact_dirs, sweep_probes
 from .artifacts_lock import lock_artifacts
 from .control_plane import LifecycleSession
 from .follower import Follower
@@ -117,6 +117,7 @@ def _run(config: RunConfig, options: RunOptions, signals: StopSignals) -> Attemp
         return Attempt(*follower.run(allow_changed=options.allow_changed, shadow=options.shadow))
     prepare_artifact_dirs(config)
     with lock_artifacts(config):
+        sweep_probes(config)
         if options.fresh:
             _start_afresh(config)
         return _owning(_open_event_log(config), config, options, signals)
@@ -171,6 +172,7 @@ def _attempt(config: RunConfig, options: RunOptions, signals: StopSignals, event
             outcome.uploader = open_uploader(config)
             if outcome.uploader is not None:
                 stack.callback(outcome.uploader.close)
+                outcome.uploader.start()
             completion = training.run(allow_changed=options.allow_changed, shadow=options.shadow)
             signals.what_next = "the run ends without waiting for the rest of its uploads" if outcome.uploader else ""
             code = outcome.complete(completion)

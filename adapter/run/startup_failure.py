@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -119,7 +120,7 @@ def _send_terminal_message(sinks: FailureSinks, failure: Failure) -> None:
         )
         error: GenlightError | OSError | None
         try:
-            with Uploader(config) as uploader:
+            with contextlib.closing(Uploader(config)) as uploader:  # which needs no thread for this message
                 error = uploader.deliver_terminal(TerminalPayload("failed", 0, error=failure.text)).error()
         except (GenlightError, OSError) as problem:
             error = problem

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.unqueued import never_queued
 from ...reporters.uploads import SPOOL_DIRECTORY, UploadConfig, Uploader
 from ...reporters.uploads.journal import read_journal
 from ..contract.exceptions import StartupContractError, UploadError
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def open_uploader(config: RunConfig) -> Uploader | None:
-    """The uploader of a run, delivering what an earlier attempt left behind; None where nothing is to be sent.
+    """The uploader of a run, which still has to be started; None where nothing is to be sent.
 
     Raises:
         UploadError: The spool is damaged.
@@ -41,11 +42,14 @@ def open_uploader(config: RunConfig) -> Uploader | None:
         roots=(config.checkpoints_dir, config.samples_dir),
         deadline_s=config.upload_deadline_s,
     )
+    lacking = wanted.lacks_for_files()
+    if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
+        log.warning("%s", lacking)
     if not any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
         _tell_of_what_waits(Path(wanted.spool_dir))
         return None
     try:
-        uploader = Uploader(wanted)
+        return Uploader(wanted)
     except ValueError as error:
         raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
     except OSError as error:
@@ -54,8 +58,6 @@ def open_uploader(config: RunConfig) -> Uploader | None:
             f"The upload spool {str(wanted.spool_dir)!r} cannot be written: {error.strerror or error}. "
             "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`.",
         ) from error
-    uploader.start()
-    return uploader
 
 
 def _tell_of_what_waits(spool_dir: Path) -> None:
@@ -91,7 +93,16 @@ def settle(uploader: Uploader | None, *, deadline_s: float, raise_if_stopped: Ca
 
 
 def queue_record(uploader: Uploader, record: CheckpointRecord) -> None:
-    """Queue a checkpoint that a kill may have kept from its queue; one that has arrived is known by its content."""
+    """Queue a checkpoint that a kill may have kept from its queue, and those before it that one kept from it.
+
+    One that has arrived is known by its content.
+    """
+    for older in never_queued(uploader, record):
+        _queue(uploader, older)
+    _queue(uploader, record)
+
+
+def _queue(uploader: Uploader, record: CheckpointRecord) -> None:
     files = [record.path.parent / file.path for file in record.files]
     named = record.primary_path  # an older runtime's record may name what is gone
     primary = named if named is not None and named.exists() else None

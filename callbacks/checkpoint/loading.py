@@ -239,7 +239,9 @@ class _Source:
             if "dtype" in reference:
                 tensor = tensor.view(element_type(reference["dtype"])).reshape(reference["shape"])
             if "stride" in reference:
-                tensor = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype).copy_(tensor)
+                tensor = torch.empty_strided(tensor.shape, reference["stride"], dtype=tensor.dtype, device="cpu").copy_(
+                    tensor
+                )
             self._given["", *place] = _located(tensor, reference.get("device", "cpu"), self._map_location)
         base: torch.Tensor = self._given["", *place]
         return base

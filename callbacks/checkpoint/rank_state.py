@@ -107,7 +107,7 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """The random state of this process and of `generators`, as plain values and tensors."""
     version, words, gauss = random.getstate()
     # The 625 words as one tensor, which is stored far faster than as many numbers.
-    python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    python = {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
     state: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

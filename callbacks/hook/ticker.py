@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ...adapter.plumbing.threads import started
 from .cadence import NEVER
 from .hook import Hook
 
@@ -39,10 +40,9 @@ class Ticker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Begin; raises a `ThreadLimitError` where no thread can be started."""
         if self._every_s >= SHORTEST_S:
-            self._thread = threading.Thread(target=self._tick, name="genlight-ticker", daemon=True)
-            self._thread.start()
+            self._thread = started(threading.Thread(target=self._tick, name="genlight-ticker", daemon=True))
 
     def stop(self) -> None:
         """End, and wait for the thread; a second time, nothing happens."""

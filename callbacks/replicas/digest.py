@@ -92,4 +92,4 @@ def _weighted(words: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Odd, so that no difference is lost, and without a pattern."""
     generator = torch.Generator().manual_seed(1)
-    return (torch.randint(-(2**62), 2**62, (_WEIGHTS,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (_WEIGHTS,), generator=generator, device="cpu") * 2 + 1).to(device)

@@ -39,7 +39,7 @@ class Agreement:
         # Of gloo and of its own: numbers stay in host memory and no device is waited for.
         self._group = dist.new_group(backend="gloo") if group is None else group
         self._clock = clock
-        self._numbers = torch.zeros(3, dtype=torch.int64)
+        self._numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
         self._is_over = False
         self._distance = self._steps_left = 1
@@ -81,10 +81,10 @@ class Agreement:
         """On another rank, once all have agreed to stop: return when the process of rank zero has ended."""
         # It sends nothing: a process that ends closes its connections, which is an error here.
         with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.zeros(1)], 0, _NOTHING_COMES).wait(LONGEST_END)
+            self._group.recv([torch.zeros(1, device="cpu")], 0, _NOTHING_COMES).wait(LONGEST_END)
 
     def _begin(self, number: int, *, trains: bool) -> None:
-        self._numbers = torch.tensor([number, -self._wanted_distance(), trains])
+        self._numbers = torch.tensor([number, -self._wanted_distance(), trains], device="cpu")
         self._work = self._group.allreduce([self._numbers], dist.ReduceOp.MAX)
         self._steps_left = 1
 

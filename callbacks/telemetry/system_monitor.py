@@ -14,6 +14,7 @@ import psutil
 import torch
 from typing_extensions import override
 
+from ...adapter.plumbing.threads import started
 from ..hook.cadence import NEVER
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
@@ -57,8 +58,9 @@ class SystemMonitor(Hook):
         self.next_due_step = NEVER
         device = trainer.strategy.root_device
         gpus = _gpus_of_this_machine(trainer, device) if device.type == "cuda" else ()
-        self._reader = _Reader(self, _Machine(trainer.default_root_dir, gpus))
-        self._reader.start()
+        reader = _Reader(self, _Machine(trainer.default_root_dir, gpus))
+        reader.start()
+        self._reader = reader
 
     @skippable
     @override
@@ -100,7 +102,7 @@ class _Reader:
         self._thread = threading.Thread(target=self._run, name="genlight-system-monitor", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        started(self._thread)
 
     def stop(self) -> None:
         self._stopped.put(None)

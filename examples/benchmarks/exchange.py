@@ -1,12 +1,13 @@
 """How much of the exchange of gradients hides behind backward, on a network that is not a machine's own memory.
 
-    python examples/benchmarks/exchange.py                    unshaped, 1 and 4 Gbit/s; one and four backward calls
+    python examples/benchmarks/exchange.py      unshaped, 1 and 4 Gbit/s; one and four backward calls
+    python examples/benchmarks/exchange.py --calls 4 --over-steps    one update in four steps, of a backward call each
     python examples/benchmarks/exchange.py --timeline exchange.png
 
 Two network namespaces, joined by a pair of virtual interfaces whose rate `tc` shapes, with one rank and one thread in
 each: an MLP of 23.6 M parameters at batch 128, over gloo. Each host and bare ``DistributedDataParallel`` (with
-``no_sync`` by hand where a step has several backward calls) take turns in the same two processes. Needs root, iproute2
-and two cores; nothing of it is left when the script ends.
+``no_sync`` by hand where an update has several backward calls) take turns in the same two processes. Needs root,
+iproute2 and two cores; nothing of it is left when the script ends.
 """
 
 from __future__ import annotations
@@ -32,8 +33,17 @@ LAYERS, WIDTH, ROWS = 6, 1984, 128
 class Mlp:
     """The trainer class: an MLP, plain SGD, several backward calls before each update."""
 
-    def __init__(self, calls: int, wrap: Callable[[Any], Any] = lambda model: model, width: int = WIDTH) -> None:
+    def __init__(
+        self,
+        calls: int,
+        wrap: Callable[[Any], Any] = lambda model: model,
+        *,
+        over_steps: bool = False,
+        width: int = WIDTH,
+    ) -> None:
         self.calls = calls
+        self.calls_of_step = 1 if over_steps else calls
+        self.called = 0
         self.wrap = wrap
         self.width = width
 
@@ -52,12 +62,15 @@ class Mlp:
     def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
         from genlight.adapter import StepResult
 
-        state["optimizer"].zero_grad()
-        for call in range(self.calls):
+        for _ in range(self.calls_of_step):
+            if self.called == 0:
+                state["optimizer"].zero_grad()
+            self.called = (self.called + 1) % self.calls
             waits = getattr(state["model"], "no_sync", None)
-            with contextlib.nullcontext() if waits is None or call + 1 == self.calls else waits():
+            with contextlib.nullcontext() if waits is None or self.called == 0 else waits():
                 state["model"](batch).square().mean().backward()
-        state["optimizer"].step()
+            if self.called == 0:
+                state["optimizer"].step()
         return StepResult()
 
     def state_dict(self, state: Any) -> dict[str, object]:
@@ -82,7 +95,7 @@ def measure(chosen: argparse.Namespace) -> None:
     batch = torch.randn(ROWS, WIDTH)
 
     def bare(wrap: Callable[[Any], Any] = DistributedDataParallel) -> Callable[[], None]:
-        trainer = Mlp(chosen.calls, wrap)
+        trainer = Mlp(chosen.calls, wrap, over_steps=chosen.over_steps)
         state = trainer.configure(None)
         return lambda: trainer.train_step(batch, state, None)
 
@@ -114,7 +127,9 @@ def measure(chosen: argparse.Namespace) -> None:
         folder = Path(temporary)
         hosts: dict[str, Callable[[Alternation], None]] = {
             "bare DDP, once more": by_hand(DistributedDataParallel),
-            "genlight": lambda turns: hosted_as(Mlp(chosen.calls), turns, folder, **ddp()),
+            "genlight": lambda turns: hosted_as(
+                Mlp(chosen.calls, over_steps=chosen.over_steps), turns, folder, **ddp()
+            ),
             "one rank alone": by_hand(lambda model: model),
         }
         if chosen.calls == 1:
@@ -238,6 +253,9 @@ def main() -> None:
     parser.add_argument("--rate", action="append", choices=RATES, help="only this one; may be given several times")
     parser.add_argument("--calls", type=int, action="append", help="backward calls of a step; default: 1 and 4")
     parser.add_argument(
+        "--over-steps", action="store_true", help="one backward call in each step; the update in the last of --calls"
+    )
+    parser.add_argument(
         "--timeline", help="draw backward and buckets of two steps at 4 Gbit/s (needs matplotlib), and measure nothing"
     )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -245,6 +263,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.rank is not None:
         chosen.calls = chosen.calls[0]
+        chosen.block *= chosen.calls if chosen.over_steps else 1
         return measure(chosen)
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         sys.exit("exchange.py makes network namespaces: it needs root, and `ip` and `tc` of iproute2")
@@ -258,6 +277,7 @@ def main() -> None:
                 results = Path(folder, "results.json")
                 command = [sys.executable, __file__, "--calls", str(calls), "--results", str(results)]
                 command += ["--rounds", str(chosen.rounds), "--block", str(chosen.block)]
+                command += ["--over-steps"] if chosen.over_steps else []
                 command += ["--timeline", str(Path(chosen.timeline).resolve())] if chosen.timeline else []
                 ranks = [
                     subprocess.Popen(
@@ -269,7 +289,8 @@ def main() -> None:
                 codes = [process.wait() for process in ranks]
                 if any(codes):
                     sys.exit("a rank failed")
-                print(f"{rate}, backward calls in a step: {calls}")
+                of = "for an update, one in each step" if chosen.over_steps else "in a step"
+                print(f"{rate}, backward calls {of}: {calls}")
                 for name, row in json.loads(results.read_text()).items():
                     low, high = row["ratio"]["q1"], row["ratio"]["q3"]
                     print(

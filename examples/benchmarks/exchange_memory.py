@@ -12,6 +12,7 @@ otherwise the figure also says what it happened to keep, which differs by 40 MiB
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def peak_mib(host: str, rank: int, store: str) -> float:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
     train(host, rank, SMALL)
+    gc.collect()
     dist.barrier()
     before = _of_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size counts from here on
@@ -81,7 +83,7 @@ def train(host: str, rank: int, width: int) -> None:
     def wrap(model: Any) -> Any:
         return model if host == "one rank alone" else DistributedDataParallel(model, **settings)
 
-    by_hand = Mlp(1, wrap, width)
+    by_hand = Mlp(1, wrap, width=width)
     state = by_hand.configure(None)
     for _ in range(STEPS):
         by_hand.train_step(batch, state, None)

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/step_overhead.py --json step_overhead.json --plot step_overhead.png
     python examples/benchmarks/step_overhead.py --ranks 2
+    python examples/benchmarks/step_overhead.py --ranks 2 --norms
     python examples/benchmarks/step_overhead.py --scale 1000000
     python examples/benchmarks/step_overhead.py --device cuda --trace step.json
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_cost import device, ranks, report, scale, start_up
+from step_cost import device, norms, ranks, report, scale, start_up
 from step_cost.alternating import Alternation, Pair, figures
 from step_cost.hosts import Host, hosts_of_one
 
@@ -39,7 +40,8 @@ def measured(hosts: dict[str, Host], chosen: argparse.Namespace) -> dict[str, di
     blocks = max(1, chosen.steps // chosen.block)
     for _ in range(chosen.rounds):
         for name, host in hosts.items():
-            batches = Alternation(host.floor(), blocks=blocks, block=chosen.block, meet=meet, shares_threads=replicated)
+            settings = {"blocks": blocks, "block": chosen.block, "data_s": chosen.data_ms / 1000}
+            batches = Alternation(host.floor(), meet=meet, shares_threads=replicated, **settings)
             with tempfile.TemporaryDirectory() as folder:
                 host.run(batches, Path(folder))
             pairs[name] += batches.pairs
@@ -48,7 +50,8 @@ def measured(hosts: dict[str, Host], chosen: argparse.Namespace) -> dict[str, di
 
 def measure_steps(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     """Every host beside its floor, on one rank or several."""
-    hosts = hosts_of_one() if chosen.ranks == 1 else ranks.hosts_of_ranks(chosen.rank, chosen.ranks)
+    of_ranks = norms.hosts_with_norms if chosen.norms else ranks.hosts_of_ranks
+    hosts = hosts_of_one() if chosen.ranks == 1 else of_ranks(chosen.rank, chosen.ranks)
     hosts = {name: host for name, host in hosts.items() if any(text in name for text in chosen.only or [""])}
     found["hosts"] = measured(hosts, chosen)
     if chosen.rank:
@@ -82,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each host")
     parser.add_argument("--block", type=int, default=100, help="steps from one turn to the next")
     parser.add_argument("--ranks", type=int, default=1, help="processes, connected by gloo")
+    parser.add_argument("--norms", action="store_true", help="with --ranks: a small ResNet with batch norms instead")
+    parser.add_argument("--data-ms", type=float, default=0.0, help="how long each batch is waited for")
     parser.add_argument("--startup", type=int, default=5, metavar="ROUNDS", help="rounds of start-up times; 0: none")
     parser.add_argument("--only", action="append", help="hosts whose name has this text; may be repeated")
     parser.add_argument("--scale", type=int, metavar="STEPS", help="instead: so many steps, and many callbacks")

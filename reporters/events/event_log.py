@@ -219,7 +219,8 @@ class EventLog:
                 self._write_waiting()
         elif not file.is_roused:
             with self._lock:
-                file.rouse()
+                if not file.rouse():
+                    self._write_waiting()
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.

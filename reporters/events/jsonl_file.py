@@ -18,9 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ...adapter.contract.exceptions import EventLogError
+from ...adapter.contract.exceptions import EventLogError, ThreadLimitError
 from ...adapter.plumbing.durable import fsync_directory, write_all
 from ...adapter.plumbing.file_lock import LockHeldError, NoLocksError, open_locked
+from ...adapter.plumbing.threads import started
 from .reader import decode_object
 
 __all__ = ["LineFile"]
@@ -123,13 +124,21 @@ class LineFile:
         if not self.is_roused:
             self.rouse()
 
-    def rouse(self) -> None:
-        """Have the flusher come by in about `flush_every_s`, unless it is on its way."""
+    def rouse(self) -> bool:
+        """Have the flusher come by in about `flush_every_s`, unless it is on its way; False where there is none.
+
+        The system may have no room for its thread.
+        """
         if not self.is_roused and self._flush_every_s is not None:
-            self.is_roused = True
             if self._flusher is None:
-                self._start_flusher()
+                try:
+                    self._flusher = self._start_flusher()
+                except ThreadLimitError:
+                    self._flush_every_s = None
+                    return False
+            self.is_roused = True
             self._closing.put(False)
+        return self._flush_every_s is not None
 
     def sync(self) -> None:
         """Make every line so far durable.
@@ -191,9 +200,8 @@ class LineFile:
         except OSError:
             self._torn = True  # the next append cuts it off, or reports that it cannot
 
-    def _start_flusher(self) -> None:
-        self._flusher = threading.Thread(target=self._flush, name=f"flush {self.path.name}", daemon=True)
-        self._flusher.start()
+    def _start_flusher(self) -> threading.Thread:
+        return started(threading.Thread(target=self._flush, name=f"flush {self.path.name}", daemon=True))
 
     def _flush(self) -> None:
         """Flush and make lines durable in the background; sleeps while there is nothing to do."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...adapter.plumbing.urls import parse_origins, trusted_origins
+from ...adapter.plumbing.urls import parse_origins, safe_url, trusted_origins, url_fault
 
 __all__ = ["ENVIRONMENT", "SPOOL_DIRECTORY", "UploadConfig"]
 
@@ -45,7 +45,8 @@ class UploadConfig:
     URLs are left out of ``repr`` like the token: they may hold a signature.
 
     Raises:
-        ValueError: `run_id` is empty, a number is out of range, a URL is none, or the token cannot be sent.
+        ValueError: `run_id` is empty, a number is out of range, a URL is none, or the token cannot be sent; all faults
+            are named.
     """
 
     run_id: str
@@ -79,17 +80,25 @@ class UploadConfig:
     """Size from which an interrupted file asks the store how much has arrived."""
 
     def __post_init__(self) -> None:
+        faults = []
         if not self.run_id.strip():
-            raise ValueError(f"Invalid `run_id`. Expected a non-empty string, but received {self.run_id!r}.")
+            faults.append(f"Invalid `run_id`. Expected a non-empty string, but received {self.run_id!r}.")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
             received = f"a string of length {len(self.token)}"
-            raise ValueError(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
-        for name in ("deadline_s", "backoff_base_s", "backoff_cap_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Invalid `{name}`. Expected a number >= 0, but received {getattr(self, name)}.")
-        for name in ("timeout_s", "max_pending_metrics", "resume_from_bytes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {getattr(self, name)}.")
+            faults.append(f"Invalid `token`. Expected printable ASCII characters, but received {received}.")
+        numbers = {"deadline_s": ">=", "backoff_base_s": ">=", "backoff_cap_s": ">="}
+        numbers |= {"timeout_s": ">", "max_pending_metrics": ">", "resume_from_bytes": ">"}
+        for name, relation in numbers.items():
+            number = getattr(self, name)
+            if number < 0 or (relation == ">" and number == 0):
+                faults.append(f"Invalid `{name}`. Expected a number {relation} 0, but received {number}.")
+        # Not the URL, which may hold a signature.
+        urls = {name: fault for name, url in self.urls().items() if (fault := url_fault(url)) is not None}
+        faults += [f"Invalid `{name}`. Expected an http:// or https:// URL, but {urls[name]}." for name in urls]
+        if isinstance(self.targets, str):
+            faults.append(f"Invalid `targets`. Expected a list of URLs, but received {safe_url(self.targets)!r}.")
+        if faults:
+            raise ValueError(" ".join(faults))
         self.origins()
 
     @classmethod
@@ -122,6 +131,16 @@ class UploadConfig:
     def stores_files(self) -> bool:
         """Whether the bytes of artifacts go to the file store."""
         return bool(self.file_store_url and self.owner and self.token)
+
+    def lacks_for_files(self) -> str | None:
+        """Why no bytes go to the file store that is set, and what to do about it; None where they do."""
+        if not self.file_store_url or self.stores_files():
+            return None
+        lacking = [
+            name for name, value in (("`owner`", self.owner), ("`TRAINER_CAPABILITY_TOKEN`", self.token)) if not value
+        ]
+        store = safe_url(self.file_store_url)
+        return f"no files are sent to the file store {store}: set {' and '.join(lacking)}, or leave the store out"
 
     def wants(self, kind: str) -> bool:
         """Whether anything is to be sent for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal``."""

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...adapter.contract.exceptions import UploadError
+from ...adapter.contract.exceptions import ThreadLimitError, UploadError
 from ...adapter.plumbing.retry import backoff_s
+from ...adapter.plumbing.threads import started
 from .config import UploadConfig
 from .delivery import Delivery
 from .journal import Entry
@@ -83,10 +84,9 @@ class DeliveryThread:
         self._tidy_at = 0.0
 
     def start(self) -> None:
-        """Begin to deliver. Calling it again has no effect."""
+        """Begin to deliver. Calling it again has no effect; raises a `ThreadLimitError` where no thread can be had."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="genlight-uploads", daemon=True)
-            self._thread.start()
+            self._thread = started(threading.Thread(target=self._run, name="genlight-uploads", daemon=True))
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has noticed that `closing` is set; does nothing where it was not started."""
@@ -114,7 +114,11 @@ class DeliveryThread:
 
     def wait_until(self, settled: Callable[[], bool], end: float, progress: Callable[[str], None] | None) -> None:
         """Wait until `settled` or the time `end` on the monotonic clock; `progress` is told about once a second."""
-        self.start()
+        try:
+            self.start()
+        except ThreadLimitError as error:
+            log.error("what waits stays in the spool: %s", error)  # noqa: TRY400 - its message says all
+            return
         next_line = time.monotonic() + PROGRESS_EVERY_S
         while True:
             with self.condition:

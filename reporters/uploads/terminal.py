@@ -10,7 +10,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from ...adapter.contract.exceptions import ThreadLimitError
 from ...adapter.plumbing.retry import backoff_s
+from ...adapter.plumbing.threads import started
 from ...adapter.plumbing.urls import safe_url
 from .config import UploadConfig
 from .delivery import Delivery
@@ -72,6 +74,7 @@ def send_terminal(
 
     The exchange takes place in a thread that is abandoned at the limit: no timeout of a connection catches a server
     that sends a byte now and then, or a name server that does not answer. The calling thread still handles signals.
+    Where no thread can be started it takes place in the calling one, and those timeouts have to do.
     """
     outcome: queue.SimpleQueue[TryAgain | Refused | None] = queue.SimpleQueue()
 
@@ -81,7 +84,10 @@ def send_terminal(
         except Exception as error:  # noqa: BLE001 - the waiting thread gets it
             outcome.put(TryAgain(f"unexpected {type(error).__name__}"))
 
-    threading.Thread(target=exchange, name="genlight-terminal", daemon=True).start()
+    try:
+        started(threading.Thread(target=exchange, name="genlight-terminal", daemon=True))
+    except ThreadLimitError:
+        exchange()
     try:
         return outcome.get(timeout=max(limit_s, SHORTEST_TRY_S) + BEYOND_LIMIT_S)
     except queue.Empty:

@@ -158,6 +158,12 @@ class Uploader:
             return None
         return UploadedFile(receipt["ref"], receipt["sha256"] or "", receipt["size_bytes"])
 
+    def has_queued(self, path: StrPath) -> bool:
+        """Whether the checkpoint with this record waits or was delivered, by whichever process of the run."""
+        stored = stored_path(path, self._root)
+        waits = any(entry.body.get("main") == stored for entry in self._spool.entries("checkpoint"))
+        return waits or self._spool.receipt(receipt_key("checkpoint", stored)) is not None
+
     def address_of(self, path: StrPath) -> str | None:
         """Where the record of a checkpoint that was delivered can be had: the file store's reference, else at a target.
 
@@ -232,7 +238,11 @@ class Uploader:
     # life
 
     def start(self) -> None:
-        """Begin to deliver, what an earlier process left behind first. Calling it again has no effect."""
+        """Begin to deliver, what an earlier process left behind first. Calling it again has no effect.
+
+        Raises:
+            ThreadLimitError: The system has no room for its thread; the terminal message can be delivered all the same.
+        """
         self._thread.start()
 
     def close(self) -> None:
@@ -248,7 +258,11 @@ class Uploader:
         return self._thread.is_alive
 
     def __enter__(self) -> Uploader:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

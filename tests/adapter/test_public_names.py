@@ -112,6 +112,12 @@ def test_every_public_name_can_be_had_and_is_listed(package):
 
 
 @pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
+def test_dir_shows_public_names_alone(package):
+    """It is what notebooks and shells complete from."""
+    assert [name for name in dir(package) if not name.startswith("__")] == package.__all__
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_a_name_that_is_not_public_is_an_attribute_error_that_says_so(package):
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Absent'"):
         package.Absent

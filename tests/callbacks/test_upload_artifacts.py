@@ -252,6 +252,27 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
+def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit():
+    """Each was tried again and again until the end of the fit, which then failed."""
+    with pytest.raises(ValueError, match=r"`metrics_url`.*does not begin with http.*`checkpoint_url`.*names no host"):
+        UploadArtifacts(run_id="r", metrics_url="nope?signature=s3cret", checkpoint_url="https://")
+    with pytest.raises(ValueError, match=r"`targets`. Expected a list of URLs"):
+        UploadArtifacts(run_id="r", targets="s3://bucket")
+    with pytest.raises(ValueError, match=r"'abacus://a'.*Protocol not known.*'hf://b'"):
+        UploadArtifacts(run_id="r", targets=["abacus://a", "hf://b"])
+
+
+@pytest.mark.parametrize(("owner", "lacking"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
+def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, owner, lacking):
+    monkeypatch.delenv("TRAINER_CAPABILITY_TOKEN", raising=False)
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+    uploads = UploadArtifacts(run_id="r", owner=owner, file_store_url="http://127.0.0.1:9/store")
+    uploads.setup(trainer, None, "fit")
+    uploads._uploader.close()
+    assert "no files are sent to the file store http://127.0.0.1:9" in caplog.text
+    assert lacking in caplog.text
+
+
 class Reports(Hook):
     """Stands for genlight's loop and its other callbacks: metrics, checkpoints and samples as they report them."""
 
@@ -492,6 +513,20 @@ def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, 
     record = tmp_path / "run" / "own" / "step-00000003.json"
     fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()])
     assert [message["step"] for message in chaos.messages("/checkpoint")] == sent
+
+
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+def test_so_are_those_before_it_which_it_kept_from_the_queue_too(fit, chaos, tmp_path):
+    def save_to(steps, resume_from=None, **how):
+        own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, save_final=False, keep_last=None)
+        own.run = RecordMeta(run_id="run-1")
+        record = None if resume_from is None else own.directory / f"step-{resume_from:08d}.json"
+        fit(steps=steps, every=100, callbacks=[own], ckpt_path=record, plugins=[DurableCheckpointIO()], **how)
+
+    save_to(2)
+    save_to(4, resume_from=2, without_upload=True)
+    save_to(5, resume_from=4)
+    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")

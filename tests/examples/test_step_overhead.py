@@ -155,6 +155,18 @@ def test_a_start_is_timed_as_a_whole_and_until_its_first_step(benchmark, tmp_pat
     assert start_up._figures([twice], [base])["first_step_ratio"]["median"] == 2
 
 
+def test_the_network_with_norms_trains_and_has_the_buffers_that_are_told(benchmark):
+    norms = benchmark("step_cost.norms")
+    trainer = norms.ResNet()
+    state = trainer.configure(None)
+    before = [buffer.clone() for buffer in state["model"].buffers()]
+    trainer.train_step(trainer.prepare_batch(None, state, None), state, None)
+
+    assert len(before) == 60
+    assert not any(torch.equal(a, b) for a, b in zip(before, state["model"].buffers(), strict=True))
+    assert set(norms.hosts_with_norms(0, 2)) >= {"genlight", "genlight, by kind, awaited"}
+
+
 @pytest.mark.slow
 def test_two_ranks_are_measured_beside_bare_ddp(tmp_path):
     arguments = ["--ranks", "2", "--steps", "8", "--block", "4", "--rounds", "1", "--only", "genlight"]

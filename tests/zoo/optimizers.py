@@ -53,6 +53,36 @@ class FactoredAdafactor(Base):
         return torch.optim.Adafactor(parameters, lr=0.01)
 
 
+class HessianDiagonal(Base):
+    """As AdaHessian: the update differentiates the gradients once more, along random signs."""
+
+    class Optimizer(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.05})
+
+        @torch.no_grad()
+        def step(self):
+            held = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+            signs = [torch.randint(0, 2, p.shape, dtype=p.dtype) * 2 - 1 for p in held]
+            with torch.enable_grad():
+                products = torch.autograd.grad([p.grad for p in held], held, signs)
+            for p, sign, product in zip(held, signs, products, strict=True):
+                diagonal = self.state[p].setdefault("diagonal", torch.ones_like(p))
+                diagonal.lerp_((sign * product).abs(), 0.2)
+                p.sub_(p.grad / (diagonal + 0.1), alpha=self.param_groups[0]["lr"])
+
+    def optimizer(self, parameters):
+        return self.Optimizer(parameters)
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["optimizer"].zero_grad()
+        loss.backward(create_graph=True)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        return StepResult({"loss": loss.detach()})
+
+
 class ForeachFused(Base):
     def optimizer(self, parameters):
         return torch.optim.AdamW(parameters, lr=0.01, foreach=True)

@@ -35,6 +35,27 @@ class OwnMomentumList(Base):
         state["moments"] = [m.clone() for m in payload["moments"]]
 
 
+class LeavesReplaced(Base):
+    """Each update makes new tensors, in a new dict; they are loaded so as well."""
+
+    def configure(self, ctx):
+        weight = torch.randn(6, 1) * 0.1
+        return {"params": {"weight": weight.requires_grad_(), "bias": torch.zeros(1, requires_grad=True)}}
+
+    def train_step(self, batch, state, ctx):
+        params = state["params"]
+        loss = mse_loss(batch["x"] @ params["weight"] + params["bias"], batch["y"])
+        loss.backward()
+        state["params"] = {k: (p - 0.1 * p.grad).detach().requires_grad_() for k, p in params.items()}
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"params": state["params"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["params"] = {k: p.detach().requires_grad_() for k, p in payload["params"].items()}
+
+
 class OptimizerAndByHand(Base):
     """An optimizer for the body, the head updated by hand."""
 

@@ -15,6 +15,7 @@ from ...module.module import ContractModule
 from ...module.supported import check_trainer_arguments
 from ...plumbing.finding import Finding
 from ...run.artifact_dirs import directory_fault
+from ..config_files import configuration_fault
 from ..configured_fit import ConfiguredFit, parse_configuration
 from ..fit_config import checkpoints_of
 from ..fit_failures import UnusableConfigurationError
@@ -25,12 +26,16 @@ __all__ = ["diagnose_fit"]
 
 def diagnose_fit(path: str) -> Iterator[Finding]:
     """Every finding about the LightningCLI configuration `path`, whose objects are built; nothing is trained."""
+    fault = configuration_fault(path)
+    if fault is not None:
+        yield Finding("configuration", "fail", fault)
+        return
     try:
         fit = parse_configuration(path)
     except UnusableConfigurationError as error:
         yield Finding("configuration", "fail", str(error))
         return
-    yield Finding("configuration", "pass", f"{path} is one that `genlight fit` takes")
+    yield Finding("configuration", "pass", f"`genlight fit` can read {path}")
     if fit.dataset:
         known = {name: fit.dataset[name] for name in ("batch_size", "columns", "drop_last") if name in fit.dataset}
         yield from check_dataset(DatasetSpec(parquet_paths=tuple(fit.dataset["parquet_paths"]), **known))
@@ -56,7 +61,7 @@ def _check_built(fit: ConfiguredFit) -> Iterator[Finding]:
         else:
             yield Finding("training", "pass", "Lightning's trainer can host a trainer class")
     else:
-        yield Finding("model", "pass", f"{type(fit.model).__name__}, a LightningModule of its own")
+        yield Finding("model", "pass", f"{type(fit.model).__name__}, a LightningModule")
     directory = checkpoints_of(fit.trainer)
     if directory is None:
         yield Finding(

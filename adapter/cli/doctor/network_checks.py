@@ -25,6 +25,7 @@ from ...job.spec import InputsSpec
 from ...plumbing.finding import Finding, Level
 from ...plumbing.http import build_client, failure_text
 from ...plumbing.retry import RetryPolicy
+from ...plumbing.threads import started
 from ...plumbing.urls import safe_url
 
 __all__ = ["NetworkChecks"]
@@ -89,7 +90,7 @@ class NetworkChecks:
         self._results: queue.SimpleQueue[tuple[Question, Finding]] = queue.SimpleQueue()
         for question in self._questions:
             # Daemon threads: a look-up of a name cannot be given a time limit, and must not keep the doctor waiting.
-            threading.Thread(target=self._run, args=(question,), name="genlight-doctor", daemon=True).start()
+            started(threading.Thread(target=self._run, args=(question,), name="genlight-doctor", daemon=True))
 
     def findings(self, deadline: float) -> Iterator[Finding]:
         """All answers, in the order of the questions; no answer by `deadline` (of ``time.monotonic``) is a fault."""

@@ -29,9 +29,11 @@ __all__ = ["ShardedStep", "fsdp_modules"]
 
 _DIFFERENTIATED_AGAIN = (
     "`train_step` does what sharded modules cannot: it differentiates gradients by sharded parameters once more "
-    "(torch.autograd.grad with create_graph, as MAML does), which are whole within the calls of their modules alone. "
-    "Use ddp, or leave out create_graph, as first-order MAML does."
+    "(torch.autograd.grad or backward with create_graph, as MAML does), which are whole within the calls of their "
+    "modules alone. Use ddp, or leave out create_graph, as first-order MAML does."
 )
+_HAS_NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""What torch says of a tensor that is to be differentiated."""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
@@ -57,6 +59,8 @@ class ShardedStep:
     ) -> None:
         self._modules = fsdp_modules(discovered)
         self._units = units_of(found.value for found in discovered.modules)
+        self._is_to_differentiate_again = False
+        """Whether a backward call of the step was told to keep the graph of gradients."""
         self._scale_factors = scale_factors
         self.optimizers = [
             optimizer
@@ -108,6 +112,7 @@ class ShardedStep:
 
     def begin(self, step: int) -> None:
         """A step begins; its number is equal on all ranks."""
+        self._is_to_differentiate_again = False
         for unit in self._units:
             unit.begin_step()
         if self._agreement is not None:
@@ -121,8 +126,9 @@ class ShardedStep:
         if self._agreement is not None:
             self._agreement.end_step()
 
-    def before_backward(self) -> None:
+    def before_backward(self, *, create_graph: bool) -> None:
         """A backward call begins."""
+        self._is_to_differentiate_again |= create_graph
         if self._gradients is not None:
             self.agree(BACKWARD)
             self._gradients.begin()
@@ -211,6 +217,8 @@ class ShardedStep:
 
     def explained(self, error: BaseException) -> ContractError | None:
         """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
+        if self._is_to_differentiate_again and _HAS_NO_GRAPH in str(error):
+            return ContractError(_DIFFERENTIATED_AGAIN)
         return about_sharding(error) if self._units else None
 
     def _touched(self, shard: DTensor) -> None:

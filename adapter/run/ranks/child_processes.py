@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
 from ...contract.exceptions import RankFailed
+from ...plumbing.threads import started
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -97,7 +98,7 @@ def watching_node(processes: RankProcesses, end: Callable[[RankFailed], None]) -
                 end(RankFailed(f"rank {killed[0]} was killed by signal {killed[1]}"))
                 return
 
-    threading.Thread(target=watch, name="genlight-node", daemon=True).start()
+    started(threading.Thread(target=watch, name="genlight-node", daemon=True))
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from ...contract.exceptions import FailureCategory, RankFailed, StopReason, Trai
 from ...plumbing.durable import write_bytes_durably
 from ...plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
 from ...plumbing.safe_open import make_directory, read_own
+from ...plumbing.threads import started
 from .presence import Presence
 
 __all__ = ["LAUNCH_ID", "RankFailures", "launch_id", "watch_ranks"]
@@ -229,5 +230,5 @@ def watch_ranks(failures: RankFailures, end: Callable[[BaseException, Failure], 
                 end(TrainingCanceled(failure.category) if stopped_there else RankFailed(failure.text), failure)
                 return
 
-    threading.Thread(target=watch, name="genlight-ranks", daemon=True).start()
+    started(threading.Thread(target=watch, name="genlight-ranks", daemon=True))
     return stopped.set

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ...contract.exceptions import RankFailed
+from ...plumbing.threads import started
 
 __all__ = ["is_paused", "watching_paused_ranks"]
 
@@ -59,7 +60,7 @@ def watching_paused_ranks(
                 )
                 return
 
-    threading.Thread(target=watch, name="genlight-paused-ranks", daemon=True).start()
+    started(threading.Thread(target=watch, name="genlight-paused-ranks", daemon=True))
     try:
         yield
     finally:

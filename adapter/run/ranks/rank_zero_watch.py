@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ...plumbing.threads import started
 from ..artifacts_lock import lock_holder
 
 __all__ = ["RankZero", "rank_zero_announced", "rank_zero_is_gone", "rank_zero_process"]
@@ -89,7 +90,7 @@ class RankZero:
                 log.error("rank 0 has ended, so this rank ends as well")
                 end()
 
-        threading.Thread(target=look, name="genlight-rank-zero", daemon=True).start()
+        started(threading.Thread(target=look, name="genlight-rank-zero", daemon=True))
 
     def end_watch(self) -> None:
         """From now on this rank ends by itself."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ...contract.exceptions import TrainingCanceled
+from ...plumbing.threads import started
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,7 +54,7 @@ def watching_rendezvous(
                 return
 
     if trainer.world_size > 1:
-        threading.Thread(target=watch, name="genlight-rendezvous", daemon=True).start()
+        started(threading.Thread(target=watch, name="genlight-rendezvous", daemon=True))
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ def bytes_of(source: Any) -> memoryview:
         return flat.view(np.uint8).data if flat.size else memoryview(b"")
     if source.numel() == 0:
         return memoryview(b"")
-    return as_uint8(source.cpu().contiguous()).numpy().data
+    return _memory(as_uint8(source.cpu().contiguous()))
 
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,12 @@ def element_type(name: str) -> torch.dtype:
 
 def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
     """A new tensor on the host, and its memory to be filled."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if tensor.numel() == 0:
         return tensor, memoryview(bytearray())
-    return tensor, as_uint8(tensor).numpy().data
+    return tensor, _memory(as_uint8(tensor))
+
+
+def _memory(octets: torch.Tensor) -> memoryview:
+    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
+    return np.from_dlpack(octets).data

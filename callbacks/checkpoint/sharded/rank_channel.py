@@ -98,7 +98,7 @@ class Channel:
 
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
         """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
-        numbers = torch.tensor([number])
+        numbers = torch.tensor([number], device="cpu")
         work = None
         if self._group is not None:
             work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -154,7 +154,7 @@ class StoredSlices:
         Raises:
             BrokenCheckpointError: They differ from what was saved.
         """
-        result = torch.empty(part.shape, dtype=self.saved_dtype)
+        result = torch.empty(part.shape, dtype=self.saved_dtype, device="cpu")
         for piece in self.pieces:
             common = piece.box.overlap(part)
             if common is not None:
@@ -163,7 +163,7 @@ class StoredSlices:
 
     @property
     def _sample(self) -> torch.Tensor:
-        return self.change(torch.empty(0, dtype=self.saved_dtype))
+        return self.change(torch.empty(0, dtype=self.saved_dtype, device="cpu"))
 
 
 def stored_slices(checkpoint: str, pieces: Sequence[Piece], shape: Sequence[int], dtype: str) -> StoredSlices:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ....adapter.contract.exceptions import ThreadLimitError
+from ....adapter.plumbing.threads import started
+
 __all__ = ["BackgroundWriter"]
 
 
@@ -36,8 +39,10 @@ class BackgroundWriter:
         """
         self.wait()
         self._is_busy = True
-        self._thread = threading.Thread(target=self._run, args=(job,), name="genlight-checkpoint")
-        self._thread.start()
+        try:
+            self._thread = started(threading.Thread(target=self._run, args=(job,), name="genlight-checkpoint"))
+        except ThreadLimitError:  # training waits for the save then
+            self._run(job)
 
     def afterwards(self, job: Callable[[], object]) -> None:
         """Run `job` once the save in flight has succeeded, at once if there is none; drop it if that save fails."""

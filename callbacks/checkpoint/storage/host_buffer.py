@@ -25,7 +25,7 @@ class HostBuffer:
     """One block of host memory that holds the last snapshot."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._targets: list[torch.Tensor] = []
         """The parts of the memory that take tensors of `_layout`: most snapshots are like the one before."""
@@ -40,8 +40,10 @@ class HostBuffer:
         if nbytes <= self.nbytes and (self._memory.is_pinned() or not pinned):
             return
         self._layout, self._targets = [], []
-        self._memory = torch.empty(0, dtype=torch.uint8)  # The old block is freed before the new one is made.
-        self._memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # The old block is freed before the new one is made.
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def copy(self, entries: Sequence[Entry]) -> list[Entry]:
         """The entries with their values as of now, in this buffer; valid until the next call."""
@@ -73,7 +75,7 @@ class HostBuffer:
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """`memory` as a tensor with the type and shape of `tensor`."""
     if not memory.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory.view(tensor.dtype).view(tensor.shape)
 
 

@@ -20,9 +20,15 @@ from types import TracebackType
 
 import xxhash
 
-from ....adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
+from ....adapter.contract.exceptions import (
+    BrokenCheckpointError,
+    CheckpointError,
+    ThreadLimitError,
+    UnwrittenCheckpointError,
+)
 from ....adapter.plumbing.durable import start_writeback
 from ....adapter.plumbing.safe_open import open_regular
+from ....adapter.plumbing.threads import started
 from ..format.layout import name_of
 
 __all__ = ["hash_file", "naming_the_checkpoint", "write_file"]
@@ -97,8 +103,8 @@ class _WriteBehind:
     def follow(self, size: int) -> None:
         """The file has grown to `size` bytes."""
         if self._thread is None and size > _SMALL:
-            self._thread = threading.Thread(target=self._run, name="genlight-sync")
-            self._thread.start()
+            with contextlib.suppress(ThreadLimitError):  # `sync` does it all then
+                self._thread = started(threading.Thread(target=self._run, name="genlight-sync"))
         self._sizes.put(size)
 
     def sync(self) -> None:

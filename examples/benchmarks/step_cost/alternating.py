@@ -50,7 +50,11 @@ class Alternation:
         shares_threads: Whether threads that the floor starts do part of its work, as those of gloo. If not, what other
             threads do at any time is the host's.
         batch: What is handed to the host.
+        data_s: How long each batch is waited for, by the host and by the floor.
     """
+
+    runs_no_user_code = True
+    """The floor trains weights of its own."""
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Alternation:
         meet: Callable[[], None] = lambda: None,
         shares_threads: bool = False,
         batch: Any = BATCH,
+        data_s: float = 0.0,
     ) -> None:
         self._floor = floor
         self._blocks = blocks + WARM_BLOCKS
@@ -68,6 +73,7 @@ class Alternation:
         self._meet = meet
         self._shares_threads = shares_threads
         self._batch = batch
+        self._data_s = data_s
         self._pairs: list[Pair] = []
 
     @property
@@ -87,6 +93,7 @@ class Alternation:
             self._meet()
             begin = _now()
             for _ in range(self._block):
+                self._await_data()
                 yield self._batch
             self._meet()
             self._pairs.append(self._pair(*floor, begin, _now()))
@@ -95,7 +102,12 @@ class Alternation:
 
     def _run_floor(self) -> None:
         for _ in range(self._block):
+            self._await_data()
             self._floor()
+
+    def _await_data(self) -> None:
+        if self._data_s:
+            time.sleep(self._data_s)
 
     def _timed(self, work: Callable[[], None]) -> tuple[_Moment, _Moment]:
         self._meet()

@@ -25,6 +25,7 @@ EXAMPLES = [
     exceptions.MonitorError("nothing reports eval/score"),
     exceptions.EventLogError("locked"),
     exceptions.ReplayWriterError("another thread writes"),
+    exceptions.ThreadLimitError("no thread could be started"),
     exceptions.EvaluationError("the command printed no JSON"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),

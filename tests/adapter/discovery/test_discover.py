@@ -15,7 +15,8 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
-from genlight.adapter.discovery.discover import SEARCHED_ITEMS, check_devices, check_nothing_new, discover
+from genlight.adapter.discovery.children import SEARCHED_ITEMS
+from genlight.adapter.discovery.discover import check_devices, check_nothing_new, discover
 
 
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:
@@ -382,3 +383,13 @@ def test_a_module_of_which_a_part_has_no_values_is_refused_by_name(is_trained):
     if is_trained:
         with pytest.raises(ContractError, match=r"weight has no values"):
             check_devices(discover({"model": model[1], "optimizer": adam(model[1])}), "cpu")
+
+
+def test_a_container_that_counts_in_its_own_way_is_searched():
+    class Irreps(tuple):  # as of e3nn, which refuses to say how many there are
+        def __len__(self):
+            raise NotImplementedError
+
+    found = discover({"irreps": Irreps((nn.Linear(1, 1),))})
+
+    assert [each.path for each in found.modules] == ['state["irreps"][0]']

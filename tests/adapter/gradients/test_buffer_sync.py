@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +117,19 @@ def fail(sync, error):
     with sync.deferred():
         sync.send(1)
         raise error
+
+
+def test_rank_0_holds_no_copy_of_large_buffers_while_the_next_step_runs(sent, monkeypatch):
+    monkeypatch.setattr(buffer_sync, "BUCKET_BYTES", 100)
+    model = nn.Linear(2, 2)
+    model.register_buffer("large", torch.zeros(51))
+    sync = sync_of(model)
+    with sync.deferred() as settle:
+        sync.send(1)
+        (flat,) = [weakref.ref(message.flat) for message, _ in sync._on_their_way]
+        assert flat() is not None
+        settle()
+        assert flat() is None
 
 
 def test_an_interrupt_from_the_keyboard_waits_for_nothing_and_other_errors_leave_equal_buffers(sent):

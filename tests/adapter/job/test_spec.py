@@ -227,7 +227,12 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
     [
         (b"", "is empty. Expected a JSON object, {...}."),
         (b" \n", "is empty. Expected a JSON object, {...}."),
-        (b'{"a": 1,}', "is not JSON"),
+        (b'{"a": 1,}', "Remove the comma after the last entry."),
+        (b'{"a": [1, ], "b": 2}', "Remove the comma after the last entry."),
+        (b'{"a": 1, // one\n"b": 2}', "JSON has no comments; remove it."),
+        (b"# a job\n{}", "JSON has no comments; remove it."),
+        (b"{'a': 1}", "JSON has double quotes alone."),
+        (b'{"a" 1}', "is not JSON: Expecting ':' delimiter: line 1 column 6 (char 5)."),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[1]", "holds a list"),

@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
-from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint
-
-STEPS = 6
+from genlight.adapter import ContractError, StepResult
+from support.resumed_fit import STEPS, fit
 
 
 class Unfreezing:
@@ -56,37 +53,6 @@ class Unfreezing:
 
 class UnfreezingOnce(Unfreezing):
     adds_in_load = False
-
-
-class Batches:
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Any:
-        for step in range(self.position, STEPS):
-            self.position = step + 1
-            yield torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[Checkpoint(folder, asynchronous=False)],
-    )
-    module = ContractModule(plugin, TrainingJobSpec("unfreezing", steps))
-    trainer.fit(module, Batches(), **options)
-    return module.state_dict()
 
 
 @pytest.mark.parametrize("stop", [2, 4])

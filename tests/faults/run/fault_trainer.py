@@ -3,13 +3,15 @@
 ``at`` is a hook, at any step or at one (``train_step:3``), ``raises`` an exception by name, ``text`` its text.
 ``holds`` seconds are spent at that place, or less if the file ``go`` appears, after the file ``reached-<rank>`` was
 made in the working directory with the process's id, so that a test can send a signal meanwhile. ``accumulates`` makes
-a model that is updated every so many steps; ``cancels`` makes the file ``cancel`` in that step.
+a model that is updated every so many steps; ``cancels`` makes the file ``cancel`` in that step; threads that
+start later have stacks of ``stack_bytes``.
 """
 
 import atexit
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -56,6 +58,8 @@ class Faulty:
             self.hold(self.plan["holds"])
         if self.plan.get("dies"):
             os._exit(9)
+        if "stack_bytes" in self.plan:
+            threading.stack_size(self.plan["stack_bytes"])
         if "raises" in self.plan:
             raise make_error(self.plan)
 

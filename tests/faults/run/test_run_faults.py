@@ -396,6 +396,20 @@ def test_a_terminal_endpoint_that_is_down_does_not_hide_what_failed(job):
     assert "bad row" in failed["error"]
 
 
+def test_a_finished_run_sends_what_was_durable_and_never_queued(job):
+    """As a kill leaves it that comes between the last two saves and their queue."""
+    with_url, without = ({"uploads": {f"{kind}_url": f"SERVER/{kind}" for kind in kinds}} for kinds in
+                         (("terminal", "checkpoint"), ("terminal",)))  # fmt: skip
+    job.write(max_steps=2, resume_from_latest=True, **with_url)
+    assert job.run() == 0
+    job.write(max_steps=5, resume_from_latest=True, **without)
+    assert job.run() == 0
+    job.write(max_steps=5, resume_from_latest=True, **with_url)
+    assert job.run() == 0
+    sent = [(posted["step"], posted["final"]) for posted in job.server.posted("/checkpoint")]
+    assert sent == [(2, False), (2, True), (4, False), (5, True)]
+
+
 def test_uploads_and_the_last_message_share_one_deadline_and_the_message_gets_a_try_in_any_case(job, monkeypatch):
     waits = []
 

@@ -19,6 +19,7 @@ from genlight.adapter.contract.types import TrainingReporter
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
+from support.thread_limit import no_thread_starts
 
 
 @pytest.fixture
@@ -539,6 +540,16 @@ def test_metrics_of_many_threads_beside_checkpoints_make_a_log_that_holds_what_w
     late = sum("came too late" in record.getMessage() for record in caplog.records)
     assert len([event for event in lines(path) if event["event"] == "metric"]) == len(written) - late
     assert len(written) + len(refused) == 3 * 1499
+
+
+def test_where_no_thread_can_be_started_every_metric_is_in_the_file_at_once(path):
+    with no_thread_starts(), EventLog(path, run_id="r") as log:
+        log.started()
+        for step in range(1, 4):
+            log.metrics({"loss": 1.0}, step=step)
+            assert lines(path)[-1]["step"] == step
+        log.completed(step=3, final_checkpoint=None)
+    assert validate_events(path) == []
 
 
 def test_closing_ends_the_background_thread(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,6 +111,23 @@ def test_a_configuration_that_doctor_finds_sound_is_fitted_and_what_is_there_the
     assert ends("fit", "--config", name) == 0
     assert ends("doctor", name) == 0
     assert "c holds checkpoints already: `genlight fit` starts with --resume auto" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("run_id: r\ntrainer: m:T\nmax_steps: 3\n", "is a job spec in YAML. Write it as JSON"),
+        ("- a\n", "holds no settings"),
+        ("a: [\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_holds_no_configuration_is_told_as_by_fit(configuration, ends, capsys, content, said):
+    name = configuration()
+    Path(name).write_text(content)
+    assert ends("doctor", name) == 2
+    assert said in capsys.readouterr().out
+    assert ends("fit", "--config", name) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_setting_for_a_configuration_is_refused(configuration, ends, capsys):

@@ -10,6 +10,7 @@ import xxhash
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint.storage import write_file as file_writing
 from genlight.callbacks.checkpoint.storage.write_file import hash_file, write_file
+from support.thread_limit import no_thread_starts
 
 CHUNK = 1000
 
@@ -32,6 +33,16 @@ def test_a_file_holds_its_buffers_one_after_the_other(many_chunks, data, tmp_pat
     facts = write_file(tmp_path / "file", buffers)
     assert (tmp_path / "file").read_bytes() == data
     assert facts == hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def test_a_file_that_no_thread_can_be_had_for_is_synced_all_the_same(monkeypatch, data, tmp_path):
+    synced = []
+    monkeypatch.setattr(file_writing, "_WRITE_CHUNK", CHUNK)
+    monkeypatch.setattr(file_writing, "_SMALL", 10 * CHUNK)
+    monkeypatch.setattr(os, "fsync", lambda descriptor, real=os.fsync: synced.append(real(descriptor)))
+    with no_thread_starts():
+        assert write_file(tmp_path / "file", [data]) == hash_file(tmp_path / "file")
+    assert len(synced) == 1
 
 
 def test_an_empty_file_is_written_too(tmp_path):

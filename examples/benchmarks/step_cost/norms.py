@@ -1,0 +1,142 @@
+"""A small ResNet on several ranks, whose batch norms have 60 buffers that DDP keeps equal, too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from genlight.adapter import StepResult
+from genlight.adapter.gradients import set_up
+from genlight.adapter.gradients.buffer_sync import BufferSync
+from genlight.adapter.gradients.equal_replicas import broadcast_from_zero
+from genlight.callbacks import LogMetrics, ReplicaGuard
+
+from .alternating import Alternation
+from .hosts import Host, hosted_as
+from .ranks import Environment
+
+WIDTH, ROWS, PIXELS, CLASSES = 8, 8, 16, 10
+IMAGES = torch.randn(ROWS, 3, PIXELS, PIXELS)
+
+
+class Block(nn.Module):
+    """A residual block with two convolutions."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (self.body(images) + self.shortcut(images)).relu()
+
+
+class ResNet:
+    """The trainer class: a ResNet-18 of few channels, plain SGD; `wrap` is what DDP does to the network."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
+        self.wrap = wrap
+
+    def setup(self, ctx: Any) -> None: ...
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        shapes = [(1, 1, 1), (1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1), (4, 8, 2), (8, 8, 1)]
+        first = [nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU()]
+        blocks = [Block(WIDTH * channels, WIDTH * out, stride) for channels, out, stride in shapes]
+        last = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * WIDTH, CLASSES)]
+        model = self.wrap(nn.Sequential(*first, *blocks, *last))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return IMAGES
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["optimizer"].zero_grad()
+        state["model"](batch).square().mean().backward()
+        state["optimizer"].step()
+        return StepResult()
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class ByKind(BufferSync):
+    """How buffers travelled before: a message for floats and one for counts, awaited at the end of each step."""
+
+    def send(self, step: int) -> None:
+        broadcast_from_zero([owner._buffers[name] for owner, name in self._slots], self._group)
+
+
+class Never(BufferSync):
+    """Buffers of which each rank keeps its own, to see what is left of the step."""
+
+    def send(self, step: int) -> None: ...
+
+
+def _loop(wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Callable[[], None]:
+    trainer = ResNet(wrap)
+    state = trainer.configure(None)
+
+    def step() -> None:
+        trainer.train_step(IMAGES, state, None)
+
+    return step
+
+
+def _by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Alternation, Path], None]:
+    def run(batches: Alternation, _: Path) -> None:
+        step = _loop(wrap)
+        for _, _ in zip(range(batches.steps), batches, strict=False):
+            step()
+
+    return run
+
+
+@contextlib.contextmanager
+def _sent_by(sync: type[BufferSync]) -> Iterator[None]:
+    set_up.BufferSync = sync  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        set_up.BufferSync = BufferSync  # type: ignore[misc]
+
+
+def hosts_with_norms(rank: int, ranks: int) -> dict[str, Host]:
+    """Who takes part, beside bare DDP, which sends buffers at each forward and waits for them."""
+
+    def hosted(sync: type[BufferSync], known: bool = True) -> Callable[[Alternation, Path], None]:
+        def run(batches: Alternation, folder: Path) -> None:
+            batches.runs_no_user_code = known
+            ddp = DDPStrategy(cluster_environment=Environment(rank, ranks))
+            callbacks = [LogMetrics(0), ReplicaGuard(every_n_steps=0)]
+            with _sent_by(sync):
+                hosted_as(ResNet(), batches, folder, strategy=ddp, devices=ranks, callbacks=callbacks)
+
+        return run
+
+    unsynced = _by_hand(lambda model: DistributedDataParallel(model, broadcast_buffers=False))
+    return {
+        "bare DDP loop": Host(_by_hand(DistributedDataParallel), _loop),
+        "bare DDP, buffers never sent": Host(unsynced, _loop),
+        "genlight": Host(hosted(BufferSync), _loop),
+        "genlight, a loader of the user": Host(hosted(BufferSync, known=False), _loop),
+        "genlight, by kind, awaited": Host(hosted(ByKind), _loop),
+        "genlight, buffers never sent": Host(hosted(Never), _loop),
+    }

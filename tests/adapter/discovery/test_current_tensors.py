@@ -1,0 +1,30 @@
+"""Tensors that a trainer puts in the place of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from genlight.adapter.discovery.current_tensors import current
+from genlight.adapter.discovery.discover import discover
+
+
+def test_a_tensor_in_the_place_of_another_is_found_wherever_it_is():
+    trainer = SimpleNamespace(scale=torch.ones(1))
+    state = {"params": {"w.a": torch.zeros(2), "b": torch.zeros(3)}, "list": [torch.zeros(4)], "gone": torch.zeros(5)}
+    discovered = discover(state, trainer)
+    state["params"] = {key: value + 1 for key, value in state["params"].items()}  # the dict is another one, too
+    state["list"][0] = torch.ones(6)
+    trainer.scale = trainer.scale * 2
+    state["gone"] = None
+    now = current(discovered, discovered.tensors)
+
+    assert [(each.path, each.value.sum().item()) for each in now] == [
+        ('state["params"]["w.a"]', 2),
+        ('state["params"]["b"]', 3),
+        ('state["list"][0]', 6),
+        ('state["gone"]', 0),
+        ("trainer.scale", 2),
+    ]
+    assert [each.name for each in now] == [each.name for each in discovered.tensors]

@@ -1,0 +1,35 @@
+"""What optimizers that wrap others keep."""
+
+from __future__ import annotations
+
+import torch
+
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.discovery.wrapped_optimizers import kept_by_wrappers
+
+
+class Scaled(torch.optim.Optimizer):
+    """Keeps an entry of its own in the state of the optimizer that it wraps, and saves and loads it (as TRAC does)."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in wrapped.param_groups for p in group["params"]], {})
+        self.wrapped = wrapped
+        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+        self.state["scale"] = torch.ones(1)
+
+
+def test_an_entry_that_belongs_to_no_parameter_stays_as_its_own_load_state_dict_left_it():
+    def build() -> Scaled:
+        return Scaled(torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1, momentum=0.9))
+
+    ran, fresh = build(), build()
+    parameter = ran.param_groups[0]["params"][0]
+    parameter.grad = torch.ones(2)
+    ran.wrapped.step()
+    saved = [kept.state_dict() for kept in kept_by_wrappers(discover(ran).optimizers)]
+    fresh.state["scale"].fill_(3)  # by a load_state_dict of the wrapper, which comes first
+    for kept, state in zip(kept_by_wrappers(discover(fresh).optimizers), saved, strict=True):
+        kept.load_state_dict(state)
+
+    assert fresh.state["scale"].item() == 3
+    assert fresh.state[fresh.param_groups[0]["params"][0]]["momentum_buffer"].tolist() == [1, 1]

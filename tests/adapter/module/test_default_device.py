@@ -1,0 +1,94 @@
+"""Trainers that change what torch gives new tensors: their device, as `torch.set_default_device`, and their type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks.replicas.digest import _weights, digest
+from support.resumed_fit import STEPS, Batches, fit
+
+
+class Plain:
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 1, device="cpu", dtype=torch.float32)
+        return {"net": net, "optimizer": torch.optim.Adam(net.parameters(), lr=0.1)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class OnAnotherDevice(Plain):
+    """The meta device shows each tensor that is made without a device, as a GPU would."""
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        state = super().configure(ctx)
+        torch.set_default_device("meta")
+        return state
+
+
+class InDouble(Plain):
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        state = super().configure(ctx)
+        torch.set_default_dtype(torch.float64)
+        return state
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_run_is_saved_and_resumed_whatever_the_default_device_is(tmp_path: Path) -> None:
+    plain = fit(tmp_path / "plain", Plain(), STEPS)
+    fit(tmp_path / "parts", OnAnotherDevice(), 3)
+    torch.set_default_device(None)
+    resumed = fit(tmp_path / "parts", OnAnotherDevice(), STEPS, ckpt_path=str(tmp_path / "parts" / "final.json"))
+    assert all(torch.equal(plain[name], resumed[name]) for name in plain)
+
+
+def test_gradients_are_unscaled_whatever_the_default_type_is() -> None:
+    trainer = pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0)),
+    )
+    trainer.fit(ContractModule(InDouble(), TrainingJobSpec("double", 2)), Batches())
+    assert trainer.global_step == 2
+
+
+def test_tensors_are_compared_between_ranks_whatever_the_default_device_is() -> None:
+    tensor = torch.arange(3.0)
+    expected = digest(tensor)
+    _weights.cache_clear()
+    torch.set_default_device("meta")
+
+    assert digest(tensor).item() == expected.item()

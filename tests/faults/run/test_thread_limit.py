@@ -1,0 +1,39 @@
+"""A limit on threads, as users and containers have: the end is reported, and what can go on without one does."""
+
+import pytest
+
+from genlight.callbacks.checkpoint.selection import newest_valid
+from support import SUPPORT
+from support.thread_limit import NO_ROOM_BYTES
+
+WITHOUT_THREADS = str(SUPPORT / "thread_limit.py")
+
+
+@pytest.mark.parametrize("place", ["the start", "setup"])
+def test_a_run_that_needs_another_thread_is_reported_to_have_failed_of_that(job, kill_after, place):
+    """The terminal message goes out all the same, and the event log takes its last line."""
+    plan = {} if place == "the start" else {"at": place, "stack_bytes": NO_ROOM_BYTES}
+    job.write(plan=plan, uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "metrics")})
+    process = job.fork("run", job.spec, program=WITHOUT_THREADS if place == "the start" else "genlight.adapter.cli")
+    kill_after(process)
+    assert process.wait(120) == 1, (job.folder / "stderr").read_text()
+
+    failed = job.terminal_event()
+    assert "ulimit -u" in failed["error"]
+    assert [posted["error"] for posted in job.server.posted("/terminal")] == [failed["error"]]
+    assert "Traceback" not in (job.folder / "stderr").read_text()
+
+
+def test_checkpoints_are_written_and_a_run_completes_where_no_further_thread_can_be_started(job, kill_after):
+    """From a step on: what was started before is enough for the rest."""
+    job.write(plan={"at": "train_step:1", "stack_bytes": NO_ROOM_BYTES, "accumulates": 1}, resume_from_latest=True)
+    process = job.fork("run", job.spec)
+    kill_after(process)
+    assert process.wait(120) == 0, (job.folder / "stderr").read_text()
+
+    assert job.terminal_event()["event"] == "completed"
+    assert [posted["status"] for posted in job.server.posted("/terminal")] == ["completed"]
+    checkpoints = job.out / "checkpoints"
+    assert {path.stem for path in checkpoints.glob("*.json")} == {"step-00000002", "step-00000004", "final"}
+    record, warnings = newest_valid(checkpoints)
+    assert (record.step, warnings) == (5, [])
