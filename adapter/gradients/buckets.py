@@ -135,7 +135,6 @@ class Bucket:
 
     def pack(self, gradients: Gradients) -> None:
         """Write the gradients of the parameters into the flat tensor."""
-        self._let_go()
         memory = self._memory
         self._missing = [i for i, grad in enumerate(gradients) if grad is None]
         self._sparse = {
@@ -159,19 +158,12 @@ class Bucket:
             if self._hook is None:
                 memory.data.div_(self._world_size)
 
-    def send_or_take_part(
-        self, gradient_of: Callable[[Tensor], Tensor | None] | None, *, may_repeat: bool = True
-    ) -> None:
-        """Send what `gradient_of` gives for each parameter; None takes part without gradients.
-
-        Without `may_repeat` nothing of this rank is wanted any more, so that memory of gradients is let go at once.
-        """
-        self._let_go()
-        if gradient_of is not None:
-            self.pack([gradient_of(p) for p in self.parameters])
-            if not may_repeat and self._gives_views:
-                self._hand_out()
-        self.send_as_it_is()
+    def send_or_take_part(self, gradient_of: Callable[[Tensor], Tensor | None] | None) -> None:
+        """Send what `gradient_of` gives for each parameter; None takes part without gradients."""
+        if gradient_of is None:
+            self.send_as_it_is()
+        else:
+            self.send([gradient_of(p) for p in self.parameters])
 
     def send_as_it_is(self) -> None:
         """Take part with whatever the flat tensor holds, where the outcome is not used."""
@@ -238,7 +230,8 @@ class Bucket:
                 if used[i] > 0:
                     # As an embedding makes it: sparse in its rows. An optimizer for sparse gradients takes no other.
                     new[i] = memory.views[i].to_sparse(1) if sparse[i] > 0 else self._given(memory.views[i])
-        self._let_go()
+        if self._has_handed_out:  # never to be written to again
+            self._has_handed_out, self._kept = False, None
         return new
 
     def _hand_out(self) -> None:
@@ -254,11 +247,6 @@ class Bucket:
                 kept[0].append(i)
                 kept[1].append(grad)
                 kept[2].append(view)
-
-    def _let_go(self) -> None:
-        """Never write again where gradients are."""
-        if self._has_handed_out:
-            self._has_handed_out, self._kept = False, None
 
     def _given(self, view: Tensor) -> Tensor:
         """What a gradient may be: the view itself, or a copy."""

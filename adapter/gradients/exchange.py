@@ -158,13 +158,13 @@ class Exchange:
         repeats = window is not None and window.must_repeat()
         notes.write(at, _used(plan, gradient_of), sends=sends, repeats=repeats)
         if sends:
-            last.send_or_take_part(gradient_of, may_repeat=False)
+            last.send_or_take_part(gradient_of)
         if notes.are_apart:
             notes.send()
             self.wait(notes, plan.buckets[0], at)
             if not sends and notes.anyone_sends():
                 self._send_firsts(plan, gradient_of, at)
-                last.send_or_take_part(gradient_of, may_repeat=False)
+                last.send_or_take_part(gradient_of)
                 sends = True
         for bucket in plan.buckets if sends else ():
             self.wait(bucket, bucket, at)

@@ -3,10 +3,11 @@
     python examples/benchmarks/exchange_memory.py
 
 Two ranks over gloo on this machine, an MLP of 23.6 M parameters (90 MiB of weights), plain SGD. Each host has processes
-of its own; what is printed is the largest resident size of rank 0 in five steps, less what it had before the model was
-built, from the kernel's own count (``VmHWM``, Linux). Before that, each host has trained a small model: what it imports
-and which threads it starts is no part of the figure. The allocator (glibc's) is told to give memory back at once:
-otherwise the figure also says what it happened to keep, which differs by 40 MiB from run to run.
+of its own; what is printed is the largest resident size of rank 0 in five steps, and that at the end of the last
+forward, less what it had before the model was built, from the kernel's own count (``VmHWM`` and ``VmRSS``, Linux).
+Before that, each host has trained a small model: what it imports and which threads it starts is no part of the figures.
+The allocator (glibc's) is told to give memory back at once: otherwise they also say what it happened to keep, which
+differs by 40 MiB from run to run.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ HOSTS: dict[str, dict[str, Any]] = {
 """And the arguments of their DDP."""
 
 
-def peak_mib(host: str, rank: int, store: str) -> float:
-    """What one rank of `host` takes at most, in MiB."""
+def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
+    """What one rank of `host` takes at most, and at the end of its last forward, in MiB."""
     import torch
     import torch.distributed as dist
 
@@ -47,14 +48,14 @@ def peak_mib(host: str, rank: int, store: str) -> float:
     dist.barrier()
     before = _of_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size counts from here on
-    train(host, rank, WIDTH)
+    forward = train(host, rank, WIDTH)
     peak = _of_status("VmHWM")
     dist.barrier()  # not before the other rank has what it needs of this one
-    return (peak - before) / 1024
+    return (peak - before) / 1024, (forward - before) / 1024
 
 
-def train(host: str, rank: int, width: int) -> None:
-    """A few steps."""
+def train(host: str, rank: int, width: int) -> float:
+    """A few steps; the resident size at the end of the last forward, in KiB."""
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.strategies import DDPStrategy
@@ -63,6 +64,15 @@ def train(host: str, rank: int, width: int) -> None:
 
     from genlight.adapter import ContractModule, TrainingJobSpec
 
+    class Watched(Mlp):
+        """Looks at the resident size whenever a forward ends."""
+
+        def configure(self, ctx: Any) -> dict[str, Any]:
+            state = super().configure(ctx)
+            state["model"].register_forward_hook(lambda *_: sizes.append(_of_status("VmRSS")))
+            return state
+
+    sizes: list[float] = []
     batch = torch.randn(ROWS, width)
     settings = HOSTS[host]
     if host.startswith("genlight"):
@@ -76,17 +86,18 @@ def train(host: str, rank: int, width: int) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        module = ContractModule(Mlp(1, width=width), TrainingJobSpec("memory", STEPS))
+        module = ContractModule(Watched(1, width=width), TrainingJobSpec("memory", STEPS))
         trainer.fit(module, _Same(batch))
-        return
+        return sizes[-1]
 
     def wrap(model: Any) -> Any:
         return model if host == "one rank alone" else DistributedDataParallel(model, **settings)
 
-    by_hand = Mlp(1, wrap, width=width)
+    by_hand = Watched(1, wrap, width=width)
     state = by_hand.configure(None)
     for _ in range(STEPS):
         by_hand.train_step(batch, state, None)
+    return sizes[-1]
 
 
 class _Same:
@@ -115,9 +126,9 @@ def main() -> None:
     parser.add_argument("--store", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.host is not None:
-        taken = peak_mib(chosen.host, chosen.rank, chosen.store)
+        peak, forward = taken_mib(chosen.host, chosen.rank, chosen.store)
         if chosen.rank == 0:
-            print(f"{chosen.host:36}{taken:8.0f} MiB", flush=True)
+            print(f"{chosen.host:36}{peak:8.0f} MiB{forward:8.0f} MiB", flush=True)
         os._exit(0)  # without waiting for the other rank, which may have left
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 2**10)}
     for host in HOSTS:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.gradients.buckets import Bucket, read_gradient
+from genlight.adapter.gradients.buckets import read_gradient
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.router import StepRouter
@@ -260,38 +260,6 @@ def test_a_rank_that_only_takes_part_leaves_gradients_alone():
             pass  # a step without backward: the exchange that notices it writes to no gradient
 
     assert all(map(torch.equal, run.gradients, before))
-
-
-def test_a_bucket_that_is_sent_once_lets_the_gradients_go_before_it_leaves(monkeypatch):
-    run = Run()
-    sent, real = [], dist.all_reduce
-
-    def all_reduce(tensor, **options):
-        sent.append(memories([tensor]) == memories(map(read_gradient, run.model.parameters())))
-        return real(tensor, **options)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    with run.router:
-        run.backward()
-        assert run.average() == 0
-
-    assert sent == [True]
-
-
-def test_an_exchange_that_did_not_end_is_not_overwritten_by_the_next():
-    run = Run()
-    parameters = list(run.model.parameters())
-    bucket = Bucket(parameters, gradient_as_bucket_view=True)
-    run.backward()
-    bucket.send_or_take_part(read_gradient, may_repeat=False)
-    bucket.wait()
-    values = copy.deepcopy(run.gradients)
-
-    bucket.send_or_take_part(None)
-    bucket.wait()
-    bucket.pack([torch.ones_like(p) for p in parameters])
-
-    assert all(map(torch.equal, run.gradients, values))
 
 
 def test_gradients_of_a_rank_are_sent_to_rank_zero_without_the_rest_of_their_buckets(monkeypatch):
