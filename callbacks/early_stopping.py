@@ -35,7 +35,8 @@ class EarlyStopping(Hook):
 
     Args:
         monitor: Name of a metric or score as it is reported; ``loss`` finds ``train/loss``.
-        patience: Steps without an improvement after which training ends.
+        patience: Steps without an improvement after which training ends; Lightning's own `EarlyStopping` counts
+            validations instead.
         min_delta: By how much a value must be better than the best one to be an improvement.
         mode: Whether a smaller (``min``) or a larger (``max``) value is better.
 
@@ -146,7 +147,10 @@ class EarlyStopping(Hook):
         value = values.get(self.monitor, values.get(f"train/{self.monitor}"))
         if value is None:
             if self.best is None and step - self.best_step >= self.patience:
-                raise self._missing(f"it has not come in {self.patience} steps")
+                raise self._missing(
+                    f"it was not reported within {self.patience} steps, the whole `patience`, which counts steps and "
+                    "not validations"
+                )
             return
         if not math.isfinite(value):
             if any(isinstance(callback, Recover) for callback in callbacks_of(trainer)):

@@ -1,8 +1,8 @@
 """The commands of ``genlight`` and how they are found.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. Declaring arguments loads
-neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate`` and
-``test`` are LightningCLI's own subcommands and are handed to it as they are.
+neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate``,
+``test`` and ``predict`` are LightningCLI's own subcommands and are handed to it as they are.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ LIGHTNING_COMMANDS = {
     "fit": "train from a LightningCLI configuration",
     "validate": "validate from a LightningCLI configuration",
     "test": "test from a LightningCLI configuration",
+    "predict": "predict from a LightningCLI configuration",
 }
 
 

@@ -1,4 +1,4 @@
-"""The configuration files of ``fit``, ``validate`` and ``test``, looked at before Lightning is loaded to read them."""
+"""The configurations of ``fit``, ``validate``, ``test`` and ``predict``, looked at before Lightning is loaded."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def checkpoints_of(trainer: pl.Trainer) -> Path | None:
 class SaveAttemptConfig(SaveConfigCallback):
     """Writes ``config-<attempt>.yaml`` where the checkpoints are, without them to the logger's folder.
 
-    Only a fit is an attempt; ``validate`` and ``test`` write none. Secrets are left out.
+    Only a fit is an attempt; ``validate``, ``test`` and ``predict`` write none. Secrets are left out.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""How ``genlight fit``, ``validate`` and ``test`` tell what ended them: as ``genlight run`` does."""
+"""How ``genlight fit``, ``validate``, ``test`` and ``predict`` tell what ended them: as ``genlight run`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``genlight fit``, ``validate`` and ``test``: LightningCLI with genlight's defaults."""
+"""``genlight fit``, ``validate``, ``test`` and ``predict``: LightningCLI with genlight's defaults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from ...callbacks.checkpoint.checkpoint import Checkpoint
 from ...callbacks.checkpoint.ownership import checkpoint_files
-from ...callbacks.checkpoint.selection import find_checkpoint, find_final, newest_valid
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.monitor_errors import monitor_error
 from ...callbacks.stop.signals import StopSignals
@@ -27,9 +27,10 @@ from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ..cluster.placement import placed_by_launcher
 from ..cluster.slurm_environment import placement_fault
-from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError, RankFailed, TrainingCanceled
+from ..contract.exceptions import EventLogError, GenlightError, RankFailed, TrainingCanceled
 from ..job.parser_errors import UnusableValueError, is_about_what_was_given, root_cause
 from ..module import alias
+from ..module.module import ContractModule
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP, describe_failure, stop_behind_lost_worker
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in
@@ -40,6 +41,7 @@ from ..run.ranks.child_processes import RankProcesses
 from ..run.ranks.paused_ranks import watching_paused_ranks
 from ..run.ranks.rendezvous_watch import watching_rendezvous
 from ..run.resume import move_checkpoints_aside
+from .fit_checkpoints import WORDS_OF_LIGHTNING, named_checkpoint, newest_checkpoint, refuse_older_end
 from .fit_config import SaveAttemptConfig, checkpoints_of
 from .fit_failures import FailureReport, UnusableConfigurationError, outlast_rank_zero, text_of_error
 from .fit_results import show_fit_results
@@ -49,9 +51,6 @@ from .parser import CommandParser
 __all__ = ["GenlightCLI", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
-
-_WORDS_OF_LIGHTNING = ("best", "hpc", "last")
-"""What ``--ckpt_path`` takes besides a path."""
 
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -88,11 +87,6 @@ class GenlightCLI(LightningCLI):
             args=None if list(arguments) == sys.argv[1:] else list(arguments),
         )
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """LightningCLI's, without ``predict``, which a trainer of the contract has nothing for."""
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
-
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -101,8 +95,8 @@ class GenlightCLI(LightningCLI):
             default=None,
             help="auto: go on from the newest whole checkpoint, or start anew where there is none; never: move earlier "
             "checkpoints aside and start anew; without it a run does not start where the callback "
-            "genlight.callbacks.Checkpoint left checkpoints. For validate and test, auto takes the newest whole "
-            "checkpoint",
+            "genlight.callbacks.Checkpoint left checkpoints. For validate, test and predict, auto takes the newest "
+            "whole checkpoint",
         )
 
     @override
@@ -189,7 +183,7 @@ class GenlightCLI(LightningCLI):
         if self._takes_named("going on after"):
             return
         if settings["resume"] == "auto":
-            self._refuse_to_train_on_an_older_end()
+            refuse_older_end(directory)
             if not self._take_newest("going on after") and directory is not None and checkpoint_files(directory):
                 raise UnusableConfigurationError(
                     f"no checkpoint in {str(directory)!r} is whole. Restore one, start at step 0 with "
@@ -212,17 +206,6 @@ class GenlightCLI(LightningCLI):
         if moved is not None:
             log.info("moved earlier checkpoints to %s", moved)
 
-    def _refuse_to_train_on_an_older_end(self) -> None:
-        """An older runtime's ``final.json`` tells no step, so what comes after it cannot be counted."""
-        directory = checkpoints_of(self.trainer)
-        with contextlib.suppress(BrokenCheckpointError, OSError):  # which the look for the newest tells
-            final = None if directory is None else find_final(directory)
-            if final is not None and final.is_old:
-                raise UnusableConfigurationError(
-                    f"{str(final.path)!r} is the end of a run of an older runtime: there is nothing to train. Name the "
-                    "checkpoint to go on from by `--ckpt_path`, or choose another `dirpath`."
-                )
-
     def _refuse_unwritable_places(self) -> None:
         """Before anything is trained that could not be kept."""
         if not self.trainer.is_global_zero:
@@ -237,19 +220,30 @@ class GenlightCLI(LightningCLI):
 
     def before_validate(self) -> None:
         """Choose the checkpoint to evaluate, where that was left to us."""
-        self._choose_what_to_evaluate()
+        self._choose_weights("evaluating")
 
     def before_test(self) -> None:
         """Choose the checkpoint to evaluate, where that was left to us."""
-        self._choose_what_to_evaluate()
+        self._choose_weights("evaluating")
 
-    def _choose_what_to_evaluate(self) -> None:
-        if self._takes_named("evaluating"):
+    def before_predict(self) -> None:
+        """Choose the checkpoint to predict with, where that was left to us."""
+        if isinstance(self.model, ContractModule):
+            raise UnusableConfigurationError(
+                "a trainer class has no predictions; `generate_sample` makes samples of it in a job, and "
+                "`ContractModule.load_from_checkpoint` gives the trained module to a program of yours"
+            )
+        if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks_of(self.trainer)):
+            self._say("the predictions are not written; for that add a subclass of Lightning's BasePredictionWriter")
+        self._choose_weights("predicting with")
+
+    def _choose_weights(self, doing: str) -> None:
+        if self._takes_named(doing):
             return
         if self.config[str(self.subcommand)]["resume"] != "auto":
-            self._say("evaluating the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
+            self._say("%s the model as it is built; for a checkpoint use --ckpt_path, or --resume auto", doing)
         else:
-            self._require_newest("evaluating")
+            self._require_newest(doing)
 
     def fit(self, **arguments: Any) -> None:
         """Train; a failure that a stop signal caused is that stop.
@@ -313,10 +307,11 @@ class GenlightCLI(LightningCLI):
         if given == "last" and checkpoints_of(self.trainer) is not None:
             self._require_newest(doing)
             return True
-        found = None if given in _WORDS_OF_LIGHTNING else _found(given)
+        found = named_checkpoint(given)
         if found is not None:
             self._start_from(found)
-        self._say("%s the checkpoint %s", doing, given if found is None or os.path.isfile(given) else found)
+        if found is not None or given in WORDS_OF_LIGHTNING or "://" in given or os.path.exists(given):
+            self._say("%s the checkpoint %s", doing, given if found is None or os.path.isfile(given) else found)
         return True
 
     def _require_newest(self, doing: str) -> None:
@@ -332,10 +327,7 @@ class GenlightCLI(LightningCLI):
             raise UnusableConfigurationError(
                 "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration"
             )
-        try:
-            record, warnings = newest_valid(directory)
-        except OSError as error:
-            raise _unreadable(error) from error
+        record, warnings = newest_checkpoint(directory)
         for warning in warnings:
             log.warning(warning)
         if record is None:
@@ -375,20 +367,6 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
         except Exception as error:  # noqa: BLE001 - whatever ends it is told
             return report.tell(error)
     return EXIT_COMPLETED
-
-
-def _found(given: str) -> Path | None:
-    """The record that `given` means; None where Lightning may know what to do with it, or says that it does not."""
-    try:
-        return find_checkpoint(given)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unreadable(error) from error
-
-
-def _unreadable(error: OSError) -> UnusableConfigurationError:
-    return UnusableConfigurationError(f"{text_of_error(error)}; let this user read it, or move it away")
 
 
 def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:

@@ -29,6 +29,8 @@ _CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choi
 _MISSING = re.compile(r"the following arguments are required: (?P<names>.*)")
 
 
+_BASES = {"LightningModule": "model", "LightningDataModule": "data"}
+"""What a block without a class path stands for: a program of one's own may bind its class, `genlight fit` does not."""
 _NO_DEFAULT = re.compile(r"(?:, )?default: %\(default\)s")
 
 
@@ -103,6 +105,9 @@ def _offer(parser: ArgumentParser, message: str) -> str:
     elif key is not None:
         known = [option.removeprefix("--") for option in _options(_command(parser, key["command"]))]
         offered = nearest(key["given"], known)
+    elif argument is not None and argument["name"] in _BASES:
+        block = _BASES[argument["name"]]
+        return f". Name your class: `{block}: {{class_path: module.Class, init_args: {{…}}}}`"
     elif argument is not None:
         offered = nearest(argument["given"], _parameters(argument["module"], argument["name"]))
     else:

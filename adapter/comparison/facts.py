@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ...callbacks.checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import uncompiled
 from ..discovery.current_tensors import current
@@ -73,7 +74,9 @@ def numbers(entry: Any, path: str, *, tensors: bool = False) -> dict[str, Tensor
     for key, value in named_values(entry):
         if isinstance(value, Tensor):
             if tensors or value.numel() == 1:
-                found[f"{path}.{key}"] = whole_copy(value)
+                # Codes of a quantized state are no values: what rounds otherwise has other ones.
+                parts = [*wrapped_tensors(f"{path}.{key}", value)]
+                found |= {name: whole_copy(t) for name, t in parts if len(parts) == 1 or t.is_floating_point()}
         elif isinstance(value, bool | int | float) or _are_numbers(value):
             found[f"{path}.{key}"] = torch.tensor(value, dtype=torch.double, device="cpu")
     return found

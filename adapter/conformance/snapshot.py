@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.codec.tensor_bytes import as_uint8
+from ...callbacks.checkpoint.codec.wrapper_tensors import is_wrapper, wrapped_tensors
 from ..discovery.children import uncompiled
 from ..discovery.discover import walk
 from ..discovery.parameter_aliases import key_text
@@ -92,6 +93,10 @@ def _of_state_dict(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_tensor(path: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if is_lazy(tensor) or tensor.is_meta:  # of a lazy module before its first batch, or of a skeleton
+        return
+    if is_wrapper(tensor):
+        for name, part in wrapped_tensors(path, tensor):
+            yield from _of_tensor(name, part)
         return
     tensor = tensor.detach()
     if tensor.is_sparse:  # which `torch.equal` does not take

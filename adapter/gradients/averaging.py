@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +24,13 @@ from .torch_internals import is_gradtrackingtensor, runs_compiled_code
 __all__ = ["Averaging"]
 
 log = logging.getLogger(__name__)
+
+_APART = (
+    "The %d ranks do not train together: `train_step` changes nothing that genlight could average (no optimizer, and "
+    "no module or tensor that requires a gradient), and does not talk to the other ranks. Each rank trains on its own "
+    "rows, and ends with values of its own. Keep what is trained as tensors that require gradients, average it with "
+    "torch.distributed, or use one device."
+)
 
 
 class Averaging:
@@ -70,6 +78,8 @@ class Averaging:
         self._was_averaged = False
         """Whether this step has averaged gradients."""
         self._told_of_graphs = False
+        self._may_be_apart = not gradients.trains
+        """Whether nothing says yet that the ranks train together."""
 
     @property
     def waits(self) -> bool:
@@ -93,6 +103,10 @@ class Averaging:
         """A step ends: average what it has left, or let it wait, and find out about ranks that are elsewhere."""
         if self._accumulation is not None:
             self._accumulation.end()
+        if self._may_be_apart:
+            self._may_be_apart = False
+            if dist.get_rank(self.group) == 0:
+                log.warning(_APART, dist.get_world_size(self.group))
         if self.waits:
             pass  # all ranks are at the end of this step
         elif not self._was_averaged:
@@ -116,6 +130,7 @@ class Averaging:
 
     def before_collective(self, name: str) -> None:
         """Average what a rank that reads a gradient would wait for, while this one waits elsewhere."""
+        self._may_be_apart = False
         if self._accumulation is not None:
             self._accumulation.settle(Why.COLLECTIVE, name)
 

@@ -90,6 +90,8 @@ class GradientSync:
         self._exchange.may_update_inside = any(map(post_accumulate_hooks, self._managed.all))
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         """Ids of the optimizers whose updates are the same on all ranks."""
+        self.trains = any(True for _ in discovered.updated())
+        """Whether the trainer changes anything that could be averaged."""
 
     @property
     def by_hand(self) -> frozenset[int]:

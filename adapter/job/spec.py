@@ -54,6 +54,7 @@ def _is_target(url: str) -> bool:
     return re.fullmatch(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+", url) is not None
 
 
+_COLLATE = r"^(torch|[^:\s]+:[^:\s]+)$"
 _COMPARISONS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
 
 
@@ -74,7 +75,7 @@ def _is_condition(condition: Any) -> bool:
 
 
 def _is_collate(name: str) -> bool:
-    return name == "torch" or re.fullmatch(r"[^:\s]+:[^:\s]+", name) is not None
+    return re.fullmatch(_COLLATE, name) is not None
 
 
 def _rule(expected: str, holds: Callable[[Any], bool] = lambda _: True, **more: Any) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class DatasetSpec:
     readahead_bytes: Annotated[Positive, Meta(description="Decoded bytes kept ready.")] = 256 << 20
     workers: Annotated[Count, Meta(description="Processes that decode and collate; 0 uses the training process.")] = 0
     collate: Annotated[
-        Annotated[str, Meta(extra=_rule('"torch" or "module:function"', _is_collate))] | None,
+        Annotated[str, Meta(pattern=_COLLATE, extra=_rule('"torch" or "module:function"', _is_collate))] | None,
         Meta(
             description="Converts record batches: `torch` gives a dictionary of tensors, `module:function` is yours; "
             "by default the trainer gets the record batch.",

@@ -165,6 +165,8 @@ class ContractEpochLoop(TrainingEpochLoop):
                 raise TrainingCanceled(run_state.stop_reason)
             control = getattr(module.step_result, "control", None)
             if control is not None and not self.done:
+                if settle is not None:  # a pause asks the caller whether to stop
+                    settle()
                 self._pause(getattr(control, "backoff_seconds", None))
         else:
             self.exhausted = self.exhausted or current.ready >= batches

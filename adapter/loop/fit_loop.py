@@ -34,15 +34,18 @@ Where this differs from Lightning's own loop:
   hook within one counts from the next epoch on.
 - No batch is fetched ahead. So the last batch of a loader without length has ``is_last_batch`` False, its epoch is
   validated when the loader has ended, and not where the step limit ends the run first.
+- A list of batches is refused: Lightning takes it for as many loaders.
 - A run without steps left to do starts and ends, with `on_train_start` and `on_train_end`.
 - A resumed run goes on after any step with the batches, epochs and validations that were to come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -128,6 +131,12 @@ class ContractFitLoop(FitLoop):
         if isinstance(fetcher, PrefetchDataFetcher):
             fetcher.prefetch_batches = 0
         self._fetcher = fetcher
+
+    @override
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self._combined_loader is not None:
+            _refuse_batches(self._combined_loader.iterables, self._combined_loader.flattened)
 
     @override
     def _load_combined_loader_states(self) -> None:
@@ -254,3 +263,20 @@ def _begin_and_leave(loaders: list[Any]) -> None:
 
 def _empty_source() -> InputError:
     return InputError("the source of batches is empty: not one step could be trained; check `dataset`")
+
+
+def _refuse_batches(given: Any, loaders: Sequence[Any]) -> None:
+    """Refuse a list of batches, which Lightning takes for as many loaders.
+
+    Raises:
+        InputError: Each of the `loaders` that Lightning finds in what was `given` is a batch.
+    """
+    import pyarrow as pa
+
+    kinds = (pa.RecordBatch, pa.Table, torch.Tensor, np.ndarray, dict)
+    if isinstance(given, list | tuple) and loaders and all(isinstance(loader, kinds) for loader in loaders):
+        raise InputError(
+            f"The data is a list of batches ({len(loaders)}, of type {type(loaders[0]).__name__}), which Lightning "
+            "takes for as many loaders, whose items it hands out side by side. Give "
+            "`torch.utils.data.DataLoader(batches, batch_size=None)`."
+        )

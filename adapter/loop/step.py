@@ -212,6 +212,8 @@ class Step:
 
     def _take_over_what_was_logged(self) -> None:
         if len(self.logged):
+            if self.settle is not None:  # loggers are called
+                self.settle()
             self.connector.on_batch_end()
             self.connector.update_train_step_metrics()
         else:

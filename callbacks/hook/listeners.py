@@ -23,6 +23,8 @@ __all__ = [
 
 _SKIPPABLE_ATTRIBUTE = "_genlight_is_skippable"
 _BLIND_ATTRIBUTE = "_genlight_looks_at_no_weights"
+_PROGRESS_BARS = "lightning.pytorch.callbacks.progress."
+"""Lightning's own, which show metrics."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -73,7 +75,8 @@ def looks_at_no_weights(method: _Method) -> _Method:
 def may_look_at_weights(listener: Callable[..., Any]) -> bool:
     """Whether one of the `listeners` may read or change weights or buffers, as far as is known."""
     hook = getattr(listener, "__self__", None)
-    return not hasattr(listener, _BLIND_ATTRIBUTE) or getattr(hook, "calls_user_code", True)
+    is_known = hasattr(listener, _BLIND_ATTRIBUTE) or type(hook).__module__.startswith(_PROGRESS_BARS)
+    return not is_known or getattr(hook, "calls_user_code", False)
 
 
 def after_failure(listener: Callable[..., Any], event: str, error: Exception) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import ReplicaDriftError
+from ..checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ..hook.cadence import Boundaries, StepCadence
 from ..hook.hook import Hook
 from ..hook.listeners import skippable
@@ -214,7 +215,7 @@ def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tup
     """What must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
     own = getattr(module, "replicated_tensors", None)
     named = own() if own is not None else _of_module(module, trainer)
-    for name, tensor in named:
+    for name, tensor in (part for each in named for part in wrapped_tensors(*each)):
         if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and tensor.numel():
             yield name, tensor
 

@@ -6,21 +6,25 @@ seen there to ``rank<rank>.pt``. In its last training rank 0 is lost between its
 
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from rank_environment import Ranks
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
-from genlight.adapter.contract.exceptions import RankFailed
+from genlight.adapter.contract.exceptions import RankFailed, TrainingCanceled
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients.buffer_sync import BufferSync
 from genlight.callbacks import Checkpoint, Evaluate, Hook, LogMetrics, StopRequests
+from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks.hook.listeners import looks_at_no_weights
 
 RANK, WORLD_SIZE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 STEPS = 6
@@ -28,6 +32,17 @@ STEPS = 6
 
 class Lost(Exception):
     """What a loader raises."""
+
+
+def leave_after_update():
+    """On rank 0, once rank 1 has its gradients."""
+    updated = FOLDER / "rank 1 has made its update"
+    if RANK == 1:
+        updated.touch()
+    else:
+        while not updated.exists():
+            time.sleep(0.01)
+        os._exit(0)
 
 
 class Normed:
@@ -69,8 +84,8 @@ class Normed:
         self.copy(rows)
         self.model.flags[batch % 3] = RANK == 0
         self.model.phase.add_(1j * (RANK + 1))
-        if self.look == "lost" and batch == 2 and RANK == 0:
-            os._exit(0)
+        if self.look == "lost" and state["step"] == 1:
+            leave_after_update()
         state["step"] += 1
         return StepResult(metrics={"loss": 1.0})
 
@@ -90,8 +105,29 @@ class Watching(pl.Callback):
     """A callback that somebody else wrote."""
 
     def __init__(self, plugin, name):
+        setattr(self, name, lambda *_: plugin.see(plugin.look, plugin.model.phase))
+
+
+class Logs(pl.Callback):
+    """Logs while the batch is not trained yet, so that loggers alone are called where the step has ended."""
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        pl_module.log("x", 1.0)
+
+
+class Looking(Logger):
+    """A logger of the user, on each rank."""
+
+    name = version = "looking"
+
+    def __init__(self, plugin):
+        super().__init__()
         self.plugin = plugin
-        setattr(self, name, lambda *_: plugin.see(name, plugin.model.phase))
+
+    def log_hyperparams(self, *_, **__): ...
+
+    def log_metrics(self, metrics, step=None):
+        self.plugin.see("logger")
 
 
 class Stream(MockBatches):
@@ -129,6 +165,17 @@ def note_what_happens():
     BufferSync.send, BufferSync._land = noted_send, noted_land
 
 
+class Stops(Hook):
+    """Has all ranks stop after the third step."""
+
+    ranks = "all"
+
+    @looks_at_no_weights
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            run_state_of(trainer).stop_reason = "canceled"
+
+
 class Noting(Hook):
     """A callback that is called after each step, and looks at weights as far as the loop knows."""
 
@@ -146,12 +193,12 @@ def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
         strategy=DDPStrategy(cluster_environment=Ranks(RANK, WORLD_SIZE), process_group_backend="gloo"),
         max_steps=STEPS,
         callbacks=list(callbacks),
-        logger=False,
+        log_every_n_steps=1,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        **settings,
+        **{"logger": False, **settings},
     )
     module = ContractModule(plugin, TrainingJobSpec("buffers", STEPS))
     trainer.fit(module, stream or Stream(plugin), ckpt_path=ckpt_path)
@@ -172,19 +219,26 @@ def seen_from(look):
         callbacks = [Checkpoint(FOLDER / "seen", every_n_steps=1, save_final=False)]
     if look == "on_exception":
         stream = Stream(plugin, fails=True)
+    if look == "logger":
+        callbacks, settings = [Logs()], {"logger": Looking(plugin)}
+    if look == "profiled":
+        callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
+    if look == "stopped":
+        callbacks = [Stops(), Watching(plugin, "on_exception")]
     if look == "16-mixed":
         settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
     end = None
     try:
         end = fit(plugin, *callbacks, stream=stream, **settings)
-    except Lost:
+    except (Lost, TrainingCanceled):
         end = {}
     return {"seen": plugin.seen, "end": end}
 
 
 PLACES = (
-    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed"),
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_exception"),
+    *("prepare_batch", "train_step", "evaluate", "state_dict", "loader", "16-mixed", "logger", "profiled", "stopped"),
+    *("on_train_batch_start", "on_train_batch_end", "on_mb_end"),
+    *("on_train_epoch_end", "on_train_end", "on_exception"),
 )
 
 

@@ -12,7 +12,15 @@ import enum
 import sys
 from typing import Any
 
-__all__ = ["UnknownTypeError", "build_dataclass", "build_named_tuple", "enum_member", "is_named_tuple", "type_name"]
+__all__ = [
+    "UnknownTypeError",
+    "build_dataclass",
+    "build_named_tuple",
+    "enum_member",
+    "find_type",
+    "is_named_tuple",
+    "type_name",
+]
 
 
 class UnknownTypeError(LookupError):
@@ -23,7 +31,7 @@ def type_name(kind: type) -> str | None:
     """``module:qualified.name`` where that leads back to `kind`, else None, as for a class local to a function."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
-        return name if _find(name) is kind else None
+        return name if find_type(name) is kind else None
     except UnknownTypeError:
         return None
 
@@ -39,7 +47,7 @@ def enum_member(name: str, member: str) -> enum.Enum:
     Raises:
         UnknownTypeError: There is no such enum or member.
     """
-    kind = _find(name)
+    kind = find_type(name)
     if not issubclass(kind, enum.Enum):
         raise UnknownTypeError(f"{name} is not an enum")
     if member not in kind._member_map_:
@@ -53,7 +61,7 @@ def build_dataclass(name: str, values: dict[str, Any]) -> Any:
     Raises:
         UnknownTypeError: There is no such dataclass, or its fields have other names.
     """
-    kind = _find(name)
+    kind = find_type(name)
     if not dataclasses.is_dataclass(kind):
         raise UnknownTypeError(f"{name} is not a dataclass")
     expected = {field.name for field in dataclasses.fields(kind)}
@@ -73,7 +81,7 @@ def build_named_tuple(name: str, items: list[Any]) -> Any:
     Raises:
         UnknownTypeError: There is no such named tuple, or it has another number of fields.
     """
-    kind = _find(name)
+    kind = find_type(name)
     if not is_named_tuple(kind):
         raise UnknownTypeError(f"{name} is not a named tuple")
     if len(kind._fields) != len(items):  # type: ignore[attr-defined]
@@ -81,7 +89,12 @@ def build_named_tuple(name: str, items: list[Any]) -> Any:
     return tuple.__new__(kind, items)
 
 
-def _find(name: str) -> type:
+def find_type(name: str) -> type:
+    """The type that `type_name` named.
+
+    Raises:
+        UnknownTypeError: There is none in this process, or it has a ``__del__``.
+    """
     module_name, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module_name)
     if found is None:

@@ -160,7 +160,7 @@ class _Encoder:
     def _by_kind(self, value: Any, kind: type, path: Path) -> Any:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and isinstance(value, torch.Tensor):
-            return {"$tensor": self.sink.add_tensor(value, path)}
+            return self._tensor(value, kind, path)
         if numpy is not None and kind is numpy.ndarray:
             return {"$ndarray": self.sink.add_array(value, path)}
         if numpy is not None and isinstance(value, numpy.generic):
@@ -191,6 +191,15 @@ class _Encoder:
         if extra:
             raise _refusal(value, path, f"it has attributes that are not fields: {', '.join(extra)}")
         return {"$dataclass": [self._known(value, kind, path), fields]}
+
+    def _tensor(self, value: Any, kind: type, path: Path) -> dict[str, Any]:
+        from .wrapper_tensors import is_wrapper, take_wrapper_apart
+
+        if not is_wrapper(value):
+            return {"$tensor": self.sink.add_tensor(value, path)}
+        name, parts = self._known(value, kind, path), take_wrapper_apart(value)
+        stored: dict[str, Any] = self._inside(value, path, lambda: {"$wrapper": [name, self._dict(parts, path)]})
+        return stored
 
     @staticmethod
     def _known(value: Any, kind: type, path: Path) -> str:
@@ -288,7 +297,7 @@ class _Checker(_Decoder):
             self._depth -= 1
 
     def _tagged(self, tag: str, content: Any) -> Any:
-        if tag in ("$dataclass", "$namedtuple", "$enum"):
+        if tag in ("$dataclass", "$namedtuple", "$enum", "$wrapper"):
             name, inner = content
             if not isinstance(name, str) or isinstance(inner, str) is not (tag == "$enum"):
                 raise TypeError(f"{tag} has no name and content")
@@ -303,6 +312,12 @@ class _Checker(_Decoder):
                 raise TypeError("a size is not a list of numbers")
             return object()
         return super()._tagged(tag, content)
+
+
+def _decode_wrapper(name: str, parts: dict[str, Any]) -> Any:
+    from .wrapper_tensors import build_wrapper
+
+    return build_wrapper(name, parts)
 
 
 def _decode_numpy_scalar(content: list[str]) -> Any:
@@ -344,6 +359,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$int": lambda _, text: int(text, 16),
     "$float": lambda _, text: float(text),
     "$tensor": lambda self, reference: self.source.tensor(reference),
+    "$wrapper": lambda self, content: _decode_wrapper(content[0], self.decode(content[1])),
     "$ndarray": lambda self, reference: self.source.array(reference),
     "$npscalar": lambda _, content: _decode_numpy_scalar(content),
     "$npdtype": lambda _, name: _decode_numpy_dtype(name),

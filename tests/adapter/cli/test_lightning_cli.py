@@ -166,6 +166,7 @@ def _stock(name, **arguments):
         ),
         ({"callbacks": [_stock("LearningRateFinder")]}, "LearningRateFinder: the hyperparameters have no 'lr' or 'lea"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
+        ({"command": "predict"}, "a trainer class has no predictions; `generate_sample` makes samples of it in a job"),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
         ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
     ],
@@ -402,6 +403,10 @@ def test_a_configuration_may_stand_on_the_command_line(genlight):
             ["--config", "trainer: {max_step: 3}"],
             "does not accept option 'trainer.max_step'. Did you mean `trainer.max_",
         ),
+        (
+            ["--model", "null", "--model.width", "3"],
+            "Name your class: `model: {class_path: module.Class, init_args: {…}}`",
+        ),
         (["--model.plugn", "x"], "ContractModule': Option 'plugn' is not accepted. Did you mean `plugin`?"),
         (["--resume", "aut"], "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
     ],
@@ -600,3 +605,64 @@ def test_nothing_is_evaluated_where_no_checkpoint_is_whole(genlight, tmp_path):
     code, words = genlight("test", "--resume", "auto", **counts)
     assert code == 2
     assert "'c' holds no whole checkpoint. Name one by `--ckpt_path`." in words
+
+
+MODULE = """
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import DataLoader
+
+
+class Doubles(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        return (self.factor * batch - 2 * batch).square().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def predict_step(self, batch, batch_idx):
+        return self.factor * batch
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(4), batch_size=1)
+
+    def predict_dataloader(self):
+        return DataLoader(torch.full((1,), 3.0), batch_size=1)
+
+
+class Writes(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        with open("predictions", "a") as file:
+            file.write(f"{predictions[0].item()}\\n")
+"""
+
+
+def test_predictions_are_those_of_the_checkpoint_that_is_named_or_the_newest(genlight, tmp_path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "doubling.py").write_text(MODULE)
+    model = ["--model", "doubling.Doubles", "--data", "null"]
+    writes = ["--trainer.callbacks+=doubling.Writes", "--trainer.callbacks.write_interval=epoch"]
+
+    assert genlight("fit", *model)[0] == 0
+    code, words = genlight("predict", *model, "--resume", "auto", *writes)
+    assert code == 0, words
+    assert "predicting with step 1, from c/final.json" in words
+    assert genlight("predict", *model, "--ckpt_path", "c", *writes)[0] == 0
+    code, words = genlight("predict", *model)
+    assert code == 0, words
+    assert "the predictions are not written; for that add a subclass of Lightning's BasePredictionWriter" in words
+    assert "predicting with the model as it is built" in words
+
+    assert (tmp_path / "predictions").read_text() == "6.0\n6.0\n"
+
+
+def test_a_checkpoint_that_is_not_there_is_not_said_to_be_taken(genlight, caplog):
+    caplog.set_level("INFO")
+    code, words = genlight("validate", "--ckpt_path", "none.json", plugin="refused_trainer:Counts")
+    assert code == 2
+    assert "evaluating the checkpoint" not in words

@@ -467,3 +467,30 @@ def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
         train()
 
     assert threads() <= before
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_ranks_that_train_nothing_that_could_be_averaged_are_told_once(averaged, caplog, talks):
+    state = {"weight": torch.zeros(2)}  # changed by gradients of torch.func, which no tensor of it requires
+    discovered = discover(state)
+    router = StepRouter(
+        discovered, torch.device("cpu"), precision=StepPrecision("fp32"), gradients=GradientSync(discovered)
+    )
+
+    for _ in range(2):
+        with router:
+            gradient = torch.func.grad(lambda weight: (weight - 1).square().sum())(state["weight"])
+            if talks:
+                dist.all_reduce(gradient)
+            state["weight"] = state["weight"] - 0.1 * gradient
+
+    said = [record.message for record in caplog.records if "do not train together" in record.message]
+    assert len(said) == (0 if talks else 1)
+
+
+def test_ranks_whose_optimizer_updates_in_a_later_step_are_told_nothing(averaged, caplog):
+    run = Run()
+    with run.router:
+        pass
+
+    assert not caplog.records

@@ -322,3 +322,29 @@ class SizedResumable(Resumable):
 
     def __len__(self) -> int:
         return self.count
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pa.table({"x": [1.0, 2.0, 3.0]}).to_batches(max_chunksize=1),
+        pa.table({"x": [1.0]}).to_batches(),
+        (torch.ones(1), torch.ones(1)),
+        [{"x": torch.ones(1)}, {"x": torch.ones(1)}],
+    ],
+)
+def test_a_list_of_batches_that_lightning_would_take_for_loaders_is_refused(batches):
+    """Each step got a list of columns, or of rows of all batches, which a class may even train on."""
+    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(
+        InputError, match=r"list of batches .* Give `torch.utils.data.DataLoader\(batches, batch_size=None"
+    ):
+        trainer.fit(ContractModule(Counting(), TrainingJobSpec("r", 1)), batches)
+
+
+def test_the_way_out_for_a_list_of_batches_is_one():
+    batches = pa.table({"x": [1.0, 2.0, 3.0]}).to_batches(max_chunksize=1)
+    trainer = pl.Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False)
+    counting = Counting()
+    trainer.fit(ContractModule(counting, TrainingJobSpec("r", 3)), DataLoader(batches, batch_size=None))
+    assert counting.seen == [1.0, 2.0, 3.0]

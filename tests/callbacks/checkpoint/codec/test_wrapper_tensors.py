@@ -1,0 +1,121 @@
+"""Tensors of classes that wrap others, such as the quantized states of an optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genlight.adapter import StepResult
+from genlight.adapter.conformance.snapshot import snapshot
+from genlight.callbacks.checkpoint.codec.named_types import UnknownTypeError
+from genlight.callbacks.checkpoint.codec.wrapper_tensors import build_wrapper, take_wrapper_apart, wrapped_tensors
+from genlight.callbacks.replicas.replica_guard import _replicated
+from support.resumed_fit import STEPS, fit
+
+
+class Quantized(torch.Tensor):
+    """Codes of 8 bits and a scale; knows how to be moved, and no other operation."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, bits: int) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scale: Tensor, bits: int) -> None:
+        self.codes, self.scale, self.bits = codes, scale, bits
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Quantized:
+        scale = tensor.abs().max() / 127 + 1e-12
+        return cls((tensor / scale).round().to(torch.int8), scale.reshape(1), 8)
+
+    def whole(self) -> Tensor:
+        return self.codes * self.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[int]]:
+        return ["codes", "scale"], [self.bits]
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, context: Any, shape: Any, stride: Any) -> Quantized:
+        return cls(tensors["codes"], tensors["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            return cls(args[0].codes, args[0].scale, args[0].bits)
+        raise NotImplementedError(func)
+
+
+class QuantizedMomentum(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            moment = p.grad if not state else state["moment"].whole() * 0.9 + p.grad
+            state["moment"] = Quantized.of(moment)
+            p.sub_(state["moment"].whole(), alpha=self.param_groups[0]["lr"])
+
+
+class Plugin:
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 1)
+        return {"net": net, "optimizer": QuantizedMomentum(net.parameters())}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+def test_a_run_with_quantized_states_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", Plugin(), STEPS)
+    fit(tmp_path / "parts", Plugin(), 3)
+    resumed = fit(tmp_path / "parts", Plugin(), STEPS, ckpt_path=str(tmp_path / "parts" / "final.json"))
+
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_what_is_compared_of_a_wrapper_are_the_tensors_in_it() -> None:
+    tensor = Quantized.of(torch.tensor([1.0, -2.0]))
+
+    assert [name for name, _ in wrapped_tensors("moment", tensor)] == ["codes of moment", "scale of moment"]
+    assert [name for name, _ in wrapped_tensors("moment", torch.ones(1))] == ["moment"]
+    assert snapshot({"moment": tensor}, None).keys() == {'codes of state["moment"]', 'scale of state["moment"]'}
+
+
+@pytest.mark.parametrize("name", ["torch:Tensor", "torch.nn.parameter:Parameter", "collections:OrderedDict"])
+def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
+    parts = take_wrapper_apart(Quantized.of(torch.ones(2)))
+
+    assert torch.equal(build_wrapper(f"{__name__}:Quantized", parts).whole(), torch.ones(2))
+    with pytest.raises(UnknownTypeError, match="not a class of tensors that wraps others"):
+        build_wrapper(name, parts)
+
+
+def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:
+    class Module:
+        def replicated_tensors(self) -> Any:
+            yield "moment", Quantized.of(torch.ones(2))
+
+    found: Any = list(_replicated(Module(), None))  # type: ignore[arg-type]
+
+    assert [name for name, _ in found] == ["codes of moment", "scale of moment"]
