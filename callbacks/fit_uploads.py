@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ..adapter.contract.exceptions import StartupContractError, ThreadLimitError
+from ..adapter.contract.exceptions import BrokenCheckpointError, StartupContractError, ThreadLimitError
 from ..adapter.plumbing.failures import describe_failure
 from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import SPOOL_DIRECTORY, TerminalPayload, UploadConfig, Uploader
@@ -22,9 +22,10 @@ from ..reporters.uploads.targets import target_fault
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.durable_reports import wait_after_failure
 from .checkpoint.format.record import CheckpointRecord
+from .checkpoint.format.record_file import read_record
 from .hook.events import callbacks_of
 
-__all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "settle_fit"]
+__all__ = ["await_checkpoints", "model_checkpoints", "open_uploader", "record_at", "settle_fit"]
 
 log = logging.getLogger(__name__)
 
@@ -125,3 +126,16 @@ def await_checkpoints(trainer: pl.Trainer) -> None:
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     """Lightning's own checkpoint callbacks of `trainer`."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
+
+
+def record_at(path: Path) -> CheckpointRecord | None:
+    """The commit record at `path`; None for a checkpoint of another format."""
+    if path.is_dir():
+        return None
+    with path.open("rb") as file:
+        if file.read(1) != b"{":
+            return None
+    try:
+        return read_record(path)
+    except BrokenCheckpointError:
+        return None

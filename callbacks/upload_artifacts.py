@@ -12,14 +12,20 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import BrokenCheckpointError, UploadError
+from ..adapter.contract.exceptions import UploadError
 from ..reporters.uploads import Uploader
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.format.record import CheckpointRecord
-from .checkpoint.format.record_file import read_record
 from .checkpoint.selection import find_checkpoint
 from .checkpoint.unqueued import never_queued
-from .fit_uploads import await_checkpoints, model_checkpoints, open_uploader, require_usable, settle_fit
+from .fit_uploads import (
+    await_checkpoints,
+    model_checkpoints,
+    open_uploader,
+    record_at,
+    require_usable,
+    settle_fit,
+)
 from .hook.cadence import crossed
 from .hook.events import callbacks_of, run_state_of
 from .hook.hook import Hook
@@ -134,7 +140,7 @@ class UploadArtifacts(Hook):
         """
         if self._uploader is None:
             return
-        record = _record_at(Path(path))
+        record = record_at(Path(path))
         if record is None:
             self._uploader.enqueue_checkpoint(path, step=step, final=final, hold=True)
         else:
@@ -168,15 +174,19 @@ class UploadArtifacts(Hook):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seen_files = {path: _written(path) for path in _paths_of(trainer)}  # of the run that is resumed
         self._hears_metrics = False
         self._last_step = trainer.global_step
         self._newest, self._awaits_newest = None, False
-        savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
-        for saver in savers:
-            saver.spare(self._awaited_paths)
-        if trainer.ckpt_path is not None:
-            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers])
+        for saver in callbacks_of(trainer):
+            if isinstance(saver, Checkpoint):
+                saver.spare(self._awaited_paths)
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._take_over(trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.strategy.restore_checkpoint_after_setup:  # FSDP knows only by now what it resumes from
+            self._take_over(trainer)
 
     @override
     def on_checkpoint_durable(
@@ -261,6 +271,13 @@ class UploadArtifacts(Hook):
 
     # looking for what is new
 
+    def _take_over(self, trainer: pl.Trainer) -> None:
+        """Begin where the run that is resumed ended; its callbacks have their state."""
+        self._seen_files = {path: _written(path) for path in _paths_of(trainer)}
+        if trainer.ckpt_path is not None:
+            savers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]
+            self._queue_resumed(Path(trainer.ckpt_path), [saver.directory for saver in savers])
+
     def _queue_resumed(self, path: Path, own_directories: Sequence[Path]) -> None:
         """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
 
@@ -274,7 +291,7 @@ class UploadArtifacts(Hook):
         except FileNotFoundError:
             return
         self._seen_files.pop(str(path), None)
-        record = _record_at(found)
+        record = record_at(found)
         if record is None:
             return
         if record.run_id == self._uploader.config.run_id or (not record.run_id and found.parent in own_directories):
@@ -341,19 +358,6 @@ def _enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
     """Queue a checkpoint of genlight's own format with all its files."""
     files = [record.path.parent / file.path for file in record.files]
     uploader.enqueue_checkpoint(record.path, files, record.step, record.final, record.primary_path, hold=True)
-
-
-def _record_at(path: Path) -> CheckpointRecord | None:
-    """The commit record at `path`; None for a checkpoint of another format."""
-    if path.is_dir():
-        return None
-    with path.open("rb") as file:
-        if file.read(1) != b"{":
-            return None
-    try:
-        return read_record(path)
-    except BrokenCheckpointError:
-        return None
 
 
 def _paths_of(trainer: pl.Trainer) -> list[str]:

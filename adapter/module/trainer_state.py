@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.hook.events import callbacks_of
@@ -41,6 +44,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 _GRADIENTS_WAIT = "gradients_wait"
 """The member of a checkpoint's contract part that is there where gradients have not been averaged yet."""
@@ -118,10 +123,23 @@ def put_into_checkpoint(
     parts["state"] = without_masks(payload) if is_pruned else payload
     if router is not None and router.averaging is not None and router.averaging.waits:
         parts[_GRADIENTS_WAIT] = True
-    parts["unmanaged"] = {path: kept.state_dict() for path, kept in unmanaged}
+    if "lr_schedulers" in checkpoint:  # not where weights alone are saved
+        kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
+        checkpoint["lr_schedulers"] = list(map(_without_functions, kinds, checkpoint["lr_schedulers"]))
+    parts["unmanaged"] = {path: _without_functions(kept, kept.state_dict()) for path, kept in unmanaged}
     # For monitors that look at the end of an epoch, where a resume from its last step has no step before that.
     numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
     parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
+
+
+def _without_functions(kept: Any, state: Any) -> Any:
+    """The state of a scheduler without functions, of which it keeps on a resume what ``configure`` gave it.
+
+    Torch's own leave theirs out; of a class of the user's, ``LRScheduler.state_dict`` gives all attributes.
+    """
+    if not isinstance(kept, LRScheduler) or type(kept).load_state_dict is not LRScheduler.load_state_dict:
+        return state
+    return {name: value for name, value in state.items() if not isinstance(value, _FUNCTIONS)}
 
 
 def take_from_checkpoint(

@@ -56,6 +56,8 @@ class DurableReports:
             began_s: When its save began, on the clock of ``time.monotonic``.
         """
         self._unreported.append((record, time.monotonic() - began_s))
+        if retention.keep_last is None:  # all stay, and to read them all would cost more with each
+            return
         # What was not reported yet stays: those who hear of it (an upload) must still find it.
         spared = {unreported.path for unreported, _ in list(self._unreported)}
         if self._being_reported is not None:

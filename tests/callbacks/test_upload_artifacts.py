@@ -11,6 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +75,7 @@ def fit(tmp_path, chaos, monkeypatch):
         plugins=(),
         without_upload=False,
         logger=False,
+        strategy="auto",
         **settings,
     ):
         settings = {"run_id": "run-1", "owner": "me", "metric_every": 2, "deadline_s": 120.0} | settings
@@ -88,6 +90,7 @@ def fit(tmp_path, chaos, monkeypatch):
             callbacks=[*([] if without_upload else [upload]), checkpoint, *callbacks],
             plugins=list(plugins),
             logger=logger,
+            strategy=strategy,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
@@ -504,14 +507,23 @@ def test_a_checkpoint_that_a_killed_process_wrote_and_never_queued_is_sent_by_th
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [4, 6]
 
 
+class RestoresLate(SingleDeviceStrategy):
+    """Restores modules and callbacks when a fit has started, as FSDP does."""
+
+    restore_checkpoint_after_setup = True
+
+
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresLate])
 @pytest.mark.parametrize(("owner_of_record", "sent"), [("run-1", [3]), ("another", [])])
-def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(fit, chaos, tmp_path, owner_of_record, sent):
+def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(
+    fit, chaos, tmp_path, owner_of_record, sent, strategy
+):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=3, save_final=False)
     own.run = RecordMeta(run_id=owner_of_record)
     fit(steps=3, every=100, callbacks=[own], without_upload=True)
     record = tmp_path / "run" / "own" / "step-00000003.json"
-    fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()])
+    fit(steps=4, every=100, ckpt_path=record, plugins=[DurableCheckpointIO()], strategy=strategy("cpu"))
     assert [message["step"] for message in chaos.messages("/checkpoint")] == sent
 
 

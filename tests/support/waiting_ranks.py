@@ -104,6 +104,17 @@ def a_layer_that_freezes_in_the_middle(subject: Subject, step: int, rank: int) -
     yield from over_three_steps(subject, step, rank)
 
 
+def a_parameter_that_is_replaced_in_the_middle(subject: Subject, step: int, rank: int) -> Updates:
+    if step % WINDOW == 1:
+        old = subject.net.last.bias
+        new = nn.Parameter(torch.cat([old.detach(), old.detach().mean().reshape(1)])[1:])
+        subject.net.last.bias = new
+        held = subject.optimizer.param_groups[0]["params"]
+        held[next(i for i, p in enumerate(held) if p is old)] = new
+        subject.optimizer.state.pop(old, None)
+    yield from over_three_steps(subject, step, rank)
+
+
 def windows_of_two_lengths(subject: Subject, step: int, rank: int) -> Updates:
     assert subject.second is not None
     subject.backward(step, rank)
@@ -151,6 +162,7 @@ SCENARIOS: dict[str, Callable[[Subject, int, int], Updates]] = {
         read_in_the_middle,
         calls_that_differ,
         a_layer_that_freezes_in_the_middle,
+        a_parameter_that_is_replaced_in_the_middle,
         windows_of_two_lengths,
         a_window_that_ends_early,
         written_by_hand,

@@ -128,6 +128,32 @@ class WrappedByAddress(Plain):
         return KeyedByAddress(parameters)
 
 
+class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps a function, as its own ``state_dict`` says."""
+
+    def __init__(self, optimizer: Optimizer, rate: Any) -> None:
+        self.rate = rate
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * self.rate(self.last_epoch) for base in self.base_lrs]
+
+
+class Scheduled(Plain):
+    """Two schedules of one optimizer, of which Lightning saves the first."""
+
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        first = OwnSchedule(state["optimizer"], lambda step: 1 / (1 + step))
+        return {**state, "first": first, "second": OwnSchedule(state["optimizer"], lambda step: 0.5**step)}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        result = super().train_step(batch, state, ctx)
+        state["first"].step()
+        state["second"].step()
+        return result
+
+
 class Scripted(Plain):
     def configure(self, ctx: Any) -> Any:
         model = torch.jit.script(nn.Linear(3, 1))
@@ -148,7 +174,7 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     return module.contract_state
 
 
-@pytest.mark.parametrize("kind", [LooseOverTwoSteps, Wrapped, WrappedByAddress])
+@pytest.mark.parametrize("kind", [LooseOverTwoSteps, Wrapped, WrappedByAddress, Scheduled])
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
     """From the third of five steps, within the window of those that accumulate."""
     whole = fit(tmp_path, kind())

@@ -1,10 +1,13 @@
 """Which checkpoints a run keeps."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from hypothesis import given, strategies as st
 
+from genlight.callbacks.checkpoint import save
+from genlight.callbacks.checkpoint.durable_reports import DurableReports
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.retention import Retention, to_delete
 
@@ -79,3 +82,20 @@ def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best, keep_ev
             assert step not in gone
     assert not any(keep_every and step and step % keep_every == 0 for step in gone)
     assert len(scores) - len(gone) <= keep_last + keep_best + (len(scores) // keep_every if keep_every else 0)
+
+
+def test_where_all_are_kept_no_other_record_is_read_when_one_becomes_durable(tmp_path, monkeypatch):
+    """Of thousands that would take seconds, in a thread that training waits for."""
+    saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in (1, 2)]
+    opened = []
+
+    def opening(path, *rest, real=os.open, **how):
+        opened.append(path)
+        return real(path, *rest, **how)
+
+    monkeypatch.setattr(os, "open", opening)
+    reports = DurableReports()
+    reports.note(saved[1], Retention(keep_last=None), began_s=0.0)
+    assert (bool(reports), opened) == (True, [])
+    reports.note(saved[1], Retention(keep_last=1), began_s=0.0)
+    assert opened
