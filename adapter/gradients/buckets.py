@@ -33,6 +33,7 @@ write_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 """What is behind ``tensor.grad``, past the guards of `Accumulation`."""
 
 Gradients = Sequence[Tensor | None]
+_Dense = tuple[list[int], list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,13 @@ class Bucket:
         self._count_extra = extra
         self._gives_views = gradient_as_bucket_view
         self._kept: _Memory | None = None
-        self._dense: tuple[list[Tensor], list[Tensor]] = ([], [])
-        """The gradients that are dense, and where each stands in the flat tensor."""
+        self._dense: _Dense = ([], [], [])
+        """Positions of the gradients that are dense, these themselves, and where each stands in the flat tensor."""
         self._missing: list[int] = []
-        self._sparse: list[int] = []
-        self._gradients: Gradients = ()
+        self._sparse: dict[int, int] = {}
+        """Positions of sparse gradients, with how many of their dimensions are."""
+        self._has_handed_out = False
+        """Whether a gradient is part of the flat tensor."""
         self._works: list[Any] = []
         self._averages: torch.futures.Future[Any] | None = None
         """What the hook has promised."""
@@ -133,21 +136,25 @@ class Bucket:
     def pack(self, gradients: Gradients) -> None:
         """Write the gradients of the parameters into the flat tensor."""
         memory = self._memory
-        self._gradients = gradients
         self._missing = [i for i, grad in enumerate(gradients) if grad is None]
-        self._sparse = [i for i, grad in enumerate(gradients) if grad is not None and grad.layout is not torch.strided]
+        self._sparse = {
+            i: grad.sparse_dim()
+            for i, grad in enumerate(gradients)
+            if grad is not None and grad.layout is not torch.strided
+        }
         memory.used.fill_(1)
         memory.is_sparse.zero_()
         if self._missing or self._sparse:
-            self._pack_others(memory)
+            self._dense = self._pack_others(memory, gradients)
         else:
-            self._dense = cast("list[Tensor]", list(gradients)), memory.views
-        if self._divides_while_copying:
-            for gradient, view in zip(*self._dense, strict=True):
+            self._dense = list(range(len(gradients))), cast("list[Tensor]", list(gradients)), memory.views
+        _, dense, views = self._dense
+        if self.device.type == "cpu" and self._hook is None:  # one pass over the memory rather than two
+            for gradient, view in zip(dense, views, strict=True):
                 torch.div(gradient, self._world_size, out=view)
         else:
-            if self._dense[0]:
-                torch._foreach_copy_(self._dense[1], self._dense[0])
+            if dense:
+                torch._foreach_copy_(views, dense)
             if self._hook is None:
                 memory.data.div_(self._world_size)
 
@@ -181,19 +188,17 @@ class Bucket:
         if self._gives_views and self._count_extra:
             self._memory.extra.copy_(self.extra)
 
-    def _pack_others(self, memory: _Memory) -> None:
+    def _pack_others(self, memory: _Memory, gradients: Gradients) -> _Dense:
         for i in self._missing:
             memory.used[i] = 0
             memory.views[i].zero_()
         for i in self._sparse:
             memory.is_sparse[i] = 1
-            memory.views[i].copy_(cast("Tensor", self._gradients[i]).to_dense())
-            if self._divides_while_copying:
+            memory.views[i].copy_(cast("Tensor", gradients[i]).to_dense())
+            if self.device.type == "cpu" and self._hook is None:
                 memory.views[i].div_(self._world_size)
-        others = {*self._missing, *self._sparse}
-        pairs = enumerate(zip(self._gradients, memory.views, strict=True))
-        dense = [(cast("Tensor", grad), view) for i, (grad, view) in pairs if i not in others]
-        self._dense = [grad for grad, _ in dense], [view for _, view in dense]
+        dense = [i for i in range(len(gradients)) if i not in self._sparse and gradients[i] is not None]
+        return dense, [cast("Tensor", gradients[i]) for i in dense], [memory.views[i] for i in dense]
 
     def wait(self) -> None:
         """Until the averages are here; `extra` can be read then."""
@@ -211,41 +216,42 @@ class Bucket:
                 self._memory.data.copy_(averages)
 
     def land(self) -> dict[int, Tensor]:
-        """Write the averages into the dense gradients; the new gradients of other parameters, by position."""
+        """Make the averages the dense gradients, or write them into these; new gradients of the others, by position."""
         memory = self._memory
-        given, self._gradients = self._gradients, ()
-        (grads, views), self._dense = self._dense, ([], [])
-        new = {i: memory.views[i].to_sparse(cast("Tensor", given[i]).sparse_dim()) for i in self._sparse}
-        del given
-        handed_out: dict[int, Tensor] = {}
+        if self._gives_views:
+            self._hand_out()
+        (_, grads, views), self._dense = self._dense, ([], [], [])
+        if grads:
+            torch._foreach_copy_(grads, views)
+        new = {i: memory.views[i].to_sparse(sparse_dim) for i, sparse_dim in self._sparse.items()}
         if self._missing:
             used, sparse = memory.used.tolist(), memory.is_sparse.tolist()
             for i in self._missing:
-                if used[i] > 0 and sparse[i] > 0:
+                if used[i] > 0:
                     # As an embedding makes it: sparse in its rows. An optimizer for sparse gradients takes no other.
-                    new[i] = memory.views[i].to_sparse(1)
-                elif used[i] > 0:
-                    handed_out[i] = memory.views[i] if self._gives_views else memory.views[i].clone()
-        if self._gives_views:
-            others = {*self._missing, *self._sparse}
-            dense = [i for i in range(len(self.parameters)) if i not in others]
-            in_place = self._replaceable(dense, grads, views)
-            handed_out |= {i: view for i, view, replaces in zip(dense, views, in_place, strict=True) if replaces}
-            grads = [grad for grad, replaces in zip(grads, in_place, strict=True) if not replaces]
-            views = [view for view, replaces in zip(views, in_place, strict=True) if not replaces]
-            if handed_out:
-                self._kept = None
-        if grads:
-            torch._foreach_copy_(grads, views)
-        return new | handed_out
+                    new[i] = memory.views[i].to_sparse(1) if sparse[i] > 0 else self._given(memory.views[i])
+        if self._has_handed_out:  # never to be written to again
+            self._has_handed_out, self._kept = False, None
+        return new
 
-    def _replaceable(self, positions: Sequence[int], grads: list[Tensor], views: Sequence[Tensor]) -> list[bool]:
-        """Whether each view can take the place of its gradient without anybody seeing a difference."""
+    def _hand_out(self) -> None:
+        """Let each view take the place of its gradient, unless somebody would see a difference."""
+        kept: _Dense = ([], [], [])
+        (positions, grads, views), self._dense = self._dense, kept
         are_alone = held_by_parameters_alone(grads)
-        return [
-            is_alone and read_gradient(self.parameters[i]) is grad and _is_alike(grad, view)
-            for i, grad, view, is_alone in zip(positions, grads, views, are_alone, strict=True)
-        ]
+        for i, grad, view, is_alone in zip(positions, grads, views, are_alone, strict=True):
+            parameter = self.parameters[i]
+            if is_alone and read_gradient(parameter) is grad and _is_alike(grad, view):
+                write_gradient(parameter, self._given(view))
+            else:
+                kept[0].append(i)
+                kept[1].append(grad)
+                kept[2].append(view)
+
+    def _given(self, view: Tensor) -> Tensor:
+        """What a gradient may be: the view itself, or a copy."""
+        self._has_handed_out = self._has_handed_out or self._gives_views
+        return view if self._gives_views else view.clone()
 
 
 def _allocated(parameters: Sequence[Tensor], extra: int, *, is_aligned: bool) -> _Memory:

@@ -34,19 +34,25 @@ class Mlp:
     """The trainer class: an MLP, plain SGD, several backward calls before each update."""
 
     def __init__(
-        self, calls: int, wrap: Callable[[Any], Any] = lambda model: model, *, over_steps: bool = False
+        self,
+        calls: int,
+        wrap: Callable[[Any], Any] = lambda model: model,
+        *,
+        over_steps: bool = False,
+        width: int = WIDTH,
     ) -> None:
         self.calls = calls
         self.calls_of_step = 1 if over_steps else calls
         self.called = 0
         self.wrap = wrap
+        self.width = width
 
     def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         import torch
 
-        layers = [[torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()] for _ in range(LAYERS)]
+        layers = [[torch.nn.Linear(self.width, self.width), torch.nn.ReLU()] for _ in range(LAYERS)]
         model = self.wrap(torch.nn.Sequential(*[part for layer in layers for part in layer]))
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4)}
 

@@ -3,73 +3,101 @@
     python examples/benchmarks/exchange_memory.py
 
 Two ranks over gloo on this machine, an MLP of 23.6 M parameters (90 MiB of weights), plain SGD. Each host has processes
-of its own; what is printed is the largest resident size of rank 0 in five steps, less what it had before the model was
-built, from the kernel's own count (``VmHWM``, Linux).
+of its own; what is printed is the largest resident size of rank 0 in five steps, and that at the end of the last
+forward, less what it had before the model was built, from the kernel's own count (``VmHWM`` and ``VmRSS``, Linux).
+Before that, each host has trained a small model: what it imports and which threads it starts is no part of the figures.
+The allocator (glibc's) is told to give memory back at once: otherwise they also say what it happened to keep, which
+differs by 40 MiB from run to run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
+import gc
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from exchange import ROWS, WIDTH, Mlp
 
 STEPS = 5
-HOSTS = ("one rank alone", "bare DDP", "bare DDP, gradient_as_bucket_view", "genlight")
+SMALL = 256
+"""Width of the model that is trained first; its gradients need several buckets, too."""
+HOSTS: dict[str, dict[str, Any]] = {
+    "one rank alone": {},
+    "bare DDP": {},
+    "bare DDP, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "genlight": {},
+    "genlight, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+}
+"""And the arguments of their DDP."""
 
 
-def peak_mib(host: str, rank: int, store: str) -> float:
-    """What one rank of `host` takes at most, in MiB."""
-    import lightning.pytorch as pl
+def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
+    """What one rank of `host` takes at most, and at the end of its last forward, in MiB."""
     import torch
     import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+    train(host, rank, SMALL)
+    gc.collect()
+    dist.barrier()
+    before = _of_status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the largest size counts from here on
+    forward = train(host, rank, WIDTH)
+    peak = _of_status("VmHWM")
+    dist.barrier()  # not before the other rank has what it needs of this one
+    return (peak - before) / 1024, (forward - before) / 1024
+
+
+def train(host: str, rank: int, width: int) -> float:
+    """A few steps; the resident size at the end of the last forward, in KiB."""
+    import lightning.pytorch as pl
+    import torch
     from lightning.pytorch.strategies import DDPStrategy
     from step_cost.ranks import Environment
     from torch.nn.parallel import DistributedDataParallel
 
     from genlight.adapter import ContractModule, TrainingJobSpec
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
-    batch = torch.randn(ROWS, WIDTH)
-    before = _of_status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size counts from here on
-    if host == "genlight":
+    class Watched(Mlp):
+        """Looks at the resident size whenever a forward ends."""
+
+        def configure(self, ctx: Any) -> dict[str, Any]:
+            state = super().configure(ctx)
+            state["model"].register_forward_hook(lambda *_: sizes.append(_of_status("VmRSS")))
+            return state
+
+    sizes: list[float] = []
+    batch = torch.randn(ROWS, width)
+    settings = HOSTS[host]
+    if host.startswith("genlight"):
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=DDPStrategy(cluster_environment=Environment(rank, 2)),
+            strategy=DDPStrategy(cluster_environment=Environment(rank, 2), **settings),
             max_steps=STEPS,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(ContractModule(Mlp(1), TrainingJobSpec("memory", STEPS)), _Same(batch))
-    else:
-        wraps: dict[str, Callable[[Any], Any]] = {
-            "one rank alone": lambda model: model,
-            "bare DDP": DistributedDataParallel,
-            "bare DDP, gradient_as_bucket_view": functools.partial(
-                DistributedDataParallel, gradient_as_bucket_view=True
-            ),
-        }
-        by_hand = Mlp(1, wraps[host])
-        state = by_hand.configure(None)
-        for _ in range(STEPS):
-            by_hand.train_step(batch, state, None)
-    peak = _of_status("VmHWM")
-    dist.barrier()
-    with contextlib.suppress(RuntimeError):  # the other rank may be faster to leave
-        dist.destroy_process_group()
-    return (peak - before) / 1024
+        module = ContractModule(Watched(1, width=width), TrainingJobSpec("memory", STEPS))
+        trainer.fit(module, _Same(batch))
+        return sizes[-1]
+
+    def wrap(model: Any) -> Any:
+        return model if host == "one rank alone" else DistributedDataParallel(model, **settings)
+
+    by_hand = Watched(1, wrap, width=width)
+    state = by_hand.configure(None)
+    for _ in range(STEPS):
+        by_hand.train_step(batch, state, None)
+    return sizes[-1]
 
 
 class _Same:
@@ -98,14 +126,18 @@ def main() -> None:
     parser.add_argument("--store", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.host is not None:
-        taken = peak_mib(chosen.host, chosen.rank, chosen.store)
+        peak, forward = taken_mib(chosen.host, chosen.rank, chosen.store)
         if chosen.rank == 0:
-            print(f"{chosen.host:36}{taken:8.0f} MiB", flush=True)
-        return
+            print(f"{chosen.host:36}{peak:8.0f} MiB{forward:8.0f} MiB", flush=True)
+        os._exit(0)  # without waiting for the other rank, which may have left
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 2**10)}
     for host in HOSTS:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-W", "ignore", __file__, "--host", host, "--store", str(Path(folder, "store"))]
-            ranks = [subprocess.Popen([*command, "--rank", str(rank)], stderr=subprocess.DEVNULL) for rank in range(2)]
+            ranks = [
+                subprocess.Popen([*command, "--rank", str(rank)], stderr=subprocess.DEVNULL, env=environment)
+                for rank in range(2)
+            ]
             codes = [process.wait() for process in ranks]
             if any(codes):
                 sys.exit(f"a rank of {host} failed")
