@@ -58,7 +58,8 @@ class ArrowDataModule(LightningDataModule):
         shuffle_window: int = 65_536,
         readahead_bytes: int = 256 << 20,
         val_paths: str | Sequence[str] | None = None,
-        collate: Callable[[pa.RecordBatch], Any] | str | None = None,
+        # The text first: jsonargparse would save it as an instance that cannot be serialized.
+        collate: str | Callable[[pa.RecordBatch], Any] | None = None,
         workers: int = 0,
     ) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def as_expression(filters: Any) -> pc.Expression | None:
     except (ValueError, TypeError, IndexError) as error:
         raise ValueError(
             f"Invalid `filters`. Expected a list of [column, operator, value], but received {filters!r} ({error})."
-        ) from error
+        ) from None
 
 
 def _tuples(filters: Any) -> Any:

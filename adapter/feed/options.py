@@ -82,11 +82,16 @@ def collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any
 
 
 def _named(path: str) -> Any:
-    """The function behind ``module:function``, or None where `path` names none."""
-    module, _, name = path.partition(":")
-    if not name:
+    """The function behind ``module:function``, or ``module.function`` as configurations of Lightning write it.
+
+    `path` itself where it names none.
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module or not name:
         return path
     try:
         return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {error}.") from None
     except Exception as error:  # a module may raise anything while it is imported
         raise ValueError(f"Invalid `collate`. {path!r} cannot be imported: {type(error).__name__}: {error}.") from error

@@ -11,10 +11,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..contract.exceptions import ContractError
+from ..contract.exceptions import CheckpointError, ContractError
 from ..discovery.discover import Discovered, Found
 
 __all__ = ["optimizer_configs", "put_back_what_fits", "restore_set_aside", "set_aside"]
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What schedulers of torch, which a trainer may make later, put into groups."""
 
 
 def optimizer_configs(discovered: Discovered) -> list[dict[str, Any]]:
@@ -32,7 +35,11 @@ def set_aside(optimizers: Sequence[Found[Optimizer]], states: list[dict[str, Any
 
     Returns:
         What was taken out, by the index of its optimizer.
+
+    Raises:
+        CheckpointError: A state is that of another kind of optimizer.
     """
+    _require_same_kinds(optimizers, states)
     waiting = {}
     for index, (found, state) in enumerate(zip(optimizers, states, strict=False)):
         groups = state.get("param_groups")  # an optimizer may have a state_dict of its own
@@ -67,6 +74,23 @@ def restore_set_aside(optimizers: Sequence[Found[Optimizer]], waiting: Mapping[i
                 "now. Build the same groups in `configure`, or add what was added while training in `load_state_dict`."
             )
         found.value.load_state_dict(state)
+
+
+def _require_same_kinds(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where the settings in a state's groups are not those of its optimizer, which would fail within a step.
+
+    A release of torch adds a setting or drops one; only of another kind of optimizer some lack and others are new.
+    """
+    for found, state in zip(optimizers, states, strict=False):
+        for saved, built in zip(state.get("param_groups", ()), found.value.param_groups, strict=False):
+            lacking = sorted(found.value.defaults.keys() - saved.keys())
+            foreign = sorted(saved.keys() - built.keys() - _OF_SCHEDULERS)
+            if lacking and foreign:
+                raise CheckpointError(
+                    f"{found.path} is now {type(found.value).__name__}, with {', '.join(lacking)}; the optimizer of "
+                    f"the checkpoint had {', '.join(foreign)} instead. Build the optimizer as it was, or start at "
+                    "step 0 with `genlight run --fresh`, of a fit `--resume never`."
+                )
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensor_bytes import as_uint8, bytes_of
+from .codec.tensor_table import refuse_unknown
 from .format.record_file import digest_of
 from .sharded.boxes import is_sharded
 from .sharded.lazy_tensor import WholeTensor, unsharded
@@ -168,9 +169,10 @@ class _Digester:
         if is_sharded(tensor) or isinstance(tensor, WholeTensor):
             return {"sharded": facts}
         tensor = unsharded(tensor).detach()
-        if tensor.layout != torch.strided:
+        if tensor.layout == torch.sparse_coo:
             tensor = tensor.coalesce()
             return {"sparse": [self.add_tensor(tensor.indices(), path), self.add_tensor(tensor.values(), path), facts]}
+        refuse_unknown(tensor, path)
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         reference = self._by_memory.get(memory)
         if reference is None:

@@ -23,7 +23,7 @@ from ..sharded.boxes import Box, held_by_this_rank, is_sharded
 from ..sharded.lazy_tensor import unsharded
 from .state_tree import Attribute, Path, format_path
 
-__all__ = ["Entry", "Slice", "TensorTable", "stored_as"]
+__all__ = ["Entry", "Slice", "TensorTable", "refuse_unknown", "stored_as"]
 
 _LARGEST_ELEMENT = 16
 """Bytes of a ``complex128``."""
@@ -135,7 +135,7 @@ class TensorTable:
         if is_sharded(tensor):
             return self._add_sharded(tensor, file, key)
         tensor = unsharded(tensor)
-        _refuse_unknown(tensor, path)
+        refuse_unknown(tensor, path)
         reference: dict[str, Any] = {}
         if tensor.requires_grad:
             reference["requires_grad"] = True
@@ -281,7 +281,12 @@ def _dotted(path: Path) -> str:
     return ".".join(part.name if isinstance(part, Attribute) else str(part) for part in parts)
 
 
-def _refuse_unknown(tensor: torch.Tensor, path: Path) -> None:
+def refuse_unknown(tensor: torch.Tensor, path: Path) -> None:
+    """Refuse a tensor that is not dense, plain and with values.
+
+    Raises:
+        UnstorableStateError: Names its path, and what to do.
+    """
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise _refusal(tensor, path, "only plain tensors and parameters can be stored; store what it is made of")

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -666,3 +668,47 @@ def test_a_checkpoint_that_is_not_there_is_not_said_to_be_taken(genlight, caplog
     code, words = genlight("validate", "--ckpt_path", "none.json", plugin="refused_trainer:Counts")
     assert code == 2
     assert "evaluating the checkpoint" not in words
+
+
+COLLATED = """
+from genlight.adapter import StepResult
+from genlight.adapter.feed import to_torch
+
+
+class Sums:
+    def setup(self, ctx): pass
+    def configure(self, ctx): return {}
+    def prepare_batch(self, raw_batch, state, ctx): return raw_batch["x"].sum()
+    def train_step(self, batch, state, ctx): return StepResult(metrics={"loss": batch})
+    def state_dict(self, state): return {}
+    def load_state_dict(self, state, payload, ctx): pass
+"""
+
+
+@pytest.mark.parametrize("collate", ["torch", "collated:to_torch", "collated.to_torch"])
+def test_the_configuration_that_a_fit_saves_collates_as_that_fit_did(genlight, tmp_path, collate):
+    (tmp_path / "collated.py").write_text(COLLATED)
+    pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / "x.parquet")
+    data = ["genlight.adapter.ArrowDataModule", "--data.parquet_paths", "x.parquet", "--data.collate", collate]
+
+    code, words = genlight("fit", "--data", *data, plugin="collated:Sums")
+
+    assert (code, "serialize" in words) == (0, False), words
+    saved = yaml.safe_load((tmp_path / "c" / "config-1.yaml").read_text())
+    assert saved["data"]["init_args"]["collate"] == collate
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("collate", "collated:nope"), ("collate", "torhc"), ("filters", '[["x", ">>", 1]]'), ("batch_size", "0")],
+)
+def test_an_option_of_the_data_that_cannot_be_used_is_one_error_without_a_traceback(genlight, tmp_path, option, value):
+    (tmp_path / "collated.py").write_text(COLLATED)
+    pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / "x.parquet")
+    data = ["genlight.adapter.ArrowDataModule", "--data.parquet_paths", "x.parquet", f"--data.{option}", value]
+
+    code, words = genlight("fit", "--data", *data, plugin="collated:Sums")
+
+    assert code == 2
+    assert f"Invalid `{option}`." in words
+    assert "Traceback" not in words

@@ -44,5 +44,7 @@ def test_options_that_cannot_be_used_are_named_together_where_they_are_given(mak
         make("rows.parquet", batch_size="3")
     with pytest.raises(ValueError, match=r"`collate`.*'os:nope' cannot be imported"):
         make("rows.parquet", collate="os:nope")
+    with pytest.raises(TypeError, match=r"`collate`.*received 'torhc'"):
+        make("rows.parquet", collate="torhc")
     with pytest.raises(ValueError, match=r"`filters`.*not a valid operator"):
         make("rows.parquet", filters=[["a", ">>", 1]])

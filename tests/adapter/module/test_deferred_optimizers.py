@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlight.adapter import ContractError, StepResult
+from genlight.adapter.contract.exceptions import CheckpointError
 from support.resumed_fit import STEPS, fit
 
 
@@ -68,3 +69,36 @@ def test_groups_that_nobody_adds_are_told_with_the_path_of_their_optimizer(tmp_p
     said = r'state\["optimizer"\] had groups of \[2, 2\] parameters .* has groups of \[2\]'
     with pytest.raises(ContractError, match=said):
         fit(tmp_path, UnfreezingOnce(), STEPS, ckpt_path=str(tmp_path / "final.json"))
+
+
+class WithSGD(Unfreezing):
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        state = super().configure(ctx)
+        state["optimizer"] = torch.optim.SGD(state["net"][2].parameters(), lr=0.1, momentum=0.9)
+        return state
+
+
+@pytest.mark.parametrize(("before", "now"), [(Unfreezing, WithSGD), (WithSGD, Unfreezing)])
+def test_another_kind_of_optimizer_is_told_before_a_step_fails_of_it(
+    tmp_path: Path, before: type[Unfreezing], now: type[Unfreezing]
+) -> None:
+    fit(tmp_path, before(), 2)
+    name = {Unfreezing: "Adam, with amsgrad, betas", WithSGD: "SGD, with dampening, momentum"}[now]
+    with pytest.raises(CheckpointError, match=rf'state\["optimizer"\] is now {name}.*as it was.*--fresh'):
+        fit(tmp_path, now(), STEPS, ckpt_path=str(tmp_path / "final.json"))
+
+
+class WithOlderAdam(Unfreezing):
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        def leave_out(optimizer: Any, saved: dict[str, Any]) -> None:
+            for group in saved["param_groups"]:
+                del group["decoupled_weight_decay"]
+
+        state = super().configure(ctx)
+        state["optimizer"].register_state_dict_post_hook(leave_out)
+        return state
+
+
+def test_a_setting_that_a_later_torch_added_makes_no_other_kind(tmp_path: Path) -> None:
+    fit(tmp_path, WithOlderAdam(), 2)
+    fit(tmp_path, Unfreezing(), STEPS, ckpt_path=str(tmp_path / "final.json"))

@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
+from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.adapter.module.rank_state import take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
-from genlight.callbacks.checkpoint.rank_differences import tensor_digest
+from genlight.callbacks.checkpoint.rank_differences import differences_of_ranks, tensor_digest
 from support.rank_processes import run_ranks
 
 
@@ -86,3 +87,10 @@ def test_the_digest_of_a_tensor_on_a_device_tells_bits_and_places_apart(dtype):
     other = tensor.clone()
     other[3, 3] = 1 - other[3, 3] if dtype is not torch.bool else ~other[3, 3]
     assert tensor_digest(tensor) != tensor_digest(other)
+
+
+def test_what_cannot_be_stored_is_refused_with_its_path_on_several_ranks_too():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+    with pytest.raises(UnstorableStateError, match=r'state\["rows"\]: .*NestedTensor cannot be stored'):
+        differences_of_ranks({"state": {"rows": nested}}, None)
