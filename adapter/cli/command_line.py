@@ -190,6 +190,8 @@ def _configure_messages() -> None:
     """Our messages to standard error; of Lightning's, warnings that a user can act on."""
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+        # It has a handler to standard error of its own, and each message would come twice.
+        logging.getLogger("lightning").propagate = False
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in _NOT_FOR_USERS:

@@ -94,7 +94,11 @@ _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=F
 
 
 class WorkerSupply:
-    """Batches from `workers` processes; see `Supply`."""
+    """Batches from `workers` processes; see `Supply`.
+
+    Raises:
+        InputError: The processes cannot be started.
+    """
 
     def __init__(self, spec: Spec, position: Position, workers: int) -> None:
         self.position: Position | None = position
@@ -111,7 +115,14 @@ class WorkerSupply:
             # A generator of its own: the default would draw from the training process's random numbers.
             generator=torch.Generator().manual_seed(spec.layout.order.seed),
         )
-        self._made: Iterator[_Made] = start_workers(loader)
+        try:
+            self._made: Iterator[_Made] = start_workers(loader)
+        except OSError as error:
+            raise InputError(
+                f"{workers} data workers could not be started: {error.strerror or error}. They need room in /dev/shm, "
+                "processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make room, or "
+                "train with fewer `workers`, of which 0 needs none of it."
+            ) from error
 
     def epoch(self) -> Iterator[Any]:
         """See `Supply`."""

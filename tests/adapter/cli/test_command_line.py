@@ -413,3 +413,14 @@ def test_a_job_that_cannot_be_used_says_where_the_reference_is(job, section, tmp
         assert main(["run", str(tmp_path / "job.json")]) == 2
 
     assert any(f"README.md#{section}" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.slow
+def test_what_lightning_says_is_said_once(genlight):
+    """Its logger has a handler of its own, beside the one that shows our messages."""
+    done = genlight(
+        *("fit", "--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--seed_everything", "3"),
+        *("--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "true", "--data", "null"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Seed set to 3") == 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import resource
 import subprocess
 
 import numpy as np
 import pytest
 import torch
 
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import ArrowFeed
 
 
@@ -22,6 +24,21 @@ def refuse_row_40(batch):
     if 40 in batch.column("id").to_pylist():
         raise ValueError("row 40 is not welcome")
     return batch
+
+
+def test_workers_that_cannot_be_started_are_told_with_the_way_out(rows_file, ids):
+    path = rows_file(10)
+    assert len(ids(ArrowFeed(path, workers=2, epochs=1))) == 1  # all is loaded then that starting them takes
+    feed = ArrowFeed(path, workers=2, epochs=1)
+    feed.check()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays open
+    try:
+        with pytest.raises(InputError, match=r"2 data workers could not be started: Too many open files.*`workers`"):
+            next(iter(feed))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("shard", ["rows", "row_groups"])
