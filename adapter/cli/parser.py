@@ -98,6 +98,8 @@ def _offer(parser: ArgumentParser, message: str) -> str:
     """A sentence that offers the known name nearest to a misspelled one."""
     choice, unknown, key = _CHOICE.search(message), _UNKNOWN.search(message), _UNKNOWN_KEY.search(message)
     argument = _UNKNOWN_ARGUMENT.search(message)
+    if choice is not None and "--print_completion" in message and "shtab" not in choice["choices"]:
+        return ". For shells install the extra, `pip install 'genlight[completion]'`, and choose shtab-bash"
     if choice is not None:
         offered = nearest(choice["given"], re.findall(r"'([^']+)'", choice["choices"]), alike=0.6)
     elif unknown is not None:

@@ -313,8 +313,8 @@ class ContractModule(ReportingModule):
         self.rank_channel = rank_channel_of(self.trainer)
 
     @override
-    def on_validation_model_zero_grad(self) -> None:
-        """Nothing: gradients may belong to a window of accumulation that the trainer goes on with."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: before a run or a validation, gradients may be of an open window, or views that the trainer made."""
 
     @override
     def on_fit_end(self) -> None:

@@ -18,12 +18,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from exchange import ROWS, WIDTH, Mlp
 
 STEPS = 5
+LONGEST_WAIT = timedelta(minutes=1)
+"""Ranks that wait longer for each other fail: now and then those of bare DDP stall in a backward call over gloo."""
 SMALL = 256
 """Width of the model that is trained first; its gradients need several buckets, too."""
 HOSTS: dict[str, dict[str, Any]] = {
@@ -42,7 +45,7 @@ def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}", timeout=LONGEST_WAIT)
     train(host, rank, SMALL)
     gc.collect()
     dist.barrier()
@@ -140,7 +143,7 @@ def main() -> None:
             ]
             codes = [process.wait() for process in ranks]
             if any(codes):
-                sys.exit(f"a rank of {host} failed")
+                sys.exit(f"A rank of {host} failed; start again.")
 
 
 if __name__ == "__main__":

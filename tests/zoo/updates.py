@@ -56,6 +56,27 @@ class LeavesReplaced(Base):
         state["params"] = {k: p.detach().requires_grad_() for k, p in payload["params"].items()}
 
 
+class OneBufferOfGradients(Base):
+    """Weights and gradients of the model are views of one tensor each, which `configure` made; the optimizer has it."""
+
+    def configure(self, ctx):
+        model = mlp()
+        weights = list(model.parameters())
+        flat = torch.cat([p.detach().flatten() for p in weights]).requires_grad_()
+        flat.grad = torch.zeros_like(flat)
+        sizes = [p.numel() for p in weights]
+        for p, part, grad in zip(weights, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+            p.data, p.grad = part.view_as(p), grad.view_as(p)
+        return {"model": model, "flat": flat, "optimizer": torch.optim.SGD([flat], 0.05, momentum=0.9)}
+
+    def train_step(self, batch, state, ctx):
+        state["flat"].grad.zero_()
+        loss = self.loss(batch, state)
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class OptimizerAndByHand(Base):
     """An optimizer for the body, the head updated by hand."""
 

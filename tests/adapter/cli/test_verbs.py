@@ -72,6 +72,13 @@ def test_help_shows_defaults_where_there_are_some(command, capsys):
     assert command != "check" or "default: 3" in said
 
 
+def test_a_completion_that_needs_the_extra_names_it(capsys):
+    """As jsonargparse refuses it where shtab is not installed."""
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().error("argument --print_completion: invalid choice: 'shtab-bash' (choose from 'jsonschema')")
+    assert "pip install 'genlight[completion]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_says_what_a_command_does_and_how_it_ends(command, capsys):
     """Not what a folder of code may import, and no markup of a docstring."""
