@@ -20,6 +20,7 @@ from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import RunConfig
 from ..job.identity import changes_between, numbers_of
+from ..plumbing.durable import write_bytes_durably
 
 __all__ = ["Start", "decide_start", "move_checkpoints_aside", "move_old_artifacts_aside"]
 
@@ -151,7 +152,8 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
     """
     log, root = config.events_path, config.artifacts_dir
     logs = [log] if log.is_relative_to(root) and log.is_file() and not log.is_symlink() else []
-    return _move_aside([*_checkpoints_in(config.checkpoints_dir), *_samples_in(config.samples_dir), *logs], root)
+    records = checkpoint_files(config.checkpoints_dir)
+    return _move_aside(records, [*_samples_in(config.samples_dir), *logs], root)
 
 
 def move_checkpoints_aside(directory: Path) -> Path | None:
@@ -160,23 +162,23 @@ def move_checkpoints_aside(directory: Path) -> Path | None:
     Returns:
         The folder, or None if there was nothing to move.
     """
-    return _move_aside(_checkpoints_in(directory), directory)
+    return _move_aside(checkpoint_files(directory), [], directory)
 
 
-def _checkpoints_in(directory: Path) -> list[Path]:
-    records = checkpoint_files(directory)
+def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> Path | None:
+    """Move checkpoints and others; a kill in between leaves each checkpoint whole, here or there."""
     # Folders first: a data folder without its record would be taken for what a killed run left.
-    return [*folders_of_checkpoints(records), *records]
-
-
-def _move_aside(olds: Sequence[Path], root: Path) -> Path | None:
+    olds = [*folders_of_checkpoints(records), *records, *others]
     if not olds:
         return None
     aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
-    for path in olds:
-        target = aside / path.parent.name
-        target.mkdir(parents=True, exist_ok=True)
-        path.rename(target / path.name)
+    targets = [(path, aside / path.parent.name / path.name) for path in olds]
+    for path, target in targets:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path in records and path.suffix == ".json" and os.access(path, os.R_OK):
+            write_bytes_durably(target, path.read_bytes())  # so that its folder has it there at once
+    for path, target in targets:
+        path.rename(target)
     return aside
 
 
