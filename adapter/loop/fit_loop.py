@@ -41,6 +41,7 @@ Where this differs from Lightning's own loop:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -271,9 +272,10 @@ def _refuse_batches(given: Any, loaders: Sequence[Any]) -> None:
     Raises:
         InputError: Each of the `loaders` that Lightning finds in what was `given` is a batch.
     """
-    import pyarrow as pa
-
-    kinds = (pa.RecordBatch, pa.Table, torch.Tensor, np.ndarray, dict)
+    kinds: tuple[type, ...] = (torch.Tensor, np.ndarray, dict)
+    arrow = sys.modules.get("pyarrow")  # nobody has a batch of it who has not imported it
+    if arrow is not None:
+        kinds += (arrow.RecordBatch, arrow.Table)
     if isinstance(given, list | tuple) and loaders and all(isinstance(loader, kinds) for loader in loaders):
         raise InputError(
             f"The data is a list of batches ({len(loaders)}, of type {type(loaders[0]).__name__}), which Lightning "
