@@ -122,6 +122,11 @@ class Averaging:
         if self._accumulation is not None:
             self._accumulation.abandon()
 
+    def close(self) -> None:
+        """Training is over, or has failed wherever that was: who reads a gradient now has no other rank wait for it."""
+        if self._accumulation is not None:
+            self._accumulation.unguard()
+
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
         if self._buffers is not None:

@@ -92,7 +92,7 @@ class Accumulation:
     def before_update(self, what: Tensor | str = "") -> None:
         """An update follows: gradients are those of all ranks, and read without a detour, until `resume`."""
         self.settle(Why.UPDATE, what)
-        self._unguard()
+        self.unguard()
         self.settled = 0
 
     def resume(self) -> None:
@@ -106,17 +106,20 @@ class Accumulation:
 
     def end(self) -> None:
         """The step ends; gradients are those of all ranks, or wait for a later step."""
-        if self._offer is None:
-            self.settle(Why.END_OF_STEP)
-        elif self.waits or self._written:
-            self.waits = not self._offer(self.settled)
-            self._written.clear()
-        self._unguard()
-        self.settled = 0
+        try:
+            if self._offer is None:
+                self.settle(Why.END_OF_STEP)
+            elif self.waits or self._written:
+                self.waits = False  # where this fails, nothing may wait for other ranks any more
+                self._written.clear()
+                self.waits = not self._offer(self.settled)
+        finally:
+            self.unguard()
+            self.settled = 0
 
     def abandon(self) -> None:
         """The step failed: the other ranks may not come this far, so nothing is averaged."""
-        self._unguard()
+        self.unguard()
         self.waits = self._in_backward = False
         self._written.clear()
         self.settled = 0
@@ -148,19 +151,20 @@ class Accumulation:
     def _guard(self) -> bool:
         parameters = self._parameters()
         if parameters is not self._known:
-            self._unguard()
+            self.unguard()
             self._known = parameters
             kinds = {type(p) for p in parameters}
             can_be_guarded = kinds <= self._classes.keys()
             self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
         if (parameters and not self._guarded) or any(map(post_accumulate_hooks, parameters)):
-            self._unguard()
+            self.unguard()
             return False
         if not self._is_on:
             self.resume()
         return True
 
-    def _unguard(self) -> None:
+    def unguard(self) -> None:
+        """Parameters are plain again: nothing is averaged because they are read."""
         for kind, parameters in self._guarded.items():
             for parameter in parameters:
                 parameter.__class__ = kind

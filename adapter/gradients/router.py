@@ -88,7 +88,7 @@ class StepRouter:
         self._discovered = discovered
         self._device = device
         self._precision = precision
-        self._scaler, self._guard = precision.scaler, guard
+        self._scaler, self._guard, self.buffers = precision.scaler, guard, buffers or None
         self._hooks = hooks or StepHooks()
         self._optimizers = [found.value for found in with_inner_optimizers(discovered)]
         self._managed = {id(optimizer) for optimizer in self._optimizers}
@@ -111,7 +111,6 @@ class StepRouter:
         self._sharded = sharded or None
         self._checked_at_once = sharded.optimizers
         self._checked_when_averaged = [each for each in self._optimizers if each not in sharded.optimizers]
-        self.buffers = buffers or None
         self.averaging: Averaging | None = None
         if gradients is not None:
             self.averaging = Averaging(
@@ -160,6 +159,8 @@ class StepRouter:
     def close(self) -> None:
         """Training is over: from now on torch and the optimizers are used as they are."""
         self._is_closed = True
+        if self.averaging is not None:
+            self.averaging.close()
         if self._is_open:
             self._is_open = False
             interception.release(self)
@@ -208,8 +209,7 @@ class StepRouter:
                 self.averaging.abandon()
         if exc is None:
             return
-        explained = None if self._sharded is None else self._sharded.explained(exc)
-        explained = explained or about_types(exc, self._precision)
+        explained = (self._sharded.explained(exc) if self._sharded else None) or about_types(exc, self._precision)
         if explained is not None:
             raise explained from exc
 

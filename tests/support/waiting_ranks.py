@@ -197,6 +197,9 @@ def routed(scenario: Callable[[Subject, int, int], Updates], rank: int) -> dict[
             with router:
                 for optimizer in scenario(subject, step, rank):
                     optimizer.step()
+    except ContractError:
+        subject.norm()  # as Lightning's teardown reads them: nobody waits for the other rank any more
+        raise
     finally:
         Bucket.send_as_it_is = real
         router.close()
