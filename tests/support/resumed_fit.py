@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from genlight.adapter import ContractModule, TrainingJobSpec
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 
-__all__ = ["STEPS", "Batches", "fit"]
+__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "fit"]
 
 STEPS = 6
 
@@ -33,6 +33,46 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+class ChangesAtStepThree:
+    """A trainer class that changes what it trains at its third step; what it keeps of that is a number."""
+
+    adds_in_load = True
+    """Whether it does so in ``load_state_dict`` as well."""
+
+    def setup(self, ctx: Any) -> None:
+        torch.manual_seed(0)
+
+    def change(self, state: Any) -> None:
+        """What it does at that step."""
+        raise NotImplementedError
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def outputs(self, batch: Any, state: Any) -> torch.Tensor:
+        """Of the network."""
+        outputs: torch.Tensor = state["net"](batch)
+        return outputs
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["step"] += 1
+        if state["step"] == 3:
+            self.change(state)
+        loss = (self.outputs(batch, state) - batch.sum(1, keepdim=True)).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["step"] = payload["step"]
+        if payload["step"] >= 3 and self.adds_in_load:
+            self.change(state)
 
 
 def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torch.Tensor]:

@@ -8,48 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from genlight.adapter import ContractError, StepResult
+from genlight.adapter import ContractError
 from genlight.adapter.contract.exceptions import CheckpointError
-from support.resumed_fit import STEPS, fit
+from support.resumed_fit import STEPS, ChangesAtStepThree, fit
 
 
-class Unfreezing:
-    """The first layer joins at the third step; what it keeps of that is a number."""
-
-    adds_in_load = True
-
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
+class Unfreezing(ChangesAtStepThree):
+    """The first layer joins at the third step."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
         net[0].requires_grad_(False)
         return {"net": net, "optimizer": torch.optim.Adam(net[2].parameters(), lr=0.1), "step": 0}
 
-    def unfreeze(self, state: Any) -> None:
+    def change(self, state: Any) -> None:
         state["net"][0].requires_grad_(True)
         state["optimizer"].add_param_group({"params": list(state["net"][0].parameters()), "lr": 0.05})
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["step"] += 1
-        if state["step"] == 3:
-            self.unfreeze(state)
-        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"step": state["step"]}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["step"] = payload["step"]
-        if payload["step"] >= 3 and self.adds_in_load:
-            self.unfreeze(state)
 
 
 class UnfreezingOnce(Unfreezing):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ContractError, ContractModule, TrainingJobSpec
 from genlight.adapter.module.grown_weights import changed_names, load_grown, set_aside_grown, shapes_of
-from support.resumed_fit import STEPS, fit
+from support.resumed_fit import STEPS, ChangesAtStepThree, fit
 
 
 class Net(nn.Module):
@@ -28,48 +28,24 @@ class Net(nn.Module):
         return self.last(x)
 
 
-class Growing:
+class Growing(ChangesAtStepThree):
     """A layer joins at the third step, a buffer gets its first value in the first, another a row in each."""
-
-    adds_in_load = True
-
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = Net()
         return {"net": net, "optimizer": torch.optim.Adam(net.parameters(), lr=0.1), "step": 0}
 
-    def grow(self, state: Any) -> None:
+    def change(self, state: Any) -> None:
         torch.manual_seed(3)
         layer = nn.Linear(4, 4)
         state["net"].added.append(layer)
         state["optimizer"].add_param_group({"params": list(layer.parameters()), "lr": 0.05})
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["step"] += 1
-        net = state["net"]
-        if state["step"] == 3:
-            self.grow(state)
-        mean = batch.mean(0)
+    def outputs(self, batch: Any, state: Any) -> torch.Tensor:
+        net, mean = state["net"], batch.mean(0)
         net.mean = mean if net.mean is None else 0.9 * net.mean + 0.1 * mean
         net.history = torch.cat([net.history, net.first.bias.detach()[None]])
-        loss = (net(batch - net.mean) - batch.sum(1, keepdim=True)).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"step": state["step"]}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["step"] = payload["step"]
-        if payload["step"] >= 3 and self.adds_in_load:
-            self.grow(state)
+        return super().outputs(batch - net.mean, state)
 
 
 class GrowingOnce(Growing):
