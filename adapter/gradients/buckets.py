@@ -17,6 +17,8 @@ __all__ = ["Bucket", "grouped", "read_gradient", "write_gradient"]
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are averaged in pieces of this size, each on its way while the next is computed (DDP's own default)."""
+ON_THEIR_WAY_AT_MOST = 2
+"""How many pieces of what rank 0 sends to all are held in memory beside the tensors themselves."""
 FIRST_BUCKET_BYTES = 2**20
 """The size of the first piece, so that the exchange begins early (DDP's own default)."""
 

@@ -27,15 +27,13 @@ from torch.distributed.tensor import DTensor
 from ..contract.exceptions import RankFailed
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import BUCKET_BYTES
+from .buckets import BUCKET_BYTES, ON_THEIR_WAY_AT_MOST
 from .lost_ranks import about_missing_buffers
 from .torch_internals import NormBase
 
 __all__ = ["BufferSync"]
 
 _Buffer = tuple[Tensor, torch.dtype, torch.Size, torch.device]
-_ON_THEIR_WAY_AT_MOST = 2
-"""So many messages of `BUCKET_BYTES` are held in memory beside the buffers themselves."""
 
 
 class BufferSync:
@@ -85,7 +83,7 @@ class BufferSync:
         self._finish()
         self._step = step
         for message in self._messages():
-            if len(self._on_their_way) == _ON_THEIR_WAY_AT_MOST:
+            if len(self._on_their_way) == ON_THEIR_WAY_AT_MOST:
                 self._land(*self._on_their_way.popleft())
             if self._is_source:
                 message.pack()
@@ -162,7 +160,7 @@ class BufferSync:
             return
         self._kept, self._kept_for = [], []
         groups = _grouped(buffers)
-        if sum(map(_bytes_of, buffers)) > _ON_THEIR_WAY_AT_MOST * BUCKET_BYTES:
+        if sum(map(_bytes_of, buffers)) > ON_THEIR_WAY_AT_MOST * BUCKET_BYTES:
             yield from map(_Message, groups)
             return
         self._kept = [_Message(group) for group in groups]

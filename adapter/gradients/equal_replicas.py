@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from .buckets import grouped
+from .buckets import ON_THEIR_WAY_AT_MOST, grouped
 
 __all__ = ["average_scalar", "broadcast_from_zero", "check_same", "check_same_on_all_ranks"]
-
-_ON_THEIR_WAY_AT_MOST = 2
-"""So many pieces of 25 MiB are held in memory beside the tensors themselves."""
 
 
 @torch.no_grad()
@@ -28,7 +25,7 @@ def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | No
     source = dist.get_global_rank(group, 0) if group is not None else 0
     on_their_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
     for bucket in grouped([t for t in tensors if not isinstance(t, DTensor)]):
-        if len(on_their_way) == _ON_THEIR_WAY_AT_MOST:
+        if len(on_their_way) == ON_THEIR_WAY_AT_MOST:
             _take(*on_their_way.popleft())
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
         on_their_way.append((bucket, flat, dist.broadcast(flat, src=source, group=group, async_op=True)))

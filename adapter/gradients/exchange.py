@@ -161,13 +161,13 @@ class Exchange:
             last.send_or_take_part(gradient_of)
         if notes.are_apart:
             notes.send()
-            self.wait(notes, plan.buckets[0], at)
+            self.wait(plan.buckets[0], at, notes)
             if not sends and notes.anyone_sends():
                 self._send_firsts(plan, gradient_of, at)
                 last.send_or_take_part(gradient_of)
                 sends = True
         for bucket in plan.buckets if sends else ():
-            self.wait(bucket, bucket, at)
+            self.wait(bucket, at)
         self._sent.add(at, notes.rows)
         used = notes.used_by_anyone()
         self._sent.check(0 if used or firsts else LATE_CALLS)
@@ -177,7 +177,7 @@ class Exchange:
             repeated = notes.anyone_repeats()
             for bucket in firsts if repeated else ():
                 bucket.send_or_take_part(gradient_of)
-                self.wait(bucket, bucket, at)
+                self.wait(bucket, at)
             self.early.close(plan, self._place(at), repeated=repeated)
         return used
 
@@ -202,7 +202,7 @@ class Exchange:
             bucket.pack([None if gradient_of is None else gradient_of(p) for p in bucket.parameters])
             bucket.send_tail()
         for bucket in plan.buckets:
-            self.wait(bucket, bucket, at)
+            self.wait(bucket, at)
         self._sent.add(at, plan.notes.rows)
         self._sent.check(0)
         if not sends and not plan.notes.anyone_sends():
@@ -210,17 +210,17 @@ class Exchange:
         used = [bucket for bucket in plan.buckets if bucket.is_used]
         for bucket in used:
             bucket.send_by_hook(is_last=bucket is used[-1])
-            self.wait(bucket, bucket, at)
+            self.wait(bucket, at)
         return plan.notes.used_by_anyone()
 
-    def wait(self, sent: Bucket | Notes, bucket: Bucket, at: Point) -> None:
-        """Until what was `sent` with the gradients of `bucket` has arrived.
+    def wait(self, bucket: Bucket, at: Point, notes: Notes | None = None) -> None:
+        """Until `bucket` has arrived, or the `notes` that travel beside it.
 
         Raises:
             RankFailed: It will not.
         """
         try:
-            sent.wait()
+            (notes or bucket).wait()
         except RuntimeError as error:
             first = self._named(at._replace(what=bucket.parameters[0])).what
             raise about_broken_exchange(error, self._named(at), str(first), self._group) from error

@@ -173,12 +173,9 @@ class GradientSync:
             ContractError: Another rank has updated by its gradients.
         """
         plan = self._pending_plan = self._pending_plan or self._current_plan()
-        averages = self._average(plan, read_gradient, at, sends=False)
-        if averages is None:
+        if not self._write_averages(plan, at, sends=False):
             return False
         self._pending_plan = None
-        for parameter, gradient in averages:
-            write_gradient(parameter, gradient)
         self._average_rest(plan, at)
         return True
 
@@ -222,7 +219,7 @@ class GradientSync:
         for bucket in buckets:
             bucket.send_or_take_part(read_gradient)
         for bucket in buckets:
-            self._exchange.wait(bucket, bucket, at)
+            self._exchange.wait(bucket, at)
             for i, gradient in bucket.land().items():
                 write_gradient(bucket.parameters[i], gradient)
         self._averaged_inside |= set(key)
@@ -238,9 +235,12 @@ class GradientSync:
         if plan.buckets:
             self._exchange(plan, None, at, sends=pending is not None)
 
-    def _write_averages(self, plan: Plan, at: Point) -> None:
-        for parameter, gradient in self._average(plan, read_gradient, at) or ():
+    def _write_averages(self, plan: Plan, at: Point, *, sends: bool = True) -> bool:
+        """Make the parameters' gradients averages; whether they are, see `_average`."""
+        averages = self._average(plan, read_gradient, at, sends=sends)
+        for parameter, gradient in averages or ():
             write_gradient(parameter, gradient)
+        return averages is not None
 
     @torch.no_grad()
     def _average(
@@ -261,7 +261,7 @@ class GradientSync:
             for bucket in seconds:
                 bucket.send([gradient_of(p) for p in bucket.parameters])
             for bucket in seconds:
-                self._exchange.wait(bucket, bucket, at)
+                self._exchange.wait(bucket, at)
             buckets += seconds
         return [(bucket.parameters[i], gradient) for bucket in buckets for i, gradient in bucket.land().items()]
 
