@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ...callbacks.checkpoint.codec.wrapper_tensors import wrapped_tensors
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import uncompiled
-from ..discovery.current_tensors import current
+from ..discovery.current_tensors import currently_trained
 from ..discovery.discover import Discovered
 
 __all__ = ["KINDS", "Facts", "Recording", "facts_of", "live_weights", "numbers", "whole_copy"]
@@ -64,7 +64,7 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
     }
     bare = list(discovered.parameters)
     if not discovered.optimizers:
-        bare += [f for f in current(discovered, discovered.tensors) if f.value.requires_grad and f.value.is_leaf]
+        bare += currently_trained(discovered)
     return tensors | {found.path: found.value for found in bare}
 
 

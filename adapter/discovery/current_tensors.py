@@ -14,7 +14,7 @@ from torch import Tensor
 from .children import below
 from .discover import Discovered, Found
 
-__all__ = ["current"]
+__all__ = ["current", "currently_trained"]
 
 
 def current(discovered: Discovered, found: Iterable[Found[Tensor]]) -> list[Found[Tensor]]:
@@ -25,6 +25,11 @@ def current(discovered: Discovered, found: Iterable[Found[Tensor]]) -> list[Foun
         value = _look_up(each.path, dict(discovered.roots), children)
         now.append(Found(each.path, each.name, value) if isinstance(value, Tensor) else each)
     return now
+
+
+def currently_trained(discovered: Discovered) -> list[Found[Tensor]]:
+    """The bare tensors of no optimizer that want a gradient, as they are now."""
+    return [f for f in current(discovered, discovered.tensors) if f.value.requires_grad and f.value.is_leaf]
 
 
 def _look_up(path: str, named: dict[str, Any], children: dict[str, dict[str, Any]]) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.optimizer_state import named_values
 from ..contract.exceptions import ContractError
-from .current_tensors import current
+from .current_tensors import currently_trained
 from .discover import Discovered, Found
 
 __all__ = ["EVERYTHING_SHARED", "RankLocal", "rank_local_of"]
@@ -56,8 +56,8 @@ class RankLocal:
 
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """The tensors of no module that are trained and equal on all ranks; those of no optimizer as they are now."""
-        trained = (f for f in current(discovered, discovered.tensors) if f.value.requires_grad and f.value.is_leaf)
-        yield from ((f.path, f.value) for f in (*discovered.parameters, *trained) if f.path not in self)
+        found = (*discovered.parameters, *currently_trained(discovered))
+        yield from ((f.path, f.value) for f in found if f.path not in self)
 
     def tensors(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """All of these: what must be equal on all ranks, optimizer states aside."""
