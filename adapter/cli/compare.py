@@ -11,6 +11,8 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
+from .parser import add_overrides
+
 if TYPE_CHECKING:
     from ..conformance.compare import Comparison
 
@@ -36,13 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with an old training function, at each optimizer.step, instead of with the class in a plain loop",
     )
     parser.add_argument("--seed", type=int, default=0, help="where the random numbers of both begin")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the job, such as lightning.devices=2; may be repeated",
-    )
+    add_overrides(parser, "override a setting of the job, such as lightning.devices=2; may be repeated")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
 
 

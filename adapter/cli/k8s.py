@@ -30,6 +30,7 @@ from ..plumbing.failures import EXIT_COMPLETED, EXIT_STARTUP
 from ..plumbing.redaction import is_secret_name, secrets_in
 from ..plumbing.text import nearest
 from ..plumbing.urls import has_scheme
+from .parser import add_overrides
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,13 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", metavar=f"{{{','.join(ACTIONS)}}}")
     parser.add_argument("path", metavar="JOB.json", help="the job spec")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the job, as in genlight run",
-    )
+    add_overrides(parser, "override a setting of the job, as in genlight run")
     parser.add_argument("--image", required=True, metavar="IMAGE", help="with genlight and what the trainer needs")
     parser.add_argument(
         "--volume", required=True, metavar="CLAIM[:PATH]", help="volume that all pods share, mounted at /shared"

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..job.parser_errors import shortened
 from ..plumbing.text import nearest
 
-__all__ = ["CommandParser"]
+__all__ = ["CommandParser", "add_overrides"]
 
 LONGEST_USAGE = 10
 """Lines; Lightning's usage has forty, and would scroll the error's own beginning away."""
@@ -152,3 +152,8 @@ def _usage_name(parser: ArgumentParser, key: str) -> str:
     if action is None or action.option_strings:
         return action.option_strings[0] if action else key
     return str(action.metavar or f"{{{','.join(map(str, action.choices or (key,)))}}}")
+
+
+def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
+    """Declare ``--set``, which overrides settings of the job."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help_text)

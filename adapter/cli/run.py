@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 
+from .parser import add_overrides
+
 __all__ = ["add_arguments", "run"]
 
 
@@ -21,12 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB.json",
         help="the job spec, - for standard input; without it TRAINER_JOB_SPEC_PATH names one",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated",
+    add_overrides(
+        parser, "override a setting of the job, such as max_steps=100 or hyperparams.lr=0.001; may be repeated"
     )
     parser.add_argument(
         "--print_config",

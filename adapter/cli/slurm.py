@@ -28,6 +28,7 @@ from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STARTUP
 from ..plumbing.safe_open import PRIVATE_FILE, make_directory, read_own
 from ..plumbing.text import nearest
+from .parser import add_overrides
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,13 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.add_argument("action", metavar=f"{{{','.join(ACTIONS)}}}")
     parser.add_argument("path", metavar="JOB.json|RUN_DIR", help="the job spec; status, cancel: the run's folder")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the job, as in genlight run",
-    )
+    add_overrides(parser, "override a setting of the job, as in genlight run")
     parser.add_argument(
         "--array",
         action="append",

@@ -36,6 +36,7 @@ from ...plumbing.redaction import HIDDEN, redact
 from ...plumbing.urls import hide_urls
 from ...run.startup_failure import UNKNOWN_RUN_ID
 from ..config_files import is_configuration_name
+from ..parser import add_overrides
 from .grace_check import check_grace
 from .local_checks import (
     asks_for_devices,
@@ -72,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB",
         help="job spec (JSON), or a configuration of `genlight fit` (YAML); else `TRAINER_JOB_SPEC_PATH`",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="set a field, as for `genlight run`"
-    )
+    add_overrides(parser, "set a field, as for `genlight run`")
     parser.add_argument("--all", action="store_true", help="show the settings that hold by default too")
 
 
