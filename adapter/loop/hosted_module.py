@@ -34,8 +34,11 @@ class HostedModule(Protocol):
 
     rank_channel: Channel | None
     """How the ranks of this training speak with each other; None on a single one."""
-    buffer_sync: BufferSync | None
-    """What sends the buffers of rank 0 at the end of a step; None where there are none, and on a single rank."""
+
+    @property
+    def buffer_sync(self) -> BufferSync | None:
+        """What sends the buffers of rank 0 at the end of a step; None where there are none, and on a single rank."""
+        ...
 
     @property
     def trainer(self) -> pl.Trainer:

@@ -111,7 +111,6 @@ class ContractModule(ReportingModule):
         self._built: Shapes = {}
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
-        self.buffer_sync: BufferSync | None = None
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
@@ -182,7 +181,7 @@ class ContractModule(ReportingModule):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_router": None, "buffer_sync": None}  # of this process, while it trains
+        return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """One step of the trainer on a raw batch; its metrics as they are.
@@ -236,11 +235,10 @@ class ContractModule(ReportingModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "predict":
-            return
         if stage == "fit":
             self._set_up_loop()
-        self.set_up_trainer(stage)
+        if stage != "predict":
+            self.set_up_trainer(stage)
 
     def set_up_trainer(self, stage: str) -> None:
         """Configure the trainer, unless it is, and set up the callbacks that wait for its weights."""
@@ -253,11 +251,10 @@ class ContractModule(ReportingModule):
         self._built = shapes_of(self)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
-        if self.configured:
-            return self
-        dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
-        self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
-        self._configure(torch.device(device), world_size=1)
+        if not self.configured:
+            dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
+            self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
+            self._configure(torch.device(device), world_size=1)
         return self
 
     def _configure(self, device: torch.device, world_size: int) -> None:
@@ -327,9 +324,13 @@ class ContractModule(ReportingModule):
         assert self.discovered is not None
         rank_local, before = rank_local_of(self.plugin), self._router
         self._router = step_router(self.trainer, self, self.discovered, rank_local, self.sync_each_batch, before)
-        self.buffer_sync = None if self._router is None else self._router.buffers
         if self._router is not None:
             self._router.open()
+
+    @property
+    def buffer_sync(self) -> BufferSync | None:
+        """What sends the buffers of rank 0 at the end of a step; None where nothing does."""
+        return None if self._router is None else self._router.buffers
 
     def close_router(self) -> None:
         """Leave torch as it was before the training, which has ended or failed."""
