@@ -11,7 +11,7 @@ import torch
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 
-__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "fit"]
+__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "Trains", "fit"]
 
 STEPS = 6
 
@@ -35,18 +35,11 @@ class Batches:
         self.position = state["position"]
 
 
-class ChangesAtStepThree:
-    """A trainer class that changes what it trains at its third step; what it keeps of that is a number."""
-
-    adds_in_load = True
-    """Whether it does so in ``load_state_dict`` as well."""
+class Trains:
+    """A trainer class without a state of its own, which trains ``net`` by ``optimizer``; a subclass builds them."""
 
     def setup(self, ctx: Any) -> None:
         torch.manual_seed(0)
-
-    def change(self, state: Any) -> None:
-        """What it does at that step."""
-        raise NotImplementedError
 
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return raw
@@ -57,14 +50,33 @@ class ChangesAtStepThree:
         return outputs
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["step"] += 1
-        if state["step"] == 3:
-            self.change(state)
         loss = (self.outputs(batch, state) - batch.sum(1, keepdim=True)).square().mean()
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class ChangesAtStepThree(Trains):
+    """A trainer class that changes what it trains at its third step; what it keeps of that is a number."""
+
+    adds_in_load = True
+    """Whether it does so in ``load_state_dict`` as well."""
+
+    def change(self, state: Any) -> None:
+        """What it does at that step."""
+        raise NotImplementedError
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["step"] += 1
+        if state["step"] == 3:
+            self.change(state)
+        return super().train_step(batch, state, ctx)
 
     def state_dict(self, state: Any) -> dict[str, object]:
         return {"step": state["step"]}

@@ -11,33 +11,15 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.callbacks.replicas.digest import _weights, digest
-from support.resumed_fit import STEPS, Batches, fit
+from support.resumed_fit import STEPS, Batches, Trains, fit
 
 
-class Plain:
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
-
+class Plain(Trains):
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = torch.nn.Linear(2, 1, device="cpu", dtype=torch.float32)
         return {"net": net, "optimizer": torch.optim.Adam(net.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class OnAnotherDevice(Plain):

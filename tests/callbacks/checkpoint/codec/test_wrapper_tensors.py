@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from genlight.adapter import StepResult
 from genlight.adapter.conformance.snapshot import snapshot
 from genlight.callbacks.checkpoint.codec.named_types import UnknownTypeError
 from genlight.callbacks.checkpoint.codec.wrapper_tensors import build_wrapper, take_wrapper_apart, wrapped_tensors
 from genlight.callbacks.replicas.replica_guard import _replicated
-from support.resumed_fit import STEPS, fit
+from support.resumed_fit import STEPS, Trains, fit
 
 
 class Quantized(torch.Tensor):
@@ -62,28 +61,10 @@ class QuantizedMomentum(torch.optim.Optimizer):
             p.sub_(state["moment"].whole(), alpha=self.param_groups[0]["lr"])
 
 
-class Plugin:
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
-
+class Plugin(Trains):
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = torch.nn.Linear(2, 1)
         return {"net": net, "optimizer": QuantizedMomentum(net.parameters())}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        loss = (state["net"](batch) - batch.sum(1, keepdim=True)).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 def test_a_run_with_quantized_states_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
