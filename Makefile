@@ -11,13 +11,16 @@ TESTS_OF_VERSIONS := tests/adapter/loop tests/adapter/gradients tests/adapter/mo
 LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test check format reference zoo faults security shake lowest-torch newest-lightning lock clean
+.PHONY: demo test test-all check format reference zoo faults security shake lowest-torch newest-lightning lock clean
 
 demo: $(INSTALLED)  ## train the digits model through the whole path
 	$(BIN)/genlight run --fresh examples/digits/job.json
 
-test: $(INSTALLED)  ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+test: $(INSTALLED)  ## what every change must pass; some minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: test  ## and everything else that needs no GPU: long runs, kills, series of ranks, a real Slurm
+	$(BIN)/python -m pytest -m "(slow or slurm) and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)  ## lint, format, types, import contracts
 	$(BIN)/ruff check .
