@@ -127,8 +127,8 @@ class Cutter:
                 yield self._across(block, chunk, start, end)
                 step += 1
                 continue
-            # All further steps of the same size that lie within the chunk; only the last of an epoch may differ.
-            last = min(block.end, max(share.steps - 1, step + 1))
+            # All further steps of the same size that lie within the chunk.
+            last = min(block.end, max(share.full_steps, step + 1))
             count = min(last - step, (chunk.end - end) // stride + 1)
             piece, size = chunk.batch.slice, end - start
             for first in range(start - chunk.at, start - chunk.at + count * stride, stride):

@@ -30,24 +30,45 @@ def layout_of(source: Source, options: FeedOptions) -> Layout:
 
 def say_short_batches(layout: Layout, options: FeedOptions) -> None:
     """Say where the batch size that was asked for is not the one that is trained with."""
-    rows, step_rows = layout.order.rows, layout.share(0).step_rows
-    if options.rank or options.drop_last or rows % step_rows == 0:
+    share = layout.share(layout.order.rows)
+    rest = share.total % share.step_rows
+    if options.rank or options.drop_last or not rest:
         return
     ranks = f" of {options.world_size} ranks" if options.world_size > 1 else ""
-    if rows < step_rows:
+    if not share.full_steps and share.steps == 1:
         log.warning(
-            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch",
-            rows,
-            step_rows,
+            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
+            share.total,
+            share.step_rows,
             ranks,
+            _uneven([share.total], options.world_size),
         )
-    else:
+        return
+    if share.usable < share.total:
         log.info(
-            "the last step of each epoch has %d rows, the others %d%s; `drop_last` leaves it out",
-            rows % step_rows,
-            step_rows,
-            ranks,
+            "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
+            rest,
+            options.world_size,
         )
+        return
+    short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
+    log.info(
+        "the last %s, the others %d%s%s; `drop_last` leaves out the last %d",
+        f"step of each epoch has {short[0]} rows"
+        if len(short) == 1
+        else "steps of each epoch have {} and {} rows".format(*short),
+        share.step_rows,
+        ranks,
+        _uneven(short, options.world_size),
+        rest,
+    )
+
+
+def _uneven(steps: list[int], world_size: int) -> str:
+    """What rows a step cannot share evenly mean for averages over the ranks."""
+    if all(rows % world_size == 0 for rows in steps):
+        return ""
+    return "; there some ranks have a row more, and the mean of each rank counts alike"
 
 
 def _too_few(layout: Layout) -> str:

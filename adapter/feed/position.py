@@ -40,8 +40,8 @@ class Position:
     """After `step` steps over `spans`, of which the last belongs to `epoch`.
 
     `spans` is a whole epoch unless the number of ranks, the batch size or the sharding changed in its middle: then it
-    is what was left of the epoch at the change. Where that is too little for one step, this pass has no step, and what
-    was left comes before the rows of the next epoch; with ``drop_last`` it is dropped.
+    is what was left of the epoch at the change. Rows that the steps of this pass cannot hand out (too few for the
+    ranks, see `Share`) come before the rows of the next epoch; with ``drop_last`` they are dropped.
     """
 
     epoch: int
@@ -63,20 +63,20 @@ class Position:
     def following(self, layout: Layout) -> Position:
         """The start of the next pass."""
         whole = (self.epoch + 1, 0, layout.order.rows)
-        carried = self.spans if self._has_no_step(layout) and not layout.drop_last else ()
-        return Position(self.epoch + 1, (*carried, whole))
+        return Position(self.epoch + 1, (*self._left_over(layout), whole))
 
     def normalized(self, layout: Layout) -> Position:
         """The same place; the end of a pass becomes the start of the next one."""
         return self if self.step < layout.share(self.rows).steps else self.following(layout)
 
-    def _has_no_step(self, layout: Layout) -> bool:
-        return layout.share(self.rows).steps == 0
+    def _left_over(self, layout: Layout) -> list[Span]:
+        share = layout.share(self.rows)
+        return [] if layout.drop_last else cut(self.spans, [(share.usable, share.total)])
 
     def given_up(self, layout: Layout, epochs: int | None) -> int:
-        """Rows of this pass that no pass will train: too few for a step, at the end of the last epoch."""
+        """Rows of this pass that no pass will train: too few for the ranks, at the end of the last epoch."""
         last = epochs is not None and self.epoch + 1 >= epochs
-        return self.rows if last and self._has_no_step(layout) and not layout.drop_last else 0
+        return sum(end - first for _, first, end in self._left_over(layout)) if last else 0
 
     def state(self, layout: Layout) -> dict[str, Any]:
         """Everything needed to go on, as JSON values."""

@@ -4,10 +4,12 @@ Rows that an epoch still has to hand out are numbered 0, 1, 2, … in the order 
 into steps and each step into ranks. Nothing here depends on files, threads or the moment, so every rank comes to the
 same plan by itself.
 
-The rule for remainders: every rank has the same number of steps, and no rank ever gets a batch without rows. The last
-step of an epoch hands out what is left, shared as evenly as possible. When fewer rows are left than there are ranks,
-they join the step before, so that some ranks have one row more in that step. With ``drop_last`` a step is full or it
-is not trained.
+The rule for remainders: every rank has the same number of steps, no rank ever gets a batch without rows, and none gets
+more rows than it asked for. The last step of an epoch hands out what is left, shared as evenly as possible. When fewer
+rows are left than there are ranks, the step before gives up as many as it takes for one row on each rank, so that an
+epoch has as many steps as one process with the batches together. With a batch size of 1 no step can give up a row:
+what is left of an epoch then comes before the rows of the next one. With ``drop_last`` a step is full or it is not
+trained.
 """
 
 from __future__ import annotations
@@ -49,7 +51,18 @@ class Share:
     def steps(self) -> int:
         """Number of steps, equal on all ranks."""
         full, rest = divmod(self.total, self.step_rows)
-        return full if self.drop_last or rest < self.world_size else full + 1
+        return full + (not self.drop_last and (rest >= self.world_size or self._borrows))
+
+    @property
+    def full_steps(self) -> int:
+        """How many steps have `batch_size` rows on each rank; they come first."""
+        return self.total // self.step_rows - self._borrows
+
+    @property
+    def _borrows(self) -> bool:
+        """Whether the last step has one row a rank, some of them from the step before it."""
+        full, rest = divmod(self.total, self.step_rows)
+        return not self.drop_last and 0 < rest < self.world_size and full > 0 and self.batch_size > 1
 
     @property
     def stride(self) -> int:
@@ -58,20 +71,20 @@ class Share:
 
     @property
     def usable(self) -> int:
-        """Rows that the steps hand out; the others are dropped."""
-        return self.steps * self.step_rows if self.drop_last else self.total if self.steps else 0
+        """Rows that the steps hand out; with ``drop_last`` the others are dropped, else they are left over."""
+        return min(self.total, self.steps * self.step_rows)
 
     def consumed(self, steps: int) -> int:
         """Rows that the first `steps` steps hand out over all ranks."""
-        return self.usable if steps >= self.steps else steps * self.step_rows
+        if steps >= self.steps:
+            return self.usable
+        return steps * self.step_rows if steps <= self.full_steps else self.usable - self.world_size
 
     def interval(self, step: int, rank: int) -> tuple[int, int]:
         """First row and end of what `rank` trains in `step`."""
         if self.shard == "row_groups":
-            first, end = self.block(rank)
-            start = first + step * self.batch_size
-            return start, end if step == self.steps - 1 else start + self.batch_size
-        start = step * self.step_rows
+            return self._block_position(rank, step), self._block_position(rank, step + 1)
+        start = self.consumed(step)
         return _part(start, self.consumed(step + 1) - start, rank, self.world_size)
 
     def block(self, rank: int) -> tuple[int, int]:
@@ -102,7 +115,9 @@ class Share:
 
     def _block_position(self, rank: int, steps: int) -> int:
         first, end = self.block(rank)
-        return end if steps >= self.steps else first + steps * self.batch_size
+        if steps >= self.steps:
+            return end
+        return first + steps * self.batch_size if steps <= self.full_steps else end - 1
 
 
 def _part(start: int, rows: int, rank: int, world_size: int) -> tuple[int, int]:

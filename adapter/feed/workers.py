@@ -72,8 +72,8 @@ def _seed(spec: Spec, position: Position, step: int) -> None:
     """Make random numbers in the collate function depend on the rows, not on the number of workers or on a resume."""
     if spec.collate is None:
         return
-    place = spec.layout.order.rows - position.rows + spec.layout.share(position.rows).consumed(step)
-    entropy = np.random.SeedSequence([spec.layout.order.seed, 2, position.epoch, place, spec.rank])
+    rows_left = position.rows - spec.layout.share(position.rows).consumed(step)
+    entropy = np.random.SeedSequence([spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank])
     words = entropy.generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))

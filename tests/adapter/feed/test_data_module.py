@@ -228,13 +228,13 @@ def test_rows_that_are_dropped_at_a_resume_do_not_end_the_training(rows_file, tm
 
 def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_will_cut_epochs_short(rows_file):
     path = rows_file(9)
-    alone = ArrowFeed(path, batch_size=4, per_epoch=True)
-    assert [batch.num_rows for _, batch in zip(range(2), alone, strict=False)] == [4, 4]
+    alone = ArrowFeed(path, batch_size=1, per_epoch=True)
+    assert [batch.num_rows for _, batch in zip(range(6), alone, strict=False)] == [1] * 6
     shared = ArrowFeed(path, batch_size=2, world_size=2, per_epoch=True)
-    assert len(shared) == 2
-    with pytest.warns(UserWarning, match="3 steps, but its length was asked for before .* ArrowDataModule"):
-        shared.load_state_dict(alone.state_dict())
     assert len(shared) == 3
+    with pytest.warns(UserWarning, match="7 steps, but its length was asked for before .* ArrowDataModule"):
+        shared.load_state_dict(alone.state_dict())
+    assert len(shared) == 7
 
 
 def test_a_shuffled_feed_that_repeats_its_first_order_in_each_epoch_of_lightning_warns(rows_file):

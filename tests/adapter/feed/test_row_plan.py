@@ -27,8 +27,8 @@ def test_the_steps_hand_out_each_usable_row_exactly_once(share):
 
 
 @given(shares)
-def test_only_drop_last_and_fewer_rows_than_ranks_leave_rows_out(share):
-    if not share.drop_last and share.total >= share.world_size:
+def test_only_drop_last_and_batches_of_one_row_leave_rows_out(share):
+    if not share.drop_last and share.total >= share.world_size and share.batch_size > 1:
         assert share.usable == share.total
     assert share.total - share.usable < (share.step_rows if share.drop_last else share.world_size)
 
@@ -39,9 +39,17 @@ def test_no_rank_gets_a_batch_without_rows_and_sizes_differ_by_one_at_most(share
         sizes = [end - start for start, end in (share.interval(step, r) for r in range(share.world_size))]
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
-        assert max(sizes) <= share.batch_size + 1
-        if step < share.steps - 1:
+        assert max(sizes) <= share.batch_size
+        if step < share.full_steps:
             assert set(sizes) == {share.batch_size}
+
+
+@given(shares)
+def test_an_epoch_has_the_steps_of_one_process_with_the_batches_together(share):
+    alone = Share(share.total, share.step_rows, drop_last=share.drop_last)
+    if share.batch_size > 1 and share.total >= share.world_size:
+        assert share.steps == alone.steps
+        assert share.full_steps >= alone.full_steps - 1
 
 
 @given(shares)
