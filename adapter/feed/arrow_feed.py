@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +14,9 @@ import pyarrow as pa
 
 from ..contract.exceptions import InputError
 from .batching import Spec, Supply, ThreadSupply
+from .epoch_order import Order
 from .filters import as_expression
 from .open_source import open_source
-from .opened_layout import layout_of, say_short_batches
 from .options import FeedOptions, collate_function
 from .position import Layout, Position
 from .row_plan import Shard
@@ -23,6 +24,8 @@ from .schema import checked_columns
 from .sources import Source
 
 __all__ = ["ArrowFeed"]
+
+log = logging.getLogger(__name__)
 
 _LARGE_WINDOW = 1 << 30
 
@@ -169,8 +172,8 @@ class ArrowFeed:
     def _opened(self) -> tuple[Source, Layout]:
         if self._source is None or self._layout is None:
             source = open_source(self._given, columns=self._columns, filters=self._filters, filesystem=self._filesystem)
-            layout = layout_of(source, self._options)
-            say_short_batches(layout, self._options)
+            layout = _layout_of(source, self._options)
+            _say_short_batches(layout, self._options)
             self._warn_of_memory(source)
             self._source, self._layout = source, layout
         return self._source, self._layout
@@ -361,3 +364,68 @@ def _refuse_data_loader_workers() -> None:
         raise RuntimeError(
             "A feed inside a DataLoader worker would hand every row to every worker. Give the feed `workers` instead."
         )
+
+
+def _layout_of(source: Source, options: FeedOptions) -> Layout:
+    """How the steps of an epoch share the rows of `source`.
+
+    Raises:
+        InputError: There are too few for a step.
+    """
+    order = Order(source.group_rows, options.seed, options.shuffle, options.shuffle_window)
+    layout = Layout(order, options.batch_size, options.world_size, options.shard, options.drop_last)
+    if not layout.steps_per_epoch:
+        raise InputError(_too_few(layout))
+    return layout
+
+
+def _say_short_batches(layout: Layout, options: FeedOptions) -> None:
+    """Say where the batch size that was asked for is not the one that is trained with."""
+    share = layout.share(layout.order.rows)
+    rest = share.total % share.step_rows
+    if options.rank or options.drop_last or not rest:
+        return
+    ranks = f" of {options.world_size} ranks" if options.world_size > 1 else ""
+    if not share.full_steps and share.steps == 1:
+        log.warning(
+            "the data has %d rows, fewer than the %d of a step%s: each step has them all, and is an epoch%s",
+            share.total,
+            share.step_rows,
+            ranks,
+            _uneven([share.total], options.world_size),
+        )
+        return
+    if share.usable < share.total:
+        log.info(
+            "%d rows of each epoch are too few for %d ranks: they come before the rows of the next epoch",
+            rest,
+            options.world_size,
+        )
+        return
+    short = [share.consumed(step + 1) - share.consumed(step) for step in range(share.full_steps, share.steps)]
+    log.info(
+        "the last %s, the others %d%s%s; `drop_last` leaves out the last %d",
+        f"step of each epoch has {short[0]} rows"
+        if len(short) == 1
+        else "steps of each epoch have {} and {} rows".format(*short),
+        share.step_rows,
+        ranks,
+        _uneven(short, options.world_size),
+        rest,
+    )
+
+
+def _uneven(steps: list[int], world_size: int) -> str:
+    """What rows a step cannot share evenly mean for averages over the ranks."""
+    if all(rows % world_size == 0 for rows in steps):
+        return ""
+    return "; there some ranks have a row more, and the mean of each rank counts alike"
+
+
+def _too_few(layout: Layout) -> str:
+    rows = layout.order.rows
+    if layout.drop_last:
+        return (
+            f"The data has {rows} rows, fewer than the {layout.share(0).step_rows} of a full step (`drop_last` is on)."
+        )
+    return f"The data has {rows} rows for {layout.world_size} ranks; every rank needs at least one."

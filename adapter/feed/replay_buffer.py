@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 from collections.abc import Mapping
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ..contract.exceptions import ReplayWriterError
-from .replay_arrow import arrow_layout, batch_of, row_of, rows_of
-from .replay_columns import allocate, as_tensors, is_whole_number, row_faults
+from ..plumbing.file_lock import FileLock, LockHeldError
+from ..plumbing.safe_open import make_directory, open_own
 from .replay_files import ReplayFiles, SavedReplay
 from .sum_tree import SumTree
 
@@ -47,7 +47,7 @@ class ReplayBuffer:
 
     Args:
         capacity: Rows that it holds.
-        row: A row by column, for names, dtypes and shapes; or an Arrow schema of columns of a fixed size.
+        row: A row by column, for names, dtypes and shapes.
         seed: Of the generator that samples are drawn with, which belongs to the buffer.
         streams: Environments whose rows take turns, one of each; the rows that `NStep` sums are of the same one.
         n_step: What is summed when sampling; None samples rows as they are.
@@ -57,15 +57,14 @@ class ReplayBuffer:
             process works with; `save` is what lasts.
 
     Raises:
-        ValueError: Arguments are out of range, `n_step` names columns that are not there, or rows of a column have no
-            fixed size; lists every fault.
+        ValueError: Arguments are out of range, or `n_step` names columns that are not there; lists every fault.
         ReplayWriterError: Another buffer, of this process or of another, uses `directory`.
     """
 
     def __init__(
         self,
         capacity: int,
-        row: Mapping[str, Tensor] | pa.Schema,
+        row: Mapping[str, Tensor],
         *,
         seed: int = 0,
         streams: int = 1,
@@ -73,16 +72,12 @@ class ReplayBuffer:
         priority_exponent: float | None = None,
         directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.schema = row if isinstance(row, pa.Schema) else None
-        """Of columns that were given as Arrow has them."""
-        if isinstance(row, pa.Schema):
-            row = row_of(row)
-        self._row, faults = as_tensors(row)
+        self._row, faults = _as_tensors(row)
         if faults := [*faults, *_faults(capacity, self._row, streams, n_step, priority_exponent)]:
             raise ValueError("ReplayBuffer: " + "; ".join(faults))
         self.capacity, self.streams, self.n_step = capacity, streams, n_step
         self.priority_exponent = priority_exponent
-        self._columns, self._lock_file = allocate(capacity, self._row, None if directory is None else Path(directory))
+        self._columns, self._lock_file = _allocate(capacity, self._row, None if directory is None else Path(directory))
         self._generator = torch.Generator().manual_seed(seed)
         self._tree = None if priority_exponent is None else SumTree(capacity)
         self._largest_priority = 1.0
@@ -108,10 +103,8 @@ class ReplayBuffer:
 
     # writing
 
-    def extend(self, rows: Mapping[str, Any] | pa.RecordBatch) -> None:
+    def extend(self, rows: Mapping[str, Any]) -> None:
         """Write rows: each column with one more dimension, in front. New rows have the largest priority so far.
-
-        A record batch is copied once, from Arrow's memory to its place in the columns.
 
         Raises:
             ReplayWriterError: Another thread or process has written before; nothing was changed.
@@ -119,8 +112,8 @@ class ReplayBuffer:
                 lists every fault, and nothing was changed.
         """
         self._claim()
-        given, faults = (rows_of(rows, self.schema), []) if isinstance(rows, pa.RecordBatch) else as_tensors(rows)
-        if faults := faults or row_faults(given, self._row, self.capacity, self.streams):
+        given, faults = _as_tensors(rows)
+        if faults := faults or _row_faults(given, self._row, self.capacity, self.streams):
             raise ValueError("ReplayBuffer.extend: " + "; ".join(faults))
         count = len(next(iter(given.values())))
         with self._changed:
@@ -188,7 +181,7 @@ class ReplayBuffer:
             ValueError: `batch_size` is below 1, or more than there are rows.
         """
         with self._changed:
-            if not (is_whole_number(batch_size) and 1 <= batch_size <= len(self)):
+            if not (_is_whole_number(batch_size) and 1 <= batch_size <= len(self)):
                 raise ValueError(
                     f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
                     f"received {batch_size}."
@@ -205,14 +198,6 @@ class ReplayBuffer:
         if weight is not None:
             drawn["weight"] = weight
         return drawn
-
-    def sample_arrow(self, batch_size: int, *, importance_exponent: float = 0.4) -> pa.RecordBatch:
-        """What `sample` would have drawn, as a record batch of the buffer's schema and the columns beside it.
-
-        Raises:
-            ValueError: `batch_size` is below 1, or more than there are rows, or Arrow does not have a column's dtype.
-        """
-        return batch_of(self.sample(batch_size, importance_exponent=importance_exponent), self.schema)
 
     def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
         total = tree.total
@@ -339,7 +324,6 @@ class ReplayBuffer:
             "streams": self.streams,
             "columns": columns,
             "prioritised": self._tree is not None,
-            **({} if self.schema is None else {"arrow": arrow_layout(self.schema)}),
         }
 
     def _range(self, first: int, last: int) -> dict[str, Tensor]:
@@ -353,7 +337,7 @@ def _faults(
     faults = [
         f"Invalid `{name}`. Expected a whole number >= 1, but received {value!r}"
         for name, value in counts.items()
-        if not (is_whole_number(value) and value >= 1)
+        if not (_is_whole_number(value) and value >= 1)
     ]
     if not faults and capacity % streams:
         faults.append(f"`capacity` {capacity} is not a multiple of `streams` {streams}")
@@ -374,4 +358,83 @@ def _faults(
         flags = [name for name in n_step.ends if name in row and row[name].dtype != torch.bool]
         if flags:
             faults.append(f"columns that end an episode are not of torch.bool: {', '.join(flags)}")
+    return faults
+
+
+def _allocate(
+    capacity: int, row: Mapping[str, Tensor], directory: Path | None
+) -> tuple[dict[str, Tensor], FileLock | None]:
+    """Columns of zeros, in memory or in files of `directory`, with the lock that keeps others from these.
+
+    Raises:
+        ReplayWriterError: `directory` is in use.
+    """
+    if directory is None:
+        return {
+            name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu") for name, value in row.items()
+        }, None
+    make_directory(directory)
+    try:
+        lock = FileLock(directory / "writer.lock")
+    except LockHeldError as error:
+        holder = "" if error.pid is None else f" of process {error.pid}"
+        raise ReplayWriterError(
+            f"{directory} is used by another replay buffer{holder}; name another directory"
+        ) from None
+    # Files are numbered: the name of a column may be any text.
+    mapped = enumerate(row.items())
+    return {name: _mapped(directory / f"column-{n}.bin", capacity, value) for n, (name, value) in mapped}, lock
+
+
+def _mapped(path: Path, capacity: int, value: Tensor) -> Tensor:
+    elements = capacity * math.prod(value.shape)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, max(elements * value.element_size(), 1))
+        memory = mmap.mmap(descriptor, max(elements * value.element_size(), 1))
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=value.dtype, count=elements).reshape(capacity, *value.shape)
+
+
+def _as_tensors(values: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Columns as tensors that keep no graph of what they were computed from, and what is wrong with the others."""
+    if not isinstance(values, Mapping):
+        return {}, [f"expected rows by column, but received a {type(values).__qualname__}"]
+    tensors, faults = {}, []
+    for name, value in values.items():
+        try:
+            tensors[name] = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError):
+            faults.append(f"column {name!r} is not a tensor, and none can be made of a {type(value).__qualname__}")
+    return tensors, faults
+
+
+def _is_whole_number(value: Any) -> bool:
+    """Whether `value` counts something; a truth value does not."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+
+
+def _row_faults(given: Mapping[str, Tensor], row: Mapping[str, Tensor], capacity: int, streams: int) -> list[str]:
+    """What is wrong with rows for a buffer of such a `row`; a phrase each."""
+    faults = [f"there is no column {name!r}" for name in given if name not in row]
+    faults += [f"column {name!r} is missing" for name in row if name not in given]
+    lengths: dict[str, int] = {}
+    for name in (name for name in row if name in given):
+        column, wanted = given[name], row[name]
+        if column.dtype != wanted.dtype:
+            faults.append(f"column {name!r} is of {wanted.dtype}, not of {column.dtype}")
+        if column.ndim == 0 or column.shape[1:] != wanted.shape:
+            faults.append(f"column {name!r} has rows of shape {tuple(wanted.shape)}; received {tuple(column.shape)}")
+        else:
+            lengths[name] = len(column)
+    if len(set(lengths.values())) > 1:
+        faults.append(f"columns differ in length: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
+    elif lengths:
+        count = next(iter(lengths.values()))
+        if not 1 <= count <= capacity:
+            faults.append(f"expected from 1 to {capacity} rows, but received {count}")
+        elif count % streams:
+            faults.append(f"{count} rows are not a multiple of {streams} streams")
     return faults

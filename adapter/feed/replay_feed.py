@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pyarrow as pa
 from torch import Tensor
 
 from ..contract.exceptions import InputError
@@ -23,7 +22,6 @@ class ReplayFeed:
         batches: Batches of a pass; None is a pass without end.
         importance_exponent: Of the weights, where the buffer has priorities.
         wait_s: How long to wait for `start_after` rows.
-        arrow: Whether batches are record batches, as those of files are, instead of tensors by column.
 
     Raises:
         ValueError: Arguments are out of range; lists every fault.
@@ -41,7 +39,6 @@ class ReplayFeed:
         batches: int | None = None,
         importance_exponent: float = 0.4,
         wait_s: float = 60.0,
-        arrow: bool = False,
     ) -> None:
         needed = batch_size if start_after is None else start_after
         faults = []
@@ -54,16 +51,15 @@ class ReplayFeed:
         if faults:
             raise ValueError("ReplayFeed: " + "; ".join(faults))
         self.buffer, self.batch_size, self.start_after, self.batches = buffer, batch_size, needed, batches
-        self.importance_exponent, self.wait_s, self.arrow = importance_exponent, wait_s, arrow
+        self.importance_exponent, self.wait_s = importance_exponent, wait_s
 
-    def __iter__(self) -> Iterator[dict[str, Tensor] | pa.RecordBatch]:
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self.buffer.wait_for(self.start_after, self.wait_s):
             raise InputError(
                 f"the replay buffer has {len(self.buffer)} rows after {self.wait_s:g} s, and training starts after "
                 f"{self.start_after}: does its writer run?"
             )
-        draw = self.buffer.sample_arrow if self.arrow else self.buffer.sample
         drawn = 0
         while self.batches is None or drawn < self.batches:
-            yield draw(self.batch_size, importance_exponent=self.importance_exponent)
+            yield self.buffer.sample(self.batch_size, importance_exponent=self.importance_exponent)
             drawn += 1
