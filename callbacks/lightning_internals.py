@@ -15,7 +15,6 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
@@ -28,9 +27,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
-from lightning.pytorch.tuner.lr_finder import _LRFinder as RangeTest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [
     "SUPPORTED",
@@ -40,21 +37,14 @@ __all__ = [
     "PrefetchDataFetcher",
     "ProcessedTracker",
     "Progress",
-    "RangeTest",
     "ResultCollection",
     "TrainingEpochLoop",
-    "TunerExit",
     "attach_loaders",
     "attached_trainer",
     "checkpoint_connector",
     "loader_states",
     "DDPSettings",
     "ddp_settings",
-    "BatchSizeSettings",
-    "batch_size_settings",
-    "forget_training_loader",
-    "LearningRateSettings",
-    "learning_rate_settings",
     "logger_connector",
     "metric_name",
     "set_run_of_logger",
@@ -64,7 +54,6 @@ __all__ = [
     "set_validation_source",
     "share_data_source",
     "tensor_parallel_size",
-    "training_loader",
     "training_source",
     "signal_connector",
 ]
@@ -150,20 +139,6 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
     (ModelParallelStrategy, ("_tensor_parallel_size",)),
     (WandbLogger, ("_wandb_init", "_experiment", "_id", "_prefix")),
     (MLFlowLogger, ("_run_id", "_initialized", "_prefix")),
-    (
-        LearningRateFinder,
-        (
-            *("_min_lr", "_max_lr", "_num_training_steps", "_mode", "_early_stop_threshold", "_update_attr"),
-            *("_attr_name", "_early_exit"),
-        ),
-    ),
-    (
-        BatchSizeFinder,
-        (
-            *("_mode", "_steps_per_trial", "_init_val", "_max_trials", "_batch_arg_name", "_margin", "_max_val"),
-            "_early_exit",
-        ),
-    ),
 )
 
 for _owner, _names in _USED:
@@ -256,79 +231,6 @@ def ddp_settings(strategy: DDPStrategy) -> DDPSettings:
 def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
     """Over how many ranks `strategy` splits layers."""
     return strategy._tensor_parallel_size
-
-
-def training_loader(trainer: pl.Trainer) -> CombinedLoader:
-    """The batches of a training, asked for again."""
-    forget_training_loader(trainer)
-    trainer.fit_loop.setup_data()
-    loader = trainer.fit_loop._combined_loader
-    assert loader is not None
-    return loader
-
-
-def forget_training_loader(trainer: pl.Trainer) -> None:
-    """Have the loop ask for its batches again when it begins."""
-    trainer.fit_loop._combined_loader = None
-
-
-@dataclass(frozen=True)
-class LearningRateSettings:
-    """What a `LearningRateFinder` was told."""
-
-    lowest: float
-    highest: float
-    steps: int
-    mode: str
-    stop_factor: float | None
-    """A loss this many times the best one ends the search."""
-    updates: bool
-    name: str
-    ends_fit: bool
-    """Whether it was `Tuner.lr_find` that made it."""
-
-
-def learning_rate_settings(finder: LearningRateFinder) -> LearningRateSettings:
-    """The arguments of `finder`."""
-    return LearningRateSettings(
-        lowest=finder._min_lr,
-        highest=finder._max_lr,
-        steps=finder._num_training_steps,
-        mode=finder._mode,
-        stop_factor=finder._early_stop_threshold,
-        updates=finder._update_attr,
-        name=finder._attr_name,
-        ends_fit=finder._early_exit,
-    )
-
-
-@dataclass(frozen=True)
-class BatchSizeSettings:
-    """What a `BatchSizeFinder` was told."""
-
-    first: int
-    mode: str
-    steps: int
-    trials: int
-    name: str
-    margin: float
-    most: int
-    ends_fit: bool
-    """Whether it was `Tuner.scale_batch_size` that made it."""
-
-
-def batch_size_settings(finder: BatchSizeFinder) -> BatchSizeSettings:
-    """The arguments of `finder`."""
-    return BatchSizeSettings(
-        first=finder._init_val,
-        mode=finder._mode,
-        steps=finder._steps_per_trial,
-        trials=finder._max_trials,
-        name=finder._batch_arg_name,
-        margin=finder._margin,
-        most=finder._max_val,
-        ends_fit=finder._early_exit,
-    )
 
 
 def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:

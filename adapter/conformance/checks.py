@@ -19,7 +19,7 @@ from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
-from ..discovery.discover import Discovered, check_nothing_new
+from ..discovery.discover import Discovered, check_unchanged
 from ..module.hook_signatures import HOOK_ARGUMENTS, misspelled_hooks, signature_faults
 from ..module.module import ContractModule
 from ..module.plugin_loading import optional_hook
@@ -120,7 +120,7 @@ def check_discovered(trained: Trained) -> Finding:
             "Give them to an optimizer, or set requires_grad to False.",
         )
     try:
-        check_nothing_new(discovered, trained.module.contract_state, trained.module.plugin)
+        check_unchanged(discovered, trained.module.contract_state, trained.module.plugin)
     except ContractError as error:
         return Finding("discovered", "fail", str(error))
     return Finding("discovered", "pass", "; ".join(parts))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,9 +24,11 @@ from ..contract.exceptions import ContractError
 from .children import ATOMS, below, uncompiled
 from .parameter_aliases import Alias, aliases
 
-__all__ = ["Discovered", "Found", "check_devices", "check_nothing_new", "discover", "walk"]
+__all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk"]
 
 T = TypeVar("T")
+
+_NAMED_AT_MOST = 6
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ class Discovered:
     """Places where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
     roots: tuple[tuple[str, Any], ...] = ()
     """What was searched: the state and the trainer, by the names that paths begin with."""
+    shapes: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Of the modules' parameters, by path, as they were found; None of a lazy one, which gets its shape later."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """How many parameters the groups of each optimizer had when it was found."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -143,7 +150,21 @@ def discover(
         tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
         aliases=tuple(aliases(found, known | paths.keys())),
         roots=(("state", state), ("trainer", trainer)),
+        shapes=_shapes(modules),
+        groups=tuple(_sizes(optimizer) for _, optimizer in optimizers),
     )
+
+
+def _shapes(modules: Iterable[tuple[str, nn.Module]]) -> Mapping[str, tuple[int, ...] | None]:
+    return {
+        f"{path}.{name}": None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
+        for path, module in modules
+        for name, parameter in module.named_parameters(remove_duplicate=False)  # which may be tied later
+    }
+
+
+def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)
 
 
 def check_devices(discovered: Discovered, device: torch.device | str, *, world_size: int = 1) -> None:
@@ -166,11 +187,11 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
         )
 
 
-def check_nothing_new(before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None) -> None:
-    """Refuse a module or optimizer that ``train_step`` built and kept, which no checkpoint or strategy knows.
+def check_unchanged(before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None) -> None:
+    """Refuse what ``train_step`` built, added, removed or resized: the next start would build it as `configure` does.
 
     Raises:
-        ContractError: Names the path of each.
+        ContractError: Names the path of each module, optimizer, parameter or group, and the way out.
     """
     now = discover(state, trainer, host=host)
     known = {id(m) for found in before.modules for m in found.value.modules()}
@@ -182,6 +203,32 @@ def check_nothing_new(before: Discovered, state: Any, trainer: object = None, *,
             f"{', '.join(new)} appeared after `configure`, so it is neither in checkpoints nor known to the strategy. "
             "Build every module and optimizer in `configure`."
         )
+    faults = [*_changed_parameters(before), *_changed_groups(before)]
+    if faults:
+        more = f" and {len(faults) - _NAMED_AT_MOST} more" if len(faults) > _NAMED_AT_MOST else ""
+        raise ContractError(
+            f"Layers that change while training cannot be resumed: {'; '.join(faults[:_NAMED_AT_MOST])}{more}. Build "
+            "all layers in `configure`, at their final size, and give the optimizer all groups there: parameters "
+            "that do not require a gradient yet are left alone."
+        )
+
+
+def _changed_parameters(before: Discovered) -> Iterator[str]:
+    had, has = before.shapes, _shapes((found.path, found.value) for found in before.modules)
+    for path in dict.fromkeys([*had, *has]):
+        if path not in has:
+            yield f"{path} is gone since `configure`"
+        elif path not in had:
+            yield f"{path} {has[path]} is new since `configure`"
+        elif had[path] is not None and had[path] != has[path]:
+            yield f"{path} was {had[path]} after `configure` and is {has[path]}"
+
+
+def _changed_groups(before: Discovered) -> Iterator[str]:
+    for found, had in zip(before.optimizers, before.groups, strict=True):
+        has = _sizes(found.value)
+        if had != has:
+            yield f"{found.path} had groups of {list(had)} parameters after `configure` and has {list(has)}"
 
 
 def walk(

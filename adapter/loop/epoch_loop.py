@@ -52,7 +52,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.loader_ended = False
         """Whether the loader was asked for a batch in this epoch that it did not have."""
         self._next_check = 0
-        """Completed steps from which on an epoch's first step is followed by `check_nothing_new`."""
+        """Completed steps from which on an epoch's first step is followed by `check_unchanged`."""
 
     @property
     def completed_steps(self) -> int:
@@ -147,7 +147,7 @@ class ContractEpochLoop(TrainingEpochLoop):
                     self._next_check = self.global_step + CHECK_EVERY_N_STEPS
                     if settle is not None:
                         settle()
-                    module.check_nothing_new()
+                    module.check_unchanged()
             if (
                 self.validates_within
                 or (self.validates and progress.is_last_batch)

@@ -67,7 +67,7 @@ class HostedModule(Protocol):
     def restore_rng(self) -> None:
         """Put back the random states of the checkpoint, as the last thing before the first batch is asked for."""
 
-    def check_nothing_new(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse modules and optimizers that appeared in the first step.
 
         Raises:

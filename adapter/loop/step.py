@@ -161,7 +161,7 @@ class Step:
             if settle is not None:
                 settle()
             fire(trainer, "on_roll_back_due")
-            module.check_nothing_new()
+            module.check_unchanged()
         current.completed += 1
         total.completed += 1
         return True

@@ -23,7 +23,7 @@ from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
-from ..discovery.discover import Discovered, check_devices, check_nothing_new, discover
+from ..discovery.discover import Discovered, check_devices, check_unchanged, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.buffer_sync import BufferSync
@@ -31,23 +31,25 @@ from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
 from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
 from ..loop.fit_loop import install_loop, start_after
-from .deferred_optimizers import optimizer_configs, put_back_what_fits
 from .evaluation import host_evaluation
-from .finders import host_finders
-from .grown_weights import Shapes, changed_names, shapes_of
-from .late_setup import defer_setups, missing_callbacks, run_deferred_setups, train_what_optimizers_hold
 from .own_hooks import attach_own_hooks
 from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
 from .rank_state import collect_from_ranks, rank_channel_of
-from .rehearsal import Rehearsal
 from .reporting import ReportingModule
 from .rollout import RolloutBatches
 from .step_context import filled_in
 from .step_metrics import named_scalars, validated_result
-from .supported import check_trainer_arguments, leave_unwrapped
+from .supported import (
+    check_trainer_arguments,
+    defer_setups,
+    leave_unwrapped,
+    missing_callbacks,
+    run_deferred_setups,
+)
 from .trainer_files import save_trainer_files
 from .trainer_state import (
     ToRestore,
+    buffer_shapes,
     load_weights,
     payload_of,
     put_into_checkpoint,
@@ -106,16 +108,13 @@ class ContractModule(ReportingModule):
         self.discovered: Discovered | None = None
         self.configured = False
         self._found_optimizers: list[Optimizer] = []
-        self._frozen: list[torch.nn.Parameter] = []
-        """By callbacks of this fit, before it began."""
-        self._built: Shapes = {}
+        self._built_buffers: dict[str, tuple[int, ...] | None] = {}
+        """Their shapes, as `configure` made them."""
         self._kept_by_wrappers: list[KeptByWrapper] = []
         self._router: StepRouter | None = None
         self._is_sharded = False
         self._start_step = 0
         self._to_restore: ToRestore | None = None
-        self.rehearsal: Rehearsal | None = None
-        """What finders of this fit search with."""
         self.rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
         # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
@@ -221,8 +220,7 @@ class ContractModule(ReportingModule):
 
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
-        check_trainer_arguments(self.trainer, self.given_job, self.trainer.datamodule)  # type: ignore[attr-defined]
-        self.rehearsal = host_finders(self)
+        check_trainer_arguments(self.trainer)
         # Lightning's word for whether loggers are told. They are not saved: a checkpoint's trainer is built of a job.
         self._log_hyperparams = self._log_hyperparams or bool(self.given_job.hyperparams)
         defer_setups(self.trainer)
@@ -247,8 +245,7 @@ class ContractModule(ReportingModule):
         if not self.configured:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
-        self._frozen = run_deferred_setups(self.trainer, self, stage, self._found_optimizers)
-        self._built = shapes_of(self)
+        run_deferred_setups(self.trainer, self, stage)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
         if not self.configured:
@@ -270,6 +267,7 @@ class ContractModule(ReportingModule):
         if discovered.parameters:
             # The name of the attribute stands in checkpoints.
             self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
+        self._built_buffers = buffer_shapes(self)
         self.configured = True
 
     def _set_up_loop(self) -> None:
@@ -288,24 +286,17 @@ class ContractModule(ReportingModule):
         if self.discovered is not None:
             yield from rank_local_of(self.plugin).replicated(self.discovered)
 
-    def check_nothing_new(self) -> None:
-        """Refuse modules and optimizers that a step built.
+    def check_unchanged(self) -> None:
+        """Refuse modules, optimizers, layers and groups that a step built, added or removed.
 
         Raises:
             ContractError: Names the path of each.
         """
         assert self.discovered is not None
-        check_nothing_new(self.discovered, self.contract_state, self.plugin, host=self)
+        check_unchanged(self.discovered, self.contract_state, self.plugin, host=self)
 
     @override
     def on_fit_start(self) -> None:
-        assert self.discovered is not None
-        waiting = self._to_restore
-        if waiting is not None and waiting.optimizers is not None:
-            put_back_what_fits(self.discovered.optimizers, waiting.optimizers, waiting.optimizer_states)
-        train_what_optimizers_hold(self._frozen, self._found_optimizers)
-        if self.rehearsal is not None:
-            self.rehearsal.is_over = True
         self.open_router()
         self.rank_channel = rank_channel_of(self.trainer)
 
@@ -341,21 +332,25 @@ class ContractModule(ReportingModule):
     def configure_optimizers(self) -> Any:
         """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
         assert self.discovered is not None
-        return optimizer_configs(self.discovered)
+        configs: list[dict[str, Any]] = [{"optimizer": found.value} for found in self.discovered.optimizers]
+        for found in self.discovered.schedulers:
+            for config in configs:  # the first that drives an optimizer; `state` saves the others
+                if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
+                    config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
+        return configs
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.check_nothing_new()
+        self.check_unchanged()
         assert self.discovered is not None
         with keep_sharded_for(self.trainer.strategy):
             payload = self.state_payload()
         unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
-        metrics, changed = self.metrics_on_device(), changed_names(self, self._built)
-        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router, changed)
+        metrics, buffers = self.metrics_on_device(), buffer_shapes(self)
+        resized = [name for name, shape in buffers.items() if self._built_buffers.get(name, ()) != shape]
+        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router, resized)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
-        if self.rehearsal is not None:
-            checkpoint[CONTRACT_KEY]["found"] = self.rehearsal.found
         if self.rank_channel is not None:
             collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
 
@@ -368,11 +363,9 @@ class ContractModule(ReportingModule):
         if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # an older runtime's: the trainer restores
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
-        if self.rehearsal is not None:
-            self.rehearsal.take_up(checkpoint.get(CONTRACT_KEY, {}).get("found", {}))
         if CONTRACT_KEY in checkpoint:
-            fits = None if self._is_sharded else self.discovered
-            self._to_restore = take_from_checkpoint(checkpoint, self, self.plugin, fits)
+            assert self.discovered is not None
+            self._to_restore = take_from_checkpoint(checkpoint, self, self.plugin, self.discovered)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
 
     def state_payload(self) -> dict[str, object]:

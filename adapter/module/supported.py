@@ -1,11 +1,23 @@
-"""Which of Lightning's strategies and settings can host a trainer class, which calls its modules itself, and how."""
+"""Which of Lightning's strategies, settings and callbacks can host a trainer class, which owns its update, and how.
+
+What cannot is refused by name with the way out, in the tables here; `genlight doctor` reads the same ones.
+"""
 
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Iterator
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,14 +32,20 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from ...callbacks.checkpoint.sharded.strategy import sharded_url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings, tensor_parallel_size
+from ...callbacks.log_metrics import LogMetrics
+from ...callbacks.replicas.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
-from ..contract.types import TrainingJobSpec
 from ..gradients.hook_state import fault_of_hook_state
 from ..job.trainer_arguments import ENDS_WITH_ITS_PROCESSES
-from .finders import fault_of_finder
-from .late_setup import faults_of_callbacks
 
-__all__ = ["check_strategy", "check_trainer_arguments", "leave_unwrapped"]
+__all__ = [
+    "check_strategy",
+    "check_trainer_arguments",
+    "defer_setups",
+    "leave_unwrapped",
+    "missing_callbacks",
+    "run_deferred_setups",
+]
 
 _REFUSED: dict[type[Strategy], str] = {
     DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
@@ -39,14 +57,22 @@ _REFUSED: dict[type[Strategy], str] = {
     SingleDeviceXLAStrategy: "XLA runs a step lazily and needs markers inside it",
 }
 
+_REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
+    GradientAccumulationScheduler: "the trainer class owns gradient accumulation; do it in train_step",
+    StochasticWeightAveraging: "it replaces the learning rate's schedule and trains an epoch without updates, which "
+    "the trainer class owns; use lightning.pytorch.callbacks.WeightAveraging, or torch.optim.swa_utils in the class",
+    LearningRateFinder: "it exchanges the optimizers, which the trainer class owns; try each rate in a short run of "
+    "its own (`genlight run job.json --set hyperparams.lr=…`)",
+    BatchSizeFinder: "it trains with the weights of the run and puts them back afterwards, but not what the trainer "
+    "class keeps beside them; try each size in a short run of its own (`--set dataset.batch_size=…`)",
+    ModelPruning: "it exchanges weights that `configure` built; use torch.nn.utils.prune in `configure`",
+    BaseFinetuning: "it adds groups to optimizers that `configure` built; give the optimizer all groups in "
+    "`configure`, and freeze and unfreeze layers by `requires_grad_` in train_step",
+}
 
-def check_trainer_arguments(trainer: pl.Trainer, job: TrainingJobSpec, data: Any) -> None:
+
+def check_trainer_arguments(trainer: pl.Trainer) -> None:
     """Refuse a strategy, an argument or a callback of a Lightning trainer that cannot host a trainer class.
-
-    Args:
-        trainer: The Lightning trainer.
-        job: What the trainer class is given.
-        data: The data module; None where there is none.
 
     Raises:
         StartupContractError: Names each, the reason and the way out.
@@ -63,10 +89,19 @@ def check_trainer_arguments(trainer: pl.Trainer, job: TrainingJobSpec, data: Any
             f"gradient_clip_val={trainer.gradient_clip_val}: the trainer class owns clipping; call "
             "torch.nn.utils.clip_grad_norm_ in train_step"
         )
-    errors += faults_of_callbacks(trainer) + sharded_url_faults(trainer)
-    errors += filter(None, (fault_of_finder(callback, trainer, job, data) for callback in callbacks_of(trainer)))
+    errors += [fault for callback in callbacks_of(trainer) for fault in _faults_of(callback, trainer.strategy)]
+    errors += sharded_url_faults(trainer)
     if errors:
         raise StartupContractError("startup.invalid_job_spec", "; ".join(errors))
+
+
+def _faults_of(callback: pl.Callback, strategy: Strategy) -> Iterator[str]:
+    name = type(callback).__name__
+    for refused, reason in _REFUSED_CALLBACKS.items():
+        if isinstance(callback, refused):
+            yield f"{name}: {reason}"
+    if isinstance(callback, WeightAveraging) and isinstance(strategy, ModelParallelStrategy):
+        yield f"{name} works on whole weights, and ModelParallelStrategy shards them; use ddp"
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -107,6 +142,40 @@ def leave_unwrapped(strategy: Strategy) -> None:
     """
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]
+
+
+def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Callback]:
+    """What every training of a trainer class needs and `trainer` was not given."""
+    present = callbacks_of(trainer)
+    missing: list[pl.Callback] = []
+    if not any(isinstance(callback, LogMetrics) for callback in present):
+        missing.append(LogMetrics(every_n_steps=metric_every))
+    if trainer.world_size > 1 and not any(isinstance(callback, ReplicaGuard) for callback in present):
+        missing.append(ReplicaGuard())
+    return missing
+
+
+def defer_setups(trainer: pl.Trainer) -> None:
+    """Have callbacks that copy the weights in ``setup`` wait for `run_deferred_setups`.
+
+    Lightning sets callbacks up before the module, whose layers it expects from its constructor; a trainer class builds
+    its own in ``configure``.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging):
+            callback.setup = _wait  # type: ignore[method-assign]
+
+
+def run_deferred_setups(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+    """Set the callbacks up that waited, in their order; ``setup`` is their own again."""
+    for callback in callbacks_of(trainer):
+        if vars(callback).get("setup") is _wait:
+            del callback.setup
+            callback.setup(trainer, module, stage)
+
+
+def _wait(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    """In place of a callback's ``setup``, until the module has its weights."""
 
 
 def _configure_nothing(strategy: DDPStrategy) -> None:

@@ -5,29 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
-from ...callbacks.hook.events import callbacks_of
-from ..contract.exceptions import ContractError
+from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, discover
 from ..discovery.wrapped_optimizers import KeptByWrapper
 from ..gradients.fsdp.sharding import shard_copies, whole_payload
 from ..gradients.hook_state import kept_hook_state
 from ..gradients.router import StepRouter
-from .deferred_optimizers import restore_set_aside, set_aside
-from .grown_weights import load_grown, set_aside_grown
-from .late_setup import without_masks
 from .plugin_loading import optional_hook
 from .rank_state import take_own_part
 from .rollout import PHASE
@@ -35,6 +32,7 @@ from .trainer_files import trainer_directory
 
 __all__ = [
     "ToRestore",
+    "buffer_shapes",
     "load_weights",
     "payload_of",
     "put_into_checkpoint",
@@ -51,6 +49,13 @@ _GRADIENTS_WAIT = "gradients_wait"
 """The member of a checkpoint's contract part that is there where gradients have not been averaged yet."""
 
 
+_RESIZED = "resized"
+"""The member that names the buffers whose shape changed while training."""
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What schedulers of torch, which a trainer may make later, put into groups."""
+
+
 @dataclass(frozen=True)
 class ToRestore:
     """What the trainer is handed before the first step of a resumed run."""
@@ -63,20 +68,10 @@ class ToRestore:
     """By path, the states of what Lightning does not save."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
     """Weights that this rank has otherwise than rank zero."""
-    optimizers: dict[int, dict[str, Any]] | None = None
-    """By index, the states that did not fit their optimizers yet; None where none was looked at."""
-    optimizer_states: list[dict[str, Any]] = field(default_factory=list)
-    """The states that Lightning restores."""
-    grown: Mapping[str, Any] = field(default_factory=dict)
-    """Weights that were added while training, for which the trainer's ``load_state_dict`` builds a place."""
     gradients_wait: bool = False
     """Whether gradients are each rank's own, and wait for an update."""
     phase: Mapping[str, Any] = field(default_factory=dict)
     """The rollout that is being trained, and the state of environments."""
-
-    def without_unfitting(self, states: list[dict[str, Any]], discovered: Discovered) -> ToRestore:
-        """The same, with those of the optimizers' `states` that do not fit, which are replaced there."""
-        return replace(self, optimizers=set_aside(discovered.optimizers, states), optimizer_states=states)
 
 
 def payload_of(plugin: TrainerPlugin, state: Any, *, is_sharded: bool) -> dict[str, object]:
@@ -113,14 +108,13 @@ def put_into_checkpoint(
     unmanaged: Iterator[tuple[str, Any]],
     metrics: Mapping[str, Tensor],
     router: StepRouter | None,
-    changed: Sequence[str],
+    resized: Sequence[str],
 ) -> None:
-    """Add the contract's part to a checkpoint of Lightning's; `changed` are the names that `changed_names` gives."""
+    """Add the contract's part to a checkpoint of Lightning's; `resized` are buffers with other shapes than built."""
     parts = checkpoint.setdefault(CONTRACT_KEY, {})
-    is_pruned = any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer))
-    if changed and not is_pruned:
-        parts["changed"] = list(changed)
-    parts["state"] = without_masks(payload) if is_pruned else payload
+    if resized:
+        parts[_RESIZED] = list(resized)
+    parts["state"] = payload
     if router is not None and router.averaging is not None and router.averaging.waits:
         parts[_GRADIENTS_WAIT] = True
     if "lr_schedulers" in checkpoint:  # not where weights alone are saved
@@ -143,23 +137,26 @@ def _without_functions(kept: Any, state: Any) -> Any:
 
 
 def take_from_checkpoint(
-    checkpoint: dict[str, Any], module: pl.LightningModule, plugin: TrainerPlugin, fits: Discovered | None
+    checkpoint: dict[str, Any], module: pl.LightningModule, plugin: TrainerPlugin, discovered: Discovered
 ) -> ToRestore:
     """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
 
     Args:
-        checkpoint: What does not fit `module` yet is replaced in it by what changes nothing.
-        module: Hosts the trainer.
+        checkpoint: What Lightning loaded.
+        module: Hosts the trainer; its buffers get the shapes that they had.
         plugin: The trainer.
-        fits: What the trainer built, which the checkpoint is made to fit; None leaves that out.
+        discovered: What the trainer built.
 
     Raises:
         BrokenCheckpointError: The parts of the ranks do not belong together.
+        CheckpointError: It holds the states of other optimizers than the trainer built.
     """
     trainer = module.trainer
     own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
     parts = checkpoint[CONTRACT_KEY]
-    waiting = ToRestore(
+    check_optimizers(discovered.optimizers, checkpoint.get("optimizer_states", ()))
+    fit_buffers(module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
+    return ToRestore(
         payload=parts.get("state"),
         trainer_directory=trainer_directory(trainer.ckpt_path, plugin),
         unmanaged=parts.get("unmanaged", {}),
@@ -167,10 +164,66 @@ def take_from_checkpoint(
         gradients_wait=_GRADIENTS_WAIT in parts,
         phase=parts.get(PHASE, {}),
     )
-    if fits is None:
-        return waiting
-    grown = set_aside_grown(checkpoint["state_dict"], module, parts.get("changed", ()))
-    return replace(waiting, grown=grown).without_unfitting(checkpoint.get("optimizer_states", []), fits)
+
+
+def check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states of another kind of optimizer, or of other groups, which would fail within a step.
+
+    A release of torch adds a setting or drops one; only of another kind of optimizer some lack and others are new.
+
+    Raises:
+        CheckpointError: Names the optimizer, what it had and has, and the way out.
+    """
+    for found, state in zip(optimizers, states, strict=False):
+        saved, built = state.get("param_groups"), found.value.param_groups
+        if saved is None:  # an optimizer may have a state_dict of its own
+            continue
+        had, has = _sizes(saved), _sizes(built)
+        if had != has:
+            raise CheckpointError(
+                f"{found.path} had groups of {had} parameters when the checkpoint was saved, and has groups of {has} "
+                "now. Build the same groups in `configure`."
+            )
+        for group, own in zip(saved, built, strict=True):
+            lacking = sorted(found.value.defaults.keys() - group.keys())
+            foreign = sorted(group.keys() - own.keys() - _OF_SCHEDULERS)
+            if lacking and foreign:
+                raise CheckpointError(
+                    f"{found.path} is now {type(found.value).__name__}, with {', '.join(lacking)}; the optimizer of "
+                    f"the checkpoint had {', '.join(foreign)} instead. Build the optimizer as it was, or start at "
+                    "step 0 with `genlight run --fresh`, of a fit `--resume never`."
+                )
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of all buffers of `module`, by name; None of one that has no value yet."""
+    return {
+        f"{path}.{name}".removeprefix("."): None if buffer is None else tuple(buffer.shape)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if not isinstance(buffer, UninitializedBuffer)
+    }
+
+
+def fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collection[str]) -> None:
+    """Give buffers of `module`, which were `resized` while training, the shapes that they have in `weights`.
+
+    `configure` builds a queue empty that fills up, and statistics without a value that get their first in a step.
+    """
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
+    for name in resized:
+        path, _, leaf = name.rpartition(".")
+        value = weights.get(name)
+        owner = module.get_submodule(path)
+        built = owner._buffers.get(leaf)
+        # Torch gives a lazy one the shape of what it loads.
+        if isinstance(value, Tensor) and not isinstance(built, UninitializedBuffer):
+            dtype = value.dtype if built is None else built.dtype
+            owner.register_buffer(leaf, torch.empty(value.shape, dtype=dtype, device=device))
 
 
 def load_weights(
@@ -178,11 +231,10 @@ def load_weights(
 ) -> ToRestore:
     """Give a module, which no Lightning trainer runs, the weights of a checkpoint; what its trainer is to get then."""
     parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
-    grown = {}
     if weights is not None:
-        grown = set_aside_grown(weights, module, parts.get("changed", ()))
+        fit_buffers(module, weights, parts.get(_RESIZED, ()))
         module.load_state_dict(weights, strict=strict)
-    return ToRestore(parts.get("state"), trainer_directory(path, plugin), grown=grown)
+    return ToRestore(parts.get("state"), trainer_directory(path, plugin))
 
 
 def restore(
@@ -212,12 +264,8 @@ def restore(
     load_checkpoint = optional_hook(plugin, "load_checkpoint")
     if directory is not None and load_checkpoint is not None:
         load_checkpoint(state=state, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
-    if waiting.grown:
-        load_grown(module, waiting.grown)
     if is_sharded:
         shard_copies(discover(state, plugin, reserved=dir(module), host=module))
-    if waiting.optimizers is not None:
-        restore_set_aside(discovered.optimizers, waiting.optimizers)
 
 
 def _warn_of_scripted_modules(discovered: Discovered) -> None:

@@ -46,7 +46,7 @@ def prepare_training(
             "The job names no data, and its trainer has no `rollout`. Add `dataset.parquet_paths`, "
             "`inputs.dataset_parquet_refs` or `mock_batches`.",
         )
-    check_trainer_arguments(trainer, config.job, data)
+    check_trainer_arguments(trainer)
     fault = placement_fault(trainer)
     if fault is not None:
         raise StartupContractError("startup.invalid_job_spec", fault)

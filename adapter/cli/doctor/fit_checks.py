@@ -55,7 +55,7 @@ def _check_built(fit: ConfiguredFit) -> Iterator[Finding]:
         yield Finding("trainer", "fail" if faults else "pass", "; ".join(faults) or f"{name}, with all hooks")
         yield from (Finding("trainer", "warn", misspelled) for misspelled in misspelled_hooks(plugin))
         try:
-            check_trainer_arguments(fit.trainer, fit.model.job or fit.model.ctx.job, fit.datamodule)
+            check_trainer_arguments(fit.trainer)
         except (GenlightError, MisconfigurationException) as error:
             yield Finding("training", "fail", str(error))
         else:

@@ -166,7 +166,10 @@ def _stock(name, **arguments):
             {"callbacks": [_stock("GradientAccumulationScheduler", scheduling={0: 2})]},
             "GradientAccumulationScheduler: the trainer class owns gradient accumulation; do it in train_step",
         ),
-        ({"callbacks": [_stock("LearningRateFinder")]}, "LearningRateFinder: the hyperparameters have no 'lr' or 'lea"),
+        (
+            {"callbacks": [_stock("LearningRateFinder")]},
+            "LearningRateFinder: it exchanges the optimizers, which the tr",
+        ),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "predict"}, "a trainer class has no predictions; `generate_sample` makes samples of it in a job"),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),

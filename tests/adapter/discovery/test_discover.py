@@ -16,7 +16,7 @@ from torch import nn
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.adapter.discovery.children import SEARCHED_ITEMS
-from genlight.adapter.discovery.discover import check_devices, check_nothing_new, discover
+from genlight.adapter.discovery.discover import check_devices, check_unchanged, discover
 
 
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:
@@ -308,12 +308,12 @@ def test_large_containers_are_data_and_are_not_searched():
 def test_a_module_or_optimizer_that_appears_later_is_an_error_that_says_configure(where):
     state, trainer = SimpleNamespace(model=nn.Linear(1, 1)), SimpleNamespace()
     before = discover(state, trainer)
-    check_nothing_new(before, state, trainer)
+    check_unchanged(before, state, trainer)
     {"state": state, "trainer": trainer}[where].late = nn.Linear(1, 1)
     {"state": state, "trainer": trainer}[where].opt = adam(nn.Linear(1, 1))
 
     with pytest.raises(ContractError, match=rf"{where}\.late, {where}\.opt appeared after `configure`.*in `configure`"):
-        check_nothing_new(before, state, trainer)
+        check_unchanged(before, state, trainer)
 
 
 def test_a_part_of_a_known_module_that_is_kept_later_is_nothing_new():
@@ -321,7 +321,7 @@ def test_a_part_of_a_known_module_that_is_kept_later_is_nothing_new():
     before = discover(state)
     state.part = state.model[0]
 
-    check_nothing_new(before, state)
+    check_unchanged(before, state)
 
 
 class ElsewhereTensor(torch.Tensor):

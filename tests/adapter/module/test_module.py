@@ -154,9 +154,9 @@ def test_what_steps_build_is_looked_for_once_in_many_steps_and_not_in_each_epoch
     from .test_phases import Actor, fit as fit_actor
 
     searches: list[int] = []
-    find = ContractModule.check_nothing_new
+    find = ContractModule.check_unchanged
     monkeypatch.setattr(
-        ContractModule, "check_nothing_new", lambda self: (searches.append(self.completed_steps), find(self))
+        ContractModule, "check_unchanged", lambda self: (searches.append(self.completed_steps), find(self))
     )
     fit_actor(tmp_path, Actor(), steps=40)  # of seven phases
     assert searches == [1]

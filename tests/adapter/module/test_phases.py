@@ -249,7 +249,7 @@ class Opaque:
     [
         ({"rollout_checkpoint_bytes": 100}, "its batches take 144 bytes, and `rollout_checkpoint_bytes` is 100"),
         ({"form": "generator"}, "its batches come from a generator"),
-        ({"form": "opaque"}, "rollout[0]: tests.adapter.module.test_phases.Opaque cannot be stored"),
+        ({"form": "opaque"}, "adapter.module.test_phases.Opaque cannot be stored"),
     ],
 )
 def test_a_phase_that_a_checkpoint_cannot_hold_begins_anew_and_says_so(

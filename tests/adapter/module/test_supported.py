@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -24,7 +32,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.supported import check_strategy, check_trainer_arguments, leave_unwrapped
 from genlight.callbacks import Checkpoint
 
@@ -104,11 +111,34 @@ def test_shards_that_would_be_saved_to_a_url_are_refused_before_anything_is_trai
     trainer = pl.Trainer(strategy=ModelParallelStrategy(1, 1), callbacks=[stock], max_steps=1, **quiet)
     said = r"ModelCheckpoint saves to 'memory://runs/r', and ranks that hold shards write .* `targets` of"
     with pytest.raises(StartupContractError, match=said):
-        check_trainer_arguments(trainer, TrainingJobSpec("r", 1), None)
+        check_trainer_arguments(trainer)
     with pytest.raises(ValueError, match=said):
         Checkpoint(tmp_path / "c").setup(trainer, pl.LightningModule(), "fit")
 
 
 def test_whole_weights_may_be_saved_to_a_url():
     trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint("memory://runs/r")])
-    check_trainer_arguments(trainer, TrainingJobSpec("r", 1), None)
+    check_trainer_arguments(trainer)
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (
+            GradientAccumulationScheduler({0: 2}),
+            "GradientAccumulationScheduler: the trainer class owns gradient accumu",
+        ),
+        (
+            StochasticWeightAveraging(0.1),
+            "StochasticWeightAveraging: it replaces.*use lightning.pytorch.callbacks.Weigh",
+        ),
+        (LearningRateFinder(), "LearningRateFinder: it exchanges the optimizers.*--set hyperparams.lr"),
+        (BatchSizeFinder(), "BatchSizeFinder: it trains with the weights.*--set dataset.batch_size"),
+        (ModelPruning("l1_unstructured"), "ModelPruning: it exchanges weights.*torch.nn.utils.prune in `configure`"),
+        (BackboneFinetuning(), "BackboneFinetuning: it adds groups.*all groups in `configure`"),
+    ],
+)
+def test_callbacks_that_contradict_a_trainer_class_are_refused_by_name_with_the_way_out(tmp_path, callback, said):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[callback], default_root_dir=tmp_path)
+    with pytest.raises(StartupContractError, match=said):
+        check_trainer_arguments(trainer)

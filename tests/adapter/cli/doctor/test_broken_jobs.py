@@ -152,8 +152,9 @@ BROKEN = {
             {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": "memory://runs"}}
         ],
     ),
-    "finder without a learning rate": callback("lightning.pytorch.callbacks.LearningRateFinder"),
-    "finder without a batch size": callback("lightning.pytorch.callbacks.BatchSizeFinder", batch_arg_name="rows"),
+    "search for a learning rate": callback("lightning.pytorch.callbacks.LearningRateFinder"),
+    "search for a batch size": callback("lightning.pytorch.callbacks.BatchSizeFinder"),
+    "pruning by a callback": callback("lightning.pytorch.callbacks.ModelPruning", pruning_fn="l1_unstructured"),
     "logger that cannot be imported": lightning(logger={"class_path": "no.such.Logger"}),
     "no data": {"dataset": ...},
     "no such file": {"dataset": {"parquet_paths": ["none.parquet"]}},

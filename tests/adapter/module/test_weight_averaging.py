@@ -1,4 +1,4 @@
-"""Lightning's callbacks that take the weights in ``setup`` work with a trainer class, which builds them later."""
+"""Lightning's `WeightAveraging`, which copies the weights in ``setup``: a trainer class builds them later."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
 
 
-class Finetuned:
+class TwoParts:
     """A backbone and a head under one optimizer; notes the weights after each step."""
 
     def __init__(self) -> None:
@@ -82,7 +74,7 @@ def fit(
         plugins=[DurableCheckpointIO()],
         **settings,
     )
-    module = ContractModule(Finetuned(), TrainingJobSpec("parts", 100))
+    module = ContractModule(TwoParts(), TrainingJobSpec("parts", 100))
     trainer.fit(module, batches(), ckpt_path=ckpt_path)
     return trainer, module
 
@@ -119,91 +111,6 @@ def test_averaging_goes_on_after_a_resume_to_the_same_bits(tmp_path: Path, make:
     assert_same(weights(resumed), weights(straight))
 
 
-def test_pruned_weights_stay_pruned_and_a_resume_loads_them(tmp_path: Path) -> None:
-    """Half of the weights is zero at the end; a checkpoint holds plain weights, in the trainer's own state too."""
-
-    def pruning() -> ModelPruning:
-        return ModelPruning(
-            "l1_unstructured",
-            parameters_to_prune=None,
-            parameter_names=["weight"],
-            amount=0.5,
-            use_global_unstructured=True,
-        )
-
-    _, module = fit(tmp_path, pruning(), epochs=2)
-    pruned = torch.cat([module.contract_state[name].weight.flatten() for name in ("backbone", "head")])
-    assert int((pruned == 0).sum()) >= 10
-    assert set(module.contract_state["head"].state_dict()) == {"weight", "bias"}
-
-    _, resumed = fit(tmp_path, pruning(), epochs=3, ckpt_path=str(tmp_path / "made" / "step-00000004.json"))
-    loaded = resumed.plugin.loaded  # type: ignore[attr-defined]
-    assert set(loaded["backbone"]) == {"weight", "bias"}
-    assert int((loaded["backbone"]["weight"] == 0).sum()) > 0
-    assert resumed.completed_steps == 6
-
-
-class FreezesFirst(BaseFinetuning):
-    """A user's own: the backbone is trained from the second epoch on, with a rate of its own."""
-
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.backbone)  # type: ignore[arg-type]
-
-    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.001)  # type: ignore[arg-type]
-
-
-def test_a_frozen_backbone_is_trained_from_its_epoch_on_with_its_own_learning_rate(tmp_path: Path) -> None:
-    """As in Lightning, where the optimizer is made of what is not frozen."""
-    _, module = fit(tmp_path, FreezesFirst())
-    history = module.plugin.history  # type: ignore[attr-defined]
-    assert torch.equal(history[0], history[1])
-    assert not torch.equal(history[1], history[2])
-    groups = module.contract_state["optimizer"].param_groups
-    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 0.05), (2, 0.001)]
-
-
-@pytest.mark.parametrize("at", [2, 4, 6])
-def test_finetuning_goes_on_after_a_resume_to_the_same_bits(tmp_path: Path, at: int) -> None:
-    """Before and after the backbone was unfrozen."""
-    _, straight = fit(tmp_path / "straight", FreezesFirst())
-    fit(tmp_path, FreezesFirst(), epochs=at // 2)
-    _, resumed = fit(tmp_path, FreezesFirst(), ckpt_path=str(tmp_path / "made" / f"step-{at:08}.json"))
-    assert_same(weights(resumed), weights(straight))
-
-
-def test_backbone_finetuning_raises_the_learning_rate_of_the_backbone_alone(tmp_path: Path) -> None:
-    """The stock callback finds the ``backbone`` of the state, and leaves the head's rate alone."""
-    callback = BackboneFinetuning(
-        unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 2.0, backbone_initial_lr=0.002
-    )
-    _, module = fit(tmp_path, callback)
-    rates = [group["lr"] for group in module.contract_state["optimizer"].param_groups]
-    assert rates == pytest.approx([0.05, 0.008])
-
-
-@pytest.mark.parametrize(
-    ("callback", "said"),
-    [
-        (
-            GradientAccumulationScheduler({0: 2}),
-            "GradientAccumulationScheduler: the trainer class owns gradient accumu",
-        ),
-        (
-            StochasticWeightAveraging(0.1),
-            "StochasticWeightAveraging replaces.*use lightning.pytorch.callbacks.WeightAver",
-        ),
-    ],
-)
-def test_callbacks_that_contradict_a_trainer_class_are_refused_by_name(
-    tmp_path: Path, callback: pl.Callback, said: str
-) -> None:
-    """At start, with the way out."""
-    with pytest.raises(StartupContractError, match=said):
-        fit(tmp_path, callback)
-
-
 def test_a_setup_that_waited_is_the_callbacks_own_again(tmp_path: Path) -> None:
     """Also where ``configure`` failed meanwhile; other callbacks are set up before the module, as ever."""
     order: list[str] = []
@@ -212,13 +119,13 @@ def test_a_setup_that_waited_is_the_callbacks_own_again(tmp_path: Path) -> None:
         def setup(self, *_: Any, **__: Any) -> None:
             order.append("early")
 
-    class Late(FreezesFirst):
+    class Late(WeightAveraging):
         def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
             order.append("late")
             super().setup(trainer, pl_module, stage)
 
     late = Late()
-    module = ContractModule(Finetuned(), TrainingJobSpec("parts", 1))
+    module = ContractModule(TwoParts(), TrainingJobSpec("parts", 1))
     settings: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
     plugin: Any = module.plugin
     plugin.setup = lambda ctx: order.append("module") or 1 / 0
