@@ -13,17 +13,18 @@ from ..adapter.plumbing.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint_io import DurableCheckpointIO as DurableCheckpointIO
-    from .diagnosis.diagnosis import Diagnosis as Diagnosis
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluation.evaluate import Evaluate as Evaluate
     from .evaluation.evaluate_command import EvaluateCommand as EvaluateCommand
     from .evaluation.evaluate_loader import EvaluateLoader as EvaluateLoader
     from .guarded import Guarded as Guarded
+    from .health.diagnosis import Diagnosis as Diagnosis
+    from .health.recover import Recover as Recover
+    from .health.watch_nonfinite import WatchNonfinite as WatchNonfinite
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .record_events import RecordEvents as RecordEvents
-    from .recovery.recover import Recover as Recover
     from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     )
     from .upload_artifacts import UploadArtifacts as UploadArtifacts
     from .watch_hangs import WatchHangs as WatchHangs
-    from .watch_nonfinite import WatchNonfinite as WatchNonfinite
     from .write_samples import WriteSamples as WriteSamples
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -44,7 +44,7 @@ else:
         {
             ".checkpoint.checkpoint": ("Checkpoint",),
             ".checkpoint.checkpoint_io": ("DurableCheckpointIO",),
-            ".diagnosis.diagnosis": ("Diagnosis",),
+            ".health.diagnosis": ("Diagnosis",),
             ".early_stopping": ("EarlyStopping",),
             ".evaluation.evaluate": ("Evaluate",),
             ".evaluation.evaluate_command": ("EvaluateCommand",),
@@ -54,7 +54,7 @@ else:
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
             ".record_events": ("RecordEvents",),
-            ".recovery.recover": ("Recover",),
+            ".health.recover": ("Recover",),
             ".replicas.replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),
             ".telemetry.goodput": ("Goodput",),
@@ -63,7 +63,7 @@ else:
             ".trainer_hooks": ("TrainerHook", "TrainerHookAdapter", "TrainerState"),
             ".upload_artifacts": ("UploadArtifacts",),
             ".watch_hangs": ("WatchHangs",),
-            ".watch_nonfinite": ("WatchNonfinite",),
+            ".health.watch_nonfinite": ("WatchNonfinite",),
             ".write_samples": ("WriteSamples",),
         },
     )

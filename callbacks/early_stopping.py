@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
+from .health.recover import Recover
 from .hook.cadence import NEVER, crossed, next_multiple
 from .hook.events import callbacks_of, is_rank_zero
 from .hook.hook import Hook
 from .hook.listeners import skippable
-from .recovery.recover import Recover
 
 __all__ = ["EarlyStopping"]
 

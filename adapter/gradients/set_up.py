@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from ...callbacks.health.recover import Recover
+from ...callbacks.health.watch_nonfinite import WatchNonfinite
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import ddp_settings
-from ...callbacks.recovery.recover import Recover
-from ...callbacks.watch_nonfinite import WatchNonfinite
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from ...callbacks.finite import are_finite
-from ...callbacks.recovery.update_faults import UpdateFigures
+from ...callbacks.health.faults import UpdateFigures
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
-from ...callbacks.recovery.ladder import Rung
-from ...callbacks.recovery.update_faults import FaultKind
+from ...callbacks.health.faults import FaultKind
+from ...callbacks.health.ladder import Rung
 from ..contract.types import TRAINER_API_VERSION
 from ..plumbing.text import is_storable, is_utf8
 from ..plumbing.urls import url_fault

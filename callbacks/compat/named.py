@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..diagnosis.diagnosis import Diagnosis
 from ..early_stopping import EarlyStopping
+from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed
 from ..hook.events import callbacks_of
 from ..job_progress import JobProgress

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import TrainingCanceled
 from ..checkpoint.format.record import CheckpointRecord
-from ..diagnosis.readings import Fault
+from ..health.faults import Fault
 from .events import Figures, callbacks_of, is_rank_zero, note_rank, run_state_of
 from .ordering import in_order
 from .run_context import RunContext

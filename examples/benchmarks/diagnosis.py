@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from genlight.adapter import ContractModule, StepResult
-from genlight.callbacks.diagnosis import module_trace, step_clock, update_watch
-from genlight.callbacks.diagnosis.diagnosis import Diagnosis
+from genlight.callbacks.health import observation
+from genlight.callbacks.health.diagnosis import Diagnosis
 
 STEP_MS = 5.0
 MODELS = {
@@ -34,12 +34,12 @@ MODELS = {
 }
 TIMED = (
     (Diagnosis, "on_train_batch_end"),
-    (update_watch.UpdateWatch, "_before_update"),
-    (update_watch.UpdateWatch, "_after_update"),
-    (step_clock.StepClock, "_begin"),
-    (step_clock.StepClock, "_end"),
-    (module_trace._ForwardHook, "__call__"),
-    (module_trace._ForwardHook, "_note_gradient"),
+    (observation.UpdateWatch, "_before_update"),
+    (observation.UpdateWatch, "_after_update"),
+    (observation.StepClock, "_begin"),
+    (observation.StepClock, "_end"),
+    (observation._ForwardHook, "__call__"),
+    (observation._ForwardHook, "_note_gradient"),
 )
 
 

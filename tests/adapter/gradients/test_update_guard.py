@@ -216,7 +216,7 @@ def test_weights_that_are_not_finite_all_the_same_end_the_run(tmp_path):
 
 
 def test_a_run_that_trains_nothing_any_more_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.callbacks.watch_nonfinite.MOST_IN_A_ROW", 3)
+    monkeypatch.setattr("genlight.callbacks.health.watch_nonfinite.MOST_IN_A_ROW", 3)
     with pytest.raises(NonfiniteError, match="the last 3 updates before step 6 were left out"):
         fit(tmp_path, Normalized, bad=(0, 3, 4, 5, 7))
 

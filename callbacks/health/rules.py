@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .readings import Fault, History, Limits, Reading
+from .faults import FAULT_KINDS, Fault, History, Limits, Reading, UpdateFigures
 
-__all__ = [
-    "RULES",
-    "exploding_gradients",
-    "find_faults",
-    "loss_spike",
-    "nonfinite_gradients",
-    "nonfinite_loss",
-]
+__all__ = ["faults_of_update", "find_faults"]
 
 MOST_NAMES = 5
 NORMS_FOR_MEDIAN = 5
@@ -219,20 +212,13 @@ def zero_learning_rate(case: Case) -> Fault | None:
 
 
 def rising_learning_rate(case: Case) -> Fault | None:
-    """The rate rises again after it has fallen, or has been rising for very long."""
+    """The rate rises again after it has fallen."""
     rate, before = case.reading.highest_rate, case.history.rate
-    if rate is None or before is None or rate <= before:
+    if rate is None or before is None or rate <= before or not case.history.rate_has_fallen:
         return None
-    if not case.history.rate_has_fallen and case.history.checks_rising + 1 < case.limits.rising_checks:
-        return None
-    after = (
-        "after it had fallen"
-        if case.history.rate_has_fallen
-        else f"for {case.history.checks_rising + 1} checks in a row"
-    )
     return Fault(
         "rising_learning_rate",
-        f"the learning rate rises {after}: from {before:.4g} to {rate:.4g}",
+        f"the learning rate rises after it had fallen: from {before:.4g} to {rate:.4g}",
         (
             "Check the schedule: its number of steps, and that a resume restores its state.",
             "Where it rises on purpose (warm restarts), this can be left as it is.",
@@ -311,6 +297,28 @@ RULES: tuple[Rule, ...] = (
     straggler,
     repeated_data,
 )
+
+
+_RULES_OF_UPDATES = {
+    "nonfinite": (nonfinite_loss, nonfinite_gradients),
+    "loss_spike": (loss_spike,),
+    "exploding_gradients": (exploding_gradients,),
+}
+_ALL = "all parameters"
+"""How a figure names the gradient of everything that an optimizer updates."""
+
+
+def faults_of_update(
+    figures: UpdateFigures, step: int, history: History, limits: Limits, kinds: Collection[str]
+) -> list[Fault]:
+    """The faults of `kinds` that an update of `step` would have."""
+    reading = Reading(
+        step=step,
+        losses=() if figures.loss is None else ((step, figures.loss),),
+        gradient_norms={} if figures.gradient_norm is None else {_ALL: figures.gradient_norm},
+    )
+    rules = [rule for kind in FAULT_KINDS if kind in kinds for rule in _RULES_OF_UPDATES[kind]]
+    return list(find_faults(reading, history, limits, rules=rules))
 
 
 def _slow_rank(step_seconds: Sequence[float | None], limits: Limits) -> tuple[int, float, float] | None:

@@ -6,26 +6,28 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
 from ...reporters.events.lines import ROLLED_BACK_METRIC
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharded.save import require_shared_directory
-from ..diagnosis.readings import Fault, History, Limits
 from ..hook.cadence import rewind
 from ..hook.events import callbacks_of, fire, run_state_of
 from ..hook.figures import FIGURES_FIELD, log_to_loggers, publish_figures
 from ..hook.hook import Hook, ending_the_run
 from ..telemetry.run_events import RunEvents, run_id_of
-from .ladder import Attempt, Ladder, Rung
+from .faults import FAULT_KINDS, Fault, History, Limits, UpdateFigures
+from .ladder import RUNGS, Attempt, Ladder, Rung
 from .roll_back import Target, abandon_later, last_good_checkpoint, position_of_data, restore
-from .start_checks import argument_faults, saver_of, start_faults
-from .update_faults import UpdateFigures, faults_of_update, note_good_step
+from .rules import faults_of_update
+from .watch_nonfinite import WatchNonfinite
 
 __all__ = ["Recover"]
 
@@ -102,7 +104,7 @@ class Recover(Hook):
         scenario: str = "trainer",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        wrong = argument_faults(
+        wrong = _argument_faults(
             ladder,
             faults,
             counts={"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts},
@@ -152,7 +154,7 @@ class Recover(Hook):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         alike = [callback for callback in callbacks_of(trainer) if isinstance(callback, Recover)]
-        wrong = start_faults(trainer, pl_module, self.ladder.rungs, self.faults, is_alone=len(alike) == 1)
+        wrong = _start_faults(trainer, pl_module, self.ladder.rungs, self.faults, is_alone=len(alike) == 1)
         if wrong:
             raise RecoveryError(f"Recover cannot be used here: {'; '.join(wrong)}")
 
@@ -162,7 +164,7 @@ class Recover(Hook):
         self._train_began_at = time.monotonic()
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # by which checkpoints are told from those of other runs
-        saver, channel = saver_of(trainer), getattr(pl_module, "rank_channel", None)
+        saver, channel = _saver_of(trainer), getattr(pl_module, "rank_channel", None)
         if "roll_back" in self.ladder.rungs and saver is not None and channel is not None:
             require_shared_directory(channel, saver.directory)  # every rank reads what it goes back to
 
@@ -196,7 +198,7 @@ class Recover(Hook):
             # Gradients that wait for the end of a window; a scaler leaves out its updates by itself.
             self._leaves_out_next = not _scales(trainer, pl_module)
         if not self._has_left_out and not found:
-            note_good_step(self.history, loss if self.judges_losses else None, self._norm)
+            self.history.add_update(loss if self.judges_losses else None, self._norm)
         self._forget_step()
         if found:
             self._climb(trainer, list(found.values()))
@@ -218,7 +220,7 @@ class Recover(Hook):
             self.ladder.hold_until(self._lowered_until)
             figures |= {"lr_factor": self.rate_factor, "until_step": self._lowered_until}
         if attempt.rung == "roll_back":
-            saver = saver_of(trainer)
+            saver = _saver_of(trainer)
             assert saver is not None
             self._target = last_good_checkpoint(trainer, saver, self.ladder.first_step)
             run_state_of(trainer).rolls_back = self._target is not None
@@ -230,7 +232,7 @@ class Recover(Hook):
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         target, self._target = self._target, None
         run_state_of(trainer).rolls_back = False
-        saver = saver_of(trainer)
+        saver = _saver_of(trainer)
         assert target is not None
         assert saver is not None
         step = trainer.global_step
@@ -348,3 +350,92 @@ def _given_up(ladder: Ladder, step: int, text: str) -> str:
         f"{ladder.attempts[0].step}: {_tried(ladder.attempts)}. Mend the cause, such as a learning rate that is too "
         "high or broken data, and resume from a checkpoint"
     )
+
+
+def _argument_faults(
+    ladder: Sequence[str],
+    faults: Collection[str],
+    *,
+    counts: dict[str, int],
+    lr_factor: float,
+    limits: dict[str, float],
+    scenario: str,
+) -> list[str]:
+    """What is wrong with the arguments of `Recover`, each with what was expected."""
+    wrong = []
+    if isinstance(ladder, str) or not ladder:
+        wrong.append(f"`ladder` {ladder!r} (expected a list of at least one of {', '.join(RUNGS)})")
+    else:
+        wrong += [f"`ladder` with {rung!r} (expected {', '.join(RUNGS)})" for rung in ladder if rung not in RUNGS]
+    if isinstance(faults, str) or not faults:
+        wrong.append(f"`faults` {faults!r} (expected a list of at least one of {', '.join(FAULT_KINDS)})")
+    else:
+        wrong += [
+            f"`faults` with {kind!r} (expected {', '.join(FAULT_KINDS)})" for kind in faults if kind not in FAULT_KINDS
+        ]
+    wrong += [f"`{name}` {value} (expected a number >= 1)" for name, value in counts.items() if value < 1]
+    if not isinstance(ladder, str) and 1 <= counts["max_attempts"] < len(ladder):
+        wrong.append(f"`max_attempts` {counts['max_attempts']} (expected at least the {len(ladder)} rungs of `ladder`)")
+    if not 0 < lr_factor < 1:
+        wrong.append(f"`lr_factor` {lr_factor} (expected a number between 0 and 1)")
+    wrong += [f"`{name}` {value} (expected a number > 0)" for name, value in limits.items() if not 0 < value < math.inf]
+    if not scenario:
+        wrong.append("`scenario` '' (expected a text that is not empty)")
+    return wrong
+
+
+def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
+    """The callback whose checkpoints a roll-back goes to: the first that saves while training."""
+    savers = (callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint))
+    return next((each for each in savers if each.every_n_steps or each.every_n_epochs or each.triggers), None)
+
+
+def _start_faults(
+    trainer: pl.Trainer, pl_module: Any, rungs: Collection[str], faults: Collection[str], *, is_alone: bool
+) -> list[str]:
+    """Why a run cannot be recovered, each with the way out.
+
+    Args:
+        trainer: The trainer of the run, set up.
+        pl_module: Its module.
+        rungs: Of the ladder.
+        faults: What is recovered from.
+        is_alone: Whether there is no second `Recover`.
+    """
+    if getattr(pl_module, "discovered", None) is None:
+        return [f"it needs a trainer class in a ContractModule, and {type(pl_module).__name__} is not one"]
+    wrong = [] if is_alone else ["there is more than one Recover callback; keep one of them"]
+    watches = (each for each in callbacks_of(trainer) if isinstance(each, WatchNonfinite) and each.policy != "warn")
+    wrong += [f"`on_nonfinite: {each.policy}` (WatchNonfinite) conflicts with it; use `warn`" for each in watches]
+    scaled = _scalers(trainer, pl_module)
+    sized = [kind for kind in faults if kind != "nonfinite"]
+    if scaled and sized:
+        wrong.append(
+            f"{' and '.join(sized)} cannot be detected with {scaled}; use bf16-mixed, or `faults: [nonfinite]`"
+        )
+    if "lower_lr" in rungs:
+        wrong += [
+            f"'lower_lr' needs a learning rate, and a parameter group of {found.path} has none; leave that rung out"
+            for found in pl_module.discovered.optimizers
+            if any(group.get("lr") is None for group in found.value.param_groups)
+        ]
+    return [*wrong, *(_roll_back_faults(trainer, pl_module) if "roll_back" in rungs else ())]
+
+
+def _scalers(trainer: pl.Trainer, pl_module: Any) -> str:
+    """What scales losses, in words; empty where nothing does."""
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "16-mixed, which leaves out updates by itself"
+    return "a gradient scaler of the trainer's own" if pl_module.discovered.scalers else ""
+
+
+def _roll_back_faults(trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:
+    if _saver_of(trainer) is None:
+        yield (
+            "'roll_back' needs checkpoints, and no `Checkpoint` callback saves any during training; give it a cadence "
+            "(`checkpoint_every` of a job), or leave that rung out"
+        )
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        yield "'roll_back' does not support sharded parameters (ModelParallelStrategy); leave that rung out"
+    if callable(getattr(pl_module.plugin, "rollout", None)):
+        yield "'roll_back' does not support trainers with a `rollout`: environments cannot go back; leave that rung out"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from ...adapter.contract.exceptions import RecoveryError
 from ..checkpoint.checkpoint import Checkpoint
@@ -26,7 +28,6 @@ from ..checkpoint.selection import list_checkpoints, newest_valid
 from ..checkpoint.storage.commit import delete_checkpoint
 from ..hook.events import callbacks_of, run_state_of
 from ..lightning_internals import checkpoint_connector, loader_states
-from .differences import first_difference
 
 __all__ = ["Target", "abandon_later", "last_good_checkpoint", "position_of_data", "restore"]
 
@@ -147,7 +148,7 @@ def _require_equal(trainer: pl.Trainer, pl_module: Any, checkpoint: Mapping[str,
     }
     now, again = _what_there_is(trainer, pl_module), _what_there_is(trainer, pl_module)
     for name, saved in expected.items():
-        where = first_difference(saved, now[name], again[name], name)
+        where = _first_difference(saved, now[name], again[name], name)
         if where is not None:
             raise RecoveryError(
                 f"the roll-back to {path.stem} is not exact: {where} differs from the checkpoint, after "
@@ -176,3 +177,58 @@ def position_of_data(trainer: pl.Trainer) -> dict[str, Any]:
         states.append(data.state_dict())
     told = {name: value for state in states for name, value in state.items() if isinstance(value, int)}
     return {"batches": batches.ready, **told}
+
+
+def _first_difference(expected: Any, actual: Any, again: Any, path: str = "") -> str | None:
+    """The path of the first value of `actual` that is not the `expected` one; None where all are.
+
+    Args:
+        expected: What a checkpoint holds.
+        actual: What there is, a list or a tuple alike, on any device.
+        again: What there is a moment later: what differs between the two, such as a time, has no fixed value.
+        path: Of all three.
+    """
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        if expected.keys() != actual.keys():
+            return path
+        names = ((f"{path}[{name!r}]", name) for name in expected)
+        return next(
+            filter(None, (_first_difference(expected[n], actual[n], _at(again, n), at) for at, n in names)), None
+        )
+    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
+        if len(expected) != len(actual):
+            return path
+        pairs = enumerate(zip(expected, actual, strict=True))
+        found = (_first_difference(saved, now, _at(again, i), f"{path}[{i}]") for i, (saved, now) in pairs)
+        return next(filter(None, found), None)
+    return None if _are_equal(expected, actual) or not _are_equal(actual, again) else path
+
+
+def _at(values: Any, key: Any) -> Any:
+    try:
+        return values[key]
+    except (LookupError, TypeError):
+        return None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return _are_equal_tensors(one, other)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray)):
+        one, other = numpy.asarray(one), numpy.asarray(other)
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if getattr(type(one), "__eq__", None) is object.__eq__:
+        return True  # nothing but identity to go by
+    return bool(one == other) or (bool(one != one) and bool(other != other))
+
+
+def _are_equal_tensors(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    one, other = one.detach().cpu(), other.detach().cpu()
+    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from ..adapter.contract.exceptions import ContractError, NonfiniteError
-from .finite import are_finite
-from .hook.cadence import Boundaries, StepCadence
-from .hook.hook import Hook, ending_the_run
-from .hook.listeners import skippable
+from ...adapter.contract.exceptions import ContractError, NonfiniteError
+from ..finite import are_finite
+from ..hook.cadence import Boundaries, StepCadence
+from ..hook.hook import Hook, ending_the_run
+from ..hook.listeners import skippable
 
 __all__ = ["NONFINITE_STEP", "WatchNonfinite"]
 

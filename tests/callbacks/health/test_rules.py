@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from genlight.callbacks.diagnosis.readings import History, Limits, Reading
-from genlight.callbacks.diagnosis.rules import find_faults
+from genlight.callbacks.health.faults import History, Limits, Reading
+from genlight.callbacks.health.rules import find_faults
 
 
 def kinds(history: History, **fields) -> list[str]:
@@ -44,10 +44,9 @@ def test_a_gradient_explodes_against_what_was_usual_but_not_where_all_are_small(
     assert kinds(converged, gradient_norms={"w": 0.1}) == []
 
 
-def test_a_rate_that_rises_for_very_long_or_after_it_fell_is_told_of_and_a_warm_up_is_not() -> None:
+def test_a_rate_that_rises_after_it_fell_is_told_of_and_a_warm_up_is_not() -> None:
     rising = History()
-    found = [kinds(rising, highest_rate=0.001 * step) for step in range(1, 33)]
-    assert [number for number, told in enumerate(found) if told] == [30, 31]
+    assert not any(kinds(rising, highest_rate=0.001 * step) for step in range(1, 33))
 
     falling = History()
     assert [kinds(falling, highest_rate=rate) for rate in (0.1, 0.2, 0.1, 0.1, 0.15)] == [

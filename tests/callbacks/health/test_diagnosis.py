@@ -115,7 +115,7 @@ def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Pa
         state["optimizer"].param_groups[0]["lr"] = 0.01
 
     logger = EventLogger(run_id="r", save_dir=str(tmp_path))
-    callbacks = [Hears(), Diagnosis(5, path=path, rising_checks=99)]
+    callbacks = [Hears(), Diagnosis(5, path=path)]
     fit(Planted(within(11, 20, stop, go)), callbacks, steps=40, batches=batches(40), logger=logger)
 
     assert told(path) == [
@@ -398,8 +398,8 @@ def test_what_fails_inside_a_step_is_a_failure_of_the_check_and_not_of_the_step(
     def fails(*args, **kwargs):
         raise NotImplementedError("no norm of such a type")
 
-    monkeypatch.setattr("genlight.callbacks.diagnosis.update_watch._norms", fails)
-    monkeypatch.setattr("genlight.callbacks.diagnosis.module_trace._largest", fails)
+    monkeypatch.setattr("genlight.callbacks.health.observation._norms", fails)
+    monkeypatch.setattr("genlight.callbacks.health.observation._largest", fails)
     diagnosis = Diagnosis(2, path=path)
     trainer, _ = fit(Planted(), [diagnosis], steps=6, batches=batches(6))
 

@@ -1,14 +1,19 @@
-"""What one check has read, as plain numbers that are the same on all ranks, and what earlier checks have left."""
+"""Faults of training: what a check has read, what earlier checks have left, and which faults there are; plain data."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal, get_args
 
-__all__ = ["Fault", "History", "Limits", "Reading"]
+__all__ = ["FAULT_KINDS", "Fault", "FaultKind", "FaultLog", "History", "Limits", "Reading", "UpdateFigures"]
+
+FaultKind = Literal["nonfinite", "loss_spike", "exploding_gradients"]
+FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
+"""What `Recover` may take for a fault of an update."""
 
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
@@ -25,7 +30,6 @@ class Limits:
     update_ratio_max: float = 0.3
     spike_deviations: float = 8.0
     dead_checks: int = 3
-    rising_checks: int = 30
     straggler_factor: float = 2.0
 
 
@@ -89,7 +93,6 @@ class History:
         self.checks_without_gradient: dict[str, int] = {}
         self.rate: float | None = None
         self.rate_has_fallen = False
-        self.checks_rising = 0
         self.step_seconds: list[float | None] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,9 +118,14 @@ class History:
         self.step_seconds = list(reading.step_seconds)
         if reading.highest_rate is not None:
             before, self.rate = self.rate, reading.highest_rate
-            if before is not None:
-                self.checks_rising = self.checks_rising + 1 if self.rate > before else 0
-                self.rate_has_fallen = self.rate_has_fallen or self.rate < before
+            self.rate_has_fallen = self.rate_has_fallen or (before is not None and self.rate < before)
+
+    def add_update(self, loss: float | None, gradient_norm: float | None) -> None:
+        """Have later updates be judged by one without a fault, too."""
+        if loss is not None and math.isfinite(loss):
+            self.losses.append(loss)
+        if gradient_norm is not None and math.isfinite(gradient_norm):
+            self.largest_norms.append(gradient_norm)
 
     def spread(self) -> tuple[float, float] | None:
         """Median of the losses before this check, and their standard deviation by the median of the deviations.
@@ -129,3 +137,56 @@ class History:
         median = statistics.median(self.losses)
         deviation = statistics.median(abs(loss - median) for loss in self.losses)
         return median, 1.4826 * deviation
+
+
+@dataclass(frozen=True)
+class UpdateFigures:
+    """An update before it is made, over all ranks."""
+
+    loss: float | None = None
+    """The largest loss of the backward calls of this step so far, ``nan`` where one is not finite; None without one."""
+    gradient_norm: float | None = None
+    """L2 norm of all gradients, ``nan`` where one is not finite; None where nobody asks."""
+
+
+class FaultLog:
+    """The faults that have begun and not ended.
+
+    Args:
+        cool_down_checks: After how many checks in a row without it a fault is over; one that comes and goes is told
+            once.
+    """
+
+    def __init__(self, cool_down_checks: int) -> None:
+        self.cool_down_checks = cool_down_checks
+        self.active: dict[str, Fault] = {}
+        """By kind, as each was when it began."""
+        self._clean_checks: dict[str, int] = {}
+
+    def update(self, found: Iterable[Fault], step: int) -> list[Fault]:
+        """Take over what a check has found.
+
+        Returns:
+            The faults that begin, and those that are over, as each was when it began.
+        """
+        now = {fault.kind: fault for fault in found}
+        begins = [fault for kind, fault in now.items() if kind not in self.active]
+        self.active.update((fault.kind, fault) for fault in begins)
+        over = []
+        for kind in list(self.active):
+            self._clean_checks[kind] = 0 if kind in now else self._clean_checks.get(kind, 0) + 1
+            if self._clean_checks[kind] >= self.cool_down_checks:
+                del self._clean_checks[kind]
+                over.append(replace(self.active.pop(kind), is_over=True))
+        return [*begins, *over]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: plain data."""
+        active = [{**asdict(fault), "suggestions": list(fault.suggestions)} for fault in self.active.values()]
+        return {"active": active, "clean_checks": dict(self._clean_checks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a checkpoint holds."""
+        faults = [Fault(**{**saved, "suggestions": tuple(saved["suggestions"])}) for saved in state["active"]]
+        self.active = {fault.kind: fault for fault in faults}
+        self._clean_checks = dict(state["clean_checks"])

@@ -23,14 +23,9 @@ from ..hook.events import fire
 from ..hook.figures import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook
 from ..telemetry.run_events import RunEvents
-from .check import LATENT_METRICS, Check, RankView, loss_of
-from .fault_log import FaultLog
-from .fingerprint import fingerprint
-from .module_trace import ModuleTrace
-from .readings import LOSSES_KEPT, Fault, History, Limits
+from .faults import LOSSES_KEPT, Fault, FaultLog, History, Limits
+from .observation import LATENT_METRICS, Check, ModuleTrace, RankView, StepClock, UpdateWatch, fingerprint, loss_of
 from .rules import find_faults
-from .step_clock import StepClock
-from .update_watch import UpdateWatch
 
 __all__ = ["Diagnosis"]
 
@@ -52,7 +47,7 @@ class Diagnosis(Hook):
     - ``vanishing_gradients``, ``exploding_gradients``, ``dead_parameters`` (no gradient for several checks)
     - ``large_updates``, ``small_updates``: norm of an update over that of the weights
     - ``loss_spike``: by median and median absolute deviation of the last 256 losses
-    - ``zero_learning_rate``, ``rising_learning_rate``: a rate that rises after it fell, or for very long
+    - ``zero_learning_rate``, ``rising_learning_rate`` (it rises after it fell)
     - ``latent_collapse``: the metric ``latent_std`` or ``z_std``, or the root of ``latent_var`` or ``z_var``
     - ``straggler``: a rank, by its host, for which the others wait
     - ``repeated_data``: the same batch twice in a row, or on all ranks
@@ -70,7 +65,6 @@ class Diagnosis(Hook):
         update_ratio_max: Updates are too large above this.
         spike_deviations: How many standard deviations above the median a loss is a spike.
         dead_checks: For how many checks in a row a parameter without a gradient is dead.
-        rising_checks: For how many checks in a row a rate may rise.
         straggler_factor: How many times the others' time a rank must take to be named.
         cool_down_checks: After how many checks without it a fault has ended.
         trace_modules: Whether modules are watched in every step and not only in that of a check. It costs a reduction
@@ -101,7 +95,6 @@ class Diagnosis(Hook):
         update_ratio_max: float = 0.3,
         spike_deviations: float = 8.0,
         dead_checks: int = 3,
-        rising_checks: int = 30,
         straggler_factor: float = 2.0,
         cool_down_checks: int = 2,
         trace_modules: bool = False,
@@ -116,7 +109,6 @@ class Diagnosis(Hook):
             update_ratio_max=update_ratio_max,
             spike_deviations=spike_deviations,
             dead_checks=dead_checks,
-            rising_checks=rising_checks,
             straggler_factor=straggler_factor,
         )
         _refuse(self.limits, check_interval, cool_down_checks, scenario)
@@ -143,7 +135,7 @@ class Diagnosis(Hook):
         self._losses: deque[tuple[int, Any]] = deque(maxlen=most_losses)
         self._step_failures: list[Exception] = []
         self._origins: list[tuple[int, torch.Tensor]] = []
-        self._fingerprints: list[torch.Tensor | None] = []
+        self._fingerprints: list[list[torch.Tensor] | None] = []
         device = trainer.strategy.root_device
         parameters = dict(pl_module.named_parameters())
         self._watch = UpdateWatch(trainer.optimizers, parameters.items(), self._step_failures)
@@ -181,7 +173,7 @@ class Diagnosis(Hook):
         if self.trace_modules:
             self._origins.append((step, self._trace.origins(trainer.strategy.root_device)))
         if self._is_near:
-            self._fingerprints = [*self._fingerprints[-1:], fingerprint(batch, trainer.strategy.root_device)]
+            self._fingerprints = [*self._fingerprints[-1:], fingerprint(batch)]
         self._stride = max(1, step - self._step)
         self._step = step
         if crossed(self._last_check, step, self.check_interval):
@@ -303,8 +295,7 @@ class Diagnosis(Hook):
 
 
 def _refuse(limits: Limits, check_interval: int, cool_down_checks: int, scenario: str) -> None:
-    counts = {"dead_checks": limits.dead_checks, "rising_checks": limits.rising_checks}
-    counts["cool_down_checks"] = cool_down_checks
+    counts = {"dead_checks": limits.dead_checks, "cool_down_checks": cool_down_checks}
     wrong = [f"`{name}` {value} (expected at least 1)" for name, value in counts.items() if value < 1]
     for name in (each.name for each in fields(limits)):
         value = getattr(limits, name)
