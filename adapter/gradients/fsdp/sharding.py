@@ -60,13 +60,17 @@ def shard_for(strategy: Strategy, discovered: Discovered, policy: ShardPolicy = 
     """
     if not isinstance(strategy, ModelParallelStrategy):
         return False
-    shard(discovered, strategy.device_mesh["data_parallel"], policy)
+    shard(discovered, strategy.device_mesh["data_parallel"], policy, strategy.root_device)
     save_through_plugin(strategy)
     return True
 
 
-def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole") -> None:
+def shard(
+    discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole", device: torch.device | None = None
+) -> None:
     """Shard the trained modules and their EMA copies over `mesh`, beginning with the weights of its first rank.
+
+    All modules are moved to `device` first; None is the host.
 
     An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
     modules stay whole on every rank. State that an optimizer already holds is sharded with its parameter.
@@ -83,8 +87,11 @@ def shard(discovered: Discovered, mesh: DeviceMesh, policy: ShardPolicy = "whole
     kept = places(discovered)
     copied = [*copies(discovered, kept)]
     _check_shardable(discovered, modules, kept, copied)
-    # Each rank keeps its slice of its own weights, so they must be equal before they are sliced.
+    # Each rank keeps its slice of its own weights, so they must be equal before they are sliced; and on the device
+    # before they are sent, since a group of a device may have no way to send what is on the host.
     group = mesh.get_group()
+    for m in discovered.modules:
+        m.value.to(device or torch.device("cpu"))
     broadcast_from_zero([t for m in discovered.modules for t in (*m.value.parameters(), *m.value.buffers())], group)
     optimizers = with_inner_optimizers(discovered)
     is_unit = _unit_test(policy)

@@ -61,6 +61,9 @@ class ShardedStep:
         self._units = units_of(found.value for found in discovered.modules)
         self._is_to_differentiate_again = False
         """Whether a backward call of the step was told to keep the graph of gradients."""
+        self._keeps_graph = False
+        """Whether there is a graph of gradients, of which weights may be read in each call of the engine."""
+        self._kept: contextlib.ExitStack | None = None
         self._scale_factors = scale_factors
         self.optimizers = [
             optimizer
@@ -112,7 +115,7 @@ class ShardedStep:
 
     def begin(self, step: int) -> None:
         """A step begins; its number is equal on all ranks."""
-        self._is_to_differentiate_again = False
+        self._is_to_differentiate_again = self._keeps_graph = False
         for unit in self._units:
             unit.begin_step()
         if self._agreement is not None:
@@ -132,6 +135,9 @@ class ShardedStep:
         if self._gradients is not None:
             self.agree(BACKWARD)
             self._gradients.begin()
+        if self._keeps_graph:
+            self._kept = contextlib.ExitStack()
+            self._kept.enter_context(self._gathered_throughout())
 
     def inputs_of(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What a backward call that names `inputs` is to accumulate gradients in."""
@@ -139,13 +145,24 @@ class ShardedStep:
 
     def abandon_backward(self) -> None:
         """The backward call failed."""
+        self._end_keeping()
         if self._gradients is not None:
             self._gradients.abandon()
 
     def after_backward(self) -> None:
         """The backward call has ended: gradients are those of all ranks when this returns."""
+        if self._end_keeping():
+            for root in dict.fromkeys(unit.root for unit in self._units):
+                root._root_post_backward_final_callback()
         if self._gradients is not None:
             self._gradients.end()
+
+    def _end_keeping(self) -> bool:
+        """Weights need not stay gathered from here on; whether they were to."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+        return kept is not None
 
     def call_hooks(self) -> None:
         """Call what the trainer registered for after the accumulation of a gradient."""
@@ -182,22 +199,33 @@ class ShardedStep:
 
     @contextlib.contextmanager
     def _differentiating(self, *, again: bool) -> Iterator[None]:
-        """Around a call of ``torch.autograd.grad``.
+        """Around a call of ``torch.autograd.grad``; `again` says whether its result is to be differentiated again."""
+        self._keeps_graph |= again
+        try:
+            with self._gathered_throughout() if self._keeps_graph else contextlib.nullcontext():
+                yield
+        finally:
+            for unit in self._units:
+                unit.show_shards()
 
-        Args:
-            again: Whether its result is differentiated again (a gradient penalty). Weights stay whole until then: the
-                second backward reads them through no hook that could gather them.
+    @contextlib.contextmanager
+    def _gathered_throughout(self) -> Iterator[None]:
+        """Around a call of torch's engine that may go through the graph of gradients (a gradient penalty).
+
+        That graph reads weights through no hook that could gather them, and FSDP's hook at the inputs of a module runs
+        before all gradients of its weights are there: on a device, where backward is in a thread of its own, always.
+        So all weights are whole before the call, and their gradients are reduced after it.
         """
-        kept = self._modules if again else []
-        for module in kept:
-            module.set_reshard_after_backward(False)
+        for module in self._modules:
+            module.unshard()
+            module.set_reshard_after_backward(False, recurse=False)
+            module.set_requires_gradient_sync(False, recurse=False)
         try:
             yield
         finally:
-            for module in kept:
-                module.set_reshard_after_backward(True)
-            for unit in self._units:
-                unit.show_shards()
+            for module in self._modules:
+                module.set_reshard_after_backward(True, recurse=False)
+                module.set_requires_gradient_sync(True, recurse=False)
 
     def updating(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
