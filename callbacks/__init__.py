@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
-    from .record_events import RecordEvents as RecordEvents
     from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry.goodput import Goodput as Goodput
@@ -53,7 +52,6 @@ else:
             ".hook.hook": ("Hook",),
             ".job_progress": ("JobProgress",),
             ".log_metrics": ("LogMetrics",),
-            ".record_events": ("RecordEvents",),
             ".health.recover": ("Recover",),
             ".replicas.replica_guard": ("ReplicaGuard",),
             ".stop.stop_requests": ("StopRequests",),

@@ -62,13 +62,16 @@ def _one_line(text: str) -> str:
 
 def events_reference() -> str:
     """Every event with the fields of its own, from the JSON Schema."""
-    schema = json.loads((ROOT / "reporters" / "events" / "trainer_event.v1.schema.json").read_text(encoding="utf-8"))
+    schema = genlight.reporters.event_schema()
+    events = [each["$ref"].rpartition("/")[2] for each in schema["oneOf"]]
     of_every_line = {"schema_version", "event", "run_id", "seq", "timestamp_ms"}
     lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
-    for event, shape in schema["$defs"].items():
-        for name, kind in shape["properties"].items():
+    for event in events:
+        for name, kind in schema["$defs"][event]["properties"].items():
             if name not in of_every_line:
-                lines.append(f"| `{event}` | `{name}` | {_type(kind)} | {_one_line(kind.get('description', ''))} |")
+                lines.append(
+                    f"| `{event.lower()}` | `{name}` | {_type(kind)} | {_one_line(kind.get('description', ''))} |"
+                )
     return "\n".join([*lines, ""])
 
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from ..adapter.plumbing.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from .events.event import event_schema as event_schema
     from .events.event_log import EventLog as EventLog
-    from .events.event_logger import EventLogger as EventLogger
-    from .events.reader import follow as follow, read_events as read_events
-    from .events.schema import event_schema as event_schema
+    from .events.event_logger import EventLogger as EventLogger, RecordEvents as RecordEvents
+    from .events.reader import follow as follow, read_events as read_events, read_metrics as read_metrics
     from .events.validation import Violation as Violation, validate_events as validate_events
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            ".events.event": ("event_schema",),
             ".events.event_log": ("EventLog",),
-            ".events.event_logger": ("EventLogger",),
-            ".events.reader": ("follow", "read_events"),
-            ".events.schema": ("event_schema",),
+            ".events.event_logger": ("EventLogger", "RecordEvents"),
+            ".events.reader": ("follow", "read_events", "read_metrics"),
             ".events.validation": ("Violation", "validate_events"),
         },
     )

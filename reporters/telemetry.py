@@ -17,8 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from ..adapter.plumbing.redaction import hide_environment
+from .events.event import MAX_STEP, checked_step, checked_text, finite_float
 from .events.jsonl_file import LineFile
-from .events.lines import MAX_STEP, checked_step, checked_text, finite_float
 from .events.reader import read_events as read_lines
 
 __all__ = ["DEFAULT_PATH", "PATH_VARIABLE", "make_run_id", "read_events", "telemetry_path", "write_event"]
@@ -111,7 +111,7 @@ def write_event(
         "ttfi_sec": _number("ttfi_sec", ttfi_sec),
         "watts_estimate": _number("watts_estimate", watts_estimate),
     }
-    with LineFile(telemetry_path(path), flush_every_s=None, tries=TRIES) as file:
+    with LineFile(telemetry_path(path), tries=TRIES) as file:
         file.append(_encoder.encode(record) + b"\n")
     return record
 

@@ -25,7 +25,6 @@ from genlight.callbacks import (
     Hook,
     JobProgress,
     LogMetrics,
-    RecordEvents,
     ReplicaGuard,
     StopRequests,
     UploadArtifacts,
@@ -34,7 +33,7 @@ from genlight.callbacks import (
     WriteSamples,
 )
 from genlight.callbacks.hook.events import callbacks_of
-from genlight.reporters import EventLog, EventLogger, read_events
+from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support import SUPPORT
 
@@ -194,9 +193,9 @@ def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: 
     with EventLog(tmp_path / "events.jsonl", run_id="copies") as event_log:
         event_log.started()
         callback, logger = copied((RecordEvents(event_log), EventLogger.attached(event_log)))
-        assert callback.report.event_log.closed
+        assert callback.event_log.closed
         with pytest.raises(EventLogError, match="the log is closed in process"):
-            callback.report.event_log.metric(name="loss", value=1.0, step=1)
+            callback.event_log.metric(name="loss", value=1.0, step=1)
         with pytest.raises(EventLogError, match="the log is closed in process"):
             logger.log_metrics({"loss": 1.0}, 1)
         event_log.metric(name="loss", value=1.0, step=1)

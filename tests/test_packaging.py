@@ -63,12 +63,11 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages_under_genlight_and_n
     assert "gen_worker-stubs/trainer/__init__.pyi" in names
 
 
-def test_the_wheel_carries_types_and_the_schema_of_events(built):
+def test_the_wheel_carries_types(built):
     with zipfile.ZipFile(built[1]) as wheel:
         names = set(wheel.namelist())
 
     assert {f"genlight/{package}/py.typed" for package in PACKAGES} <= names
-    assert "genlight/reporters/events/trainer_event.v1.schema.json" in names
     assert "genlight/__init__.py" not in names, "genlight is a namespace"
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the log breaks its rules, 2 usage.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...reporters.events.goodput import PARTS, account_of
-from ...reporters.events.reader import follow, read_events
+from ...reporters.events.reader import follow, log_of_run, read_events, read_metrics
 from ...reporters.events.validation import iter_violations
 from ..contract.exceptions import EventLogError
 from ..plumbing.text import printable
@@ -44,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
     parser.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
     parser.add_argument("--goodput", action="store_true", help="where the time of the run went, over all attempts")
+    parser.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of that table; default: csv")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, for other programs")
 
 
@@ -52,24 +55,20 @@ def run(args: argparse.Namespace) -> int:
 
     0 when all went well, 1 for a log that breaks its rules, 2 for arguments that cannot be used.
     """
-    path = _log_of(Path(args.file))
+    path = log_of_run(args.file)
     try:
-        if (args.check or args.goodput) and args.follow:
-            option = "--check" if args.check else "--goodput"
-            return _complain(f"{option} reads a log to its end: leave out --follow", _USAGE)
+        option = next((name for name in ("check", "goodput", "metrics") if getattr(args, name)), None)
+        if option is not None and args.follow:
+            return _complain(f"--{option} reads a log to its end: leave out --follow", _USAGE)
         if not args.follow and not path.is_file():
             return _complain(f"no event log at {path}; name the file, or the artifacts directory of a run", _USAGE)
         if args.goodput:
             return _goodput(path, as_json=args.json)
+        if args.metrics:
+            return _metrics(path, args.format)
         return _check(path, as_json=args.json) if args.check else _show(path, args)
     except EventLogError as error:
         return _complain(str(error), _BROKEN)
-
-
-def _log_of(path: Path) -> Path:
-    """The log itself, where `path` is a run's directory."""
-    candidates = [path / "metrics" / "events.jsonl", path / "events.jsonl"] if path.is_dir() else []
-    return next((log for log in candidates if log.is_file()), path)
 
 
 def _complain(message: str, code: int) -> int:
@@ -81,7 +80,7 @@ def _check(path: Path, *, as_json: bool) -> int:
     count = 0
     for violation in iter_violations(path):
         count += 1
-        sys.stdout.write((json.dumps(asdict(violation)) if as_json else str(violation)) + "\n")
+        sys.stdout.write((json.dumps(asdict(violation)) if as_json else printable(violation)) + "\n")
     if not as_json:
         counted = f"{count} violations" if count != 1 else "1 violation"
         sys.stdout.write(f"{path}: {counted}\n" if count else f"sound: {_extent(path)}\n")
@@ -106,6 +105,24 @@ def _goodput(path: Path, *, as_json: bool) -> int:
         if seconds:
             share = seconds / account.wall_s if account.wall_s else 0.0
             sys.stdout.write(f"{seconds:12,.1f} s {share:7.1%}  {part:<11} {PARTS.get(part, '')}\n".rstrip() + "\n")
+    return _SOUND
+
+
+def _metrics(path: Path, form: str) -> int:
+    from pyarrow import csv, parquet
+
+    if form == "parquet" and sys.stdout.isatty():
+        return _complain("Parquet is not for a terminal: send it to a file, as in `> metrics.parquet`", _USAGE)
+    table = read_metrics(path)
+    sys.stdout.flush()
+    if form == "parquet":
+        parquet.write_table(table, sys.stdout.buffer)
+    elif sys.stdout.isatty():  # names come from a file, and must not command the terminal
+        buffer = io.BytesIO()
+        csv.write_csv(table, buffer)
+        sys.stdout.writelines(printable(line) + "\n" for line in buffer.getvalue().decode().splitlines())
+    else:
+        csv.write_csv(table, sys.stdout.buffer)
     return _SOUND
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...callbacks.checkpoint.format.layout import step_name
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
-from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload
 from ..contract.exceptions import (
@@ -126,7 +125,6 @@ class Outcome:
     ) -> None:
         self.config = config
         self.event_log = event_log
-        self.report = AttemptReport(event_log)
         self.stop = stop
         self.progress = progress
         self.rank_failures = rank_failures
@@ -157,7 +155,9 @@ class Outcome:
         if self.lifecycle is not None:
             self.lifecycle.completed(completion.step, completion.final_checkpoint, within_s=self._left_s())
         try:
-            self.report.complete(completion.step, completion.final_checkpoint, completion.stopped)
+            self.event_log.completed(
+                step=completion.step, final_checkpoint=completion.final_checkpoint, stopped=completion.stopped
+            )
         except EventLogError as error:
             log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
             return EXIT_FAILED
@@ -239,7 +239,7 @@ class Outcome:
         self._tell_failed(failure, step)
         if self.lifecycle is not None:
             self.lifecycle.failed(step, failure.text, within_s=self._left_s())
-        self.report.fail(failure, step)
+        self.event_log.record_failure(failure, step)
         self._tell_ranks(failure.exit_code)
         return failure.exit_code
 

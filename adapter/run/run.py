@@ -16,13 +16,12 @@ from pathlib import Path
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...callbacks.tracking import RUNS_FILE
-from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.goodput import account_of
 from ..contract.exceptions import EventLogError, StartupContractError
 from ..contract.types import JobLifecycleClient
 from ..job.config import RunConfig, resolve_run_config
-from ..plumbing.failures import EXIT_FAILED
+from ..plumbing.failures import EXIT_FAILED, Failure
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.operating_system import require_linux
 from ..plumbing.redaction import traceback_of
@@ -130,9 +129,9 @@ def _owning(event_log: EventLog, config: RunConfig, options: RunOptions, signals
     except BaseException as error:  # noqa: BLE001 - no other code may report this attempt
         log.error("the end of the run could not be reported: %s", traceback_of(error))  # noqa: TRY400
         attempt = Attempt(EXIT_FAILED, error)
-        report = AttemptReport(event_log)
-        if not report.has_ended:
-            report.abort("the end of the run could not be reported", step=0)
+        if event_log.phase != "ended":
+            text = "the end of the run could not be reported"
+            event_log.record_failure(Failure("train-step", text, resumable=False, exit_code=EXIT_FAILED), step=0)
     try:
         event_log.close()
     except EventLogError as error:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...reporters.events.attempt_report import AttemptReport
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
@@ -100,7 +99,7 @@ def report_startup_failure(
         try:
             with EventLog(sinks.events_path, run_id=sinks.run_id) as event_log:
                 # Nothing began, so a restart has nothing to continue, whatever ended the start.
-                AttemptReport(event_log).fail(replace(failure, resumable=False), step=0)
+                event_log.record_failure(replace(failure, resumable=False), step=0)
         except (OSError, EventLogError, ValueError) as problem:
             log.error("the failed event was not written to %s: %s", sinks.events_path, problem)  # noqa: TRY400
     return EXIT_STARTUP

@@ -123,7 +123,7 @@ class Training:
         assert start.record is not None
         if self.outcome is not None:
             sweep(self.config.checkpoints_dir)  # A kill may have come after the last commit.
-            self.outcome.report.begin(self._metadata(self.config.spec_dir))
+            self.outcome.event_log.started(metadata=self._metadata(self.config.spec_dir))
             if self.outcome.uploader is not None:
                 queue_record(self.outcome.uploader, start.record)
         log.info("run %s has completed before; nothing to train", self.config.run_id)
@@ -233,8 +233,8 @@ class Training:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""
         from ...callbacks.hook.events import callbacks_of, run_state_of
         from ...callbacks.hook.run_context import RunContext, join_run
-        from ...callbacks.record_events import RecordEvents
         from ...callbacks.upload_artifacts import UploadArtifacts
+        from ...reporters.events.event_logger import RecordEvents
         from .ranks.node_check import NodeCheck
 
         event_log = None if self.outcome is None else self.outcome.event_log

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
-from ...reporters.events.lines import ROLLED_BACK_METRIC
+from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.sharded.save import require_shared_directory
 from ..hook.cadence import rewind

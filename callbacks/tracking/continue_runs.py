@@ -17,7 +17,8 @@ from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.redaction import text_of
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, read_own
-from ...reporters.events.metric_rows import metric_rows
+from ...reporters.events.event import RESUMED_METRIC
+from ...reporters.events.reader import read_metrics
 from ..lightning_internals import metric_name, set_run_of_logger
 from . import RUNS_FILE
 from .wandb_history import last_steps_of_wandb
@@ -113,11 +114,22 @@ def _go_on(logger: Any, name: str, run_id: str) -> Mapping[str, int] | None:
 def _send_missing(held: list[tuple[Any, Mapping[str, int]]], events_path: Path, resumed_step: int) -> None:
     """Send the loggers what they lack of the metrics in the event log."""
     try:
-        for step, metrics in metric_rows(events_path, up_to=resumed_step):
+        for step, metrics in sorted(_metrics_by_step(events_path, resumed_step).items()):
             for logger, steps in held:
                 _send_unless_held(type(logger).log_metrics, logger, steps, metrics, step)
     except EventLogError as error:
         log.warning("what loggers lack of the metrics before the resume is not sent again: %s", error)
+
+
+def _metrics_by_step(events_path: Path, up_to: int) -> dict[int, dict[str, float]]:
+    """The metrics of the log's newest run, as the attempt that made a step last logged them."""
+    rows: dict[int, dict[str, float]] = {}
+    table = read_metrics(events_path)
+    runs, steps, names, values = (table[column].to_pylist() for column in ("run_id", "step", "name", "value"))
+    for run, step, name, value in zip(runs, steps, names, values, strict=True):
+        if run == runs[-1] and step <= up_to and name != RESUMED_METRIC:
+            rows.setdefault(step, {})[name] = value
+    return rows
 
 
 def _skip_held(logger: Any, held: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The event log ``trainer_event.v1``: lines, the locked file, the rules of an attempt, reader, schema, validation.
+"""The event log ``trainer_event.v1``: its events, the rules of an attempt, writer, locked file, reader, validation.
 
 May import the plumbing and the contract.
 """

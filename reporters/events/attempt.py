@@ -1,94 +1,77 @@
-"""The rules of one attempt: which event may follow which."""
+"""The rules of one attempt: which event may follow which.
+
+The writer refuses what breaks them, and `validate_events` lists it.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ...adapter.contract.exceptions import EventLogError
-from .lines import RESUMED_METRIC, ROLLED_BACK_METRIC
-from .reader import count_started
+from .event import RESUMED_METRIC, ROLLED_BACK_METRIC, Checkpoint, Completed, Event, Failed, Metric, Started
 
-__all__ = ["Attempt", "Phase", "check_run_id"]
+__all__ = ["Attempt", "Fault", "Phase"]
 
 Phase = Literal["new", "started", "ended"]
+Fault = tuple[str, str]
+"""The name of a broken rule, as `Violation` has it, and the reason in words."""
 
 
 class Attempt:
-    """How far an attempt is, and what its log may take next. Not thread-safe.
+    """How far an attempt is. Not thread-safe.
 
     Attributes:
-        number: From 1: one more than the ``started`` lines of the run that the file holds.
-        phase: ``new`` before ``started``, ``ended`` once the terminal event is written.
-        checkpointed: Steps of which a checkpoint was reported, and that take no further metric.
-
-    Args:
-        path: The file of the log.
         run_id: Whose attempt it is.
+        phase: ``new`` before ``started``, ``ended`` once the terminal event is there.
+        checkpointed: Steps of which a checkpoint was reported, and that take no further metric.
     """
 
-    def __init__(self, path: Path, run_id: str) -> None:
-        self.number = 1 + count_started(path, run_id)
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
         self.phase: Phase = "new"
         self.checkpointed: set[int] = set()
-        self._path = path
         self._has_resumed = False
 
-    def require(self, event: str, *phases: Phase) -> None:
-        """Raise `EventLogError` unless the attempt is in one of `phases`."""
-        if self.phase not in phases:
-            raise self.refusal(event, self.phase)
+    def fault(self, event: Event) -> Fault | None:
+        """The rule that `event` would break as the next one of this attempt; None where it may come."""
+        if self.phase == "ended":
+            return "terminal", "the attempt already has its terminal event"
+        if isinstance(event, Started):
+            return None if self.phase == "new" else ("started", "the attempt has already started")
+        if self.phase == "new":
+            return None if isinstance(event, Failed) else ("started", "the attempt has not started")
+        if event.run_id != self.run_id:
+            return "run_id", f"expected {self.run_id!r} of this attempt, found {event.run_id!r}"
+        return self.metric_fault(event.name, event.value, event.step) if isinstance(event, Metric) else None
 
-    def too_late(self, names: Iterable[str], step: int) -> EventLogError:
-        """The error for metrics of a step whose checkpoint was reported before."""
-        return EventLogError(
-            f"metric {', '.join(names)!r} of step {step} comes after a checkpoint of that step in {self._path}; "
-            "report the metrics of a step before its checkpoint"
-        )
-
-    def note_resume(self, value: float | str, step: int) -> None:
-        """Take the metric that says where the attempt resumed; raise `EventLogError` if it is wrong or comes twice."""
-        if self._has_resumed or value != step:
-            raise EventLogError(
-                f"metric {RESUMED_METRIC!r} comes once in an attempt and its value is its step; "
-                f"got {value} at step {step} in {self._path}"
+    def metric_fault(self, name: str, value: float | str | None, step: int) -> Fault | None:
+        """As `fault`, for a metric of an attempt that has started."""
+        if step in self.checkpointed:
+            return "order", (
+                f"metric {name!r} of step {step} comes after a checkpoint of that step; "
+                "report the metrics of a step before its checkpoint"
             )
-        self._has_resumed = True
-
-    def note_roll_back(self, value: float | str, step: int) -> None:
-        """Take the metric that says to which step the run goes back; raise `EventLogError` if that is not behind it."""
-        if not isinstance(value, float | int) or not 0 <= value <= step:
-            raise EventLogError(
-                f"metric {ROLLED_BACK_METRIC!r} has a step as its value that is not after its own; got {value} at step "
-                f"{step} in {self._path}"
+        if name == RESUMED_METRIC and (self._has_resumed or value != step):
+            return "resumed", f"{name!r} comes once in an attempt and its value is its step; got {value} at step {step}"
+        if name == ROLLED_BACK_METRIC and not (isinstance(value, float | int) and 0 <= value <= step):
+            return "rolled_back", (
+                f"{name!r} has a step as its value that is not after its own; got {value} at step {step}"
             )
-        self.checkpointed = {each for each in self.checkpointed if each <= value}
+        return None
 
-    def refusal(self, event: str, state: Phase | Literal["closed"]) -> EventLogError:
-        """The error that says why `event` cannot be written."""
-        why = {
-            "closed": f"the log is closed in process {os.getpid()}",
-            "new": "the attempt has not started",
-            "started": "the attempt has already started",
-            "ended": "the attempt already has its terminal event",
-        }[state]
-        return EventLogError(f"cannot write {event!r} to {self._path}: {why}")
+    def take(self, event: Event) -> None:
+        """Go on to after `event`, which has no fault."""
+        if isinstance(event, Started):
+            self.phase = "started"
+        elif isinstance(event, Completed | Failed):
+            self.phase = "ended"
+        elif isinstance(event, Checkpoint):
+            self.checkpointed.add(event.step)
+        elif isinstance(event, Metric):
+            self.take_metric(event.name, event.value)
 
-
-def check_run_id(run_id: Any) -> None:
-    """Raise unless `run_id` can be written.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: UTF-8 cannot hold it.
-    """
-    if not isinstance(run_id, str):
-        raise TypeError(f"Invalid `run_id`. Expected a string, but received {run_id!r}.")
-    try:
-        run_id.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"Invalid `run_id`. Expected a string that UTF-8 can hold, but received {run_id!r}."
-        ) from error
+    def take_metric(self, name: str, value: float | str | None) -> None:
+        """As `take`, for a metric."""
+        if name == RESUMED_METRIC:
+            self._has_resumed = True
+        elif name == ROLLED_BACK_METRIC and isinstance(value, float | int):
+            self.checkpointed = {step for step in self.checkpointed if step <= value}

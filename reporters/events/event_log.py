@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
@@ -20,29 +21,32 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason
-from .attempt import Attempt, Phase, check_run_id
-from .jsonl_file import LineFile
-from .lines import (
+from ...adapter.contract.exceptions import EventLogError, FailureCategory, StopReason, ThreadLimitError
+from ...adapter.plumbing.failures import Failure
+from ...adapter.plumbing.threads import started
+from .attempt import Attempt, Phase
+from .event import (
     MAX_STEP,
     RESUMED_METRIC,
     ROLLED_BACK_METRIC,
-    SCHEMA_VERSION,
     STOP_REASONS,
-    Artifact,
+    Checkpoint,
     Completed,
+    Event,
     Failed,
+    Sample,
     Started,
     checked_step,
     checked_text,
-    encode_line,
+    encode_event,
     error_text,
     finite_float,
     metric_lines,
     path_text,
     timestamp_ms,
 )
-from .reader import last_seq
+from .jsonl_file import LineFile
+from .reader import count_started, last_seq
 
 __all__ = ["EventLog"]
 
@@ -50,6 +54,9 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 256
 """How many calls of `metrics` may wait to reach the file, for steps so short that many fit into `flush_every_s`."""
+
+SYNC_EVERY_S = 1.0
+"""How long a power cut may take lines that no caller waited for: a sync costs 0.2 ms of CPU, and a shared disk more."""
 
 _open_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 
@@ -67,6 +74,11 @@ class EventLog:
 
     Any thread may call these methods, and no thread waits for another thread's disk writes. In a forked child the log
     is closed, and so is a copy of it.
+
+    Attributes:
+        run_id: Whose events these are.
+        attempt: Which attempt of the run this is, from 1: one more than the ``started`` lines of the run in the file.
+        last_checkpoint: The checkpoint that this attempt reported last.
 
     Args:
         path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
@@ -88,38 +100,47 @@ class EventLog:
         flush_every_s: float = 0.05,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        check_run_id(run_id)
+        _check_run_id(run_id)
         self.run_id = run_id
+        self.last_checkpoint: str | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: deque[tuple[dict[str, Any], int, int]] = deque()
         """Values, step and time of what is not in the file yet; it becomes lines on the way there."""
         self._is_due = True
         """Whether the next call of `metrics` is to write, rather than to let its lines wait."""
-        self._file = LineFile(path, flush_every_s=flush_every_s, before_flush=self._hurry)
+        self._flush_every_s = flush_every_s
+        self._thread: threading.Thread | None = None
+        self._lacks_thread = False
+        self._is_awake = False
+        # Not an Event: an interrupt inside of its `set` can leave its lock held for ever.
+        self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Tells the thread that there is something to do (False), and about the end (True)."""
+        self._is_unsynced = False
+        self._error: EventLogError | None = None
+        """What went wrong in the thread; the next event raises it."""
+        self._file = LineFile(path)
         try:
             self._last_seq_found = last_seq(self._file.last_line, self._file.path)
-            self._attempt = Attempt(self._file.path, run_id)
+            self.attempt = 1 + count_started(self._file.path, run_id)
         except BaseException:
             self._file.close()
             raise
+        self._rules = Attempt(run_id)
         _open_logs.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"} | {"_waiting": deque()}
+        of_this_process = {"_lock", "_wakeups", "_thread"}
+        kept = {name: value for name, value in vars(self).items() if name not in of_this_process}
+        return {**kept, "_waiting": deque(), "_is_unsynced": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state, _lock=threading.Lock(), _wakeups=queue.SimpleQueue(), _thread=None)
 
     @property
     def path(self) -> Path:
         """The file."""
         return self._file.path
-
-    @property
-    def attempt(self) -> int:
-        """Which attempt of the run this is, from 1: one more than the ``started`` lines of the run that were there."""
-        return self._attempt.number
 
     @property
     def seq(self) -> int:
@@ -129,16 +150,16 @@ class EventLog:
     @property
     def phase(self) -> Phase:
         """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
-        return self._attempt.phase
-
-    def takes_metrics_of(self, step: int) -> bool:
-        """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
-        return step not in self._attempt.checkpointed
+        return self._rules.phase
 
     @property
     def closed(self) -> bool:
         """Whether the file was given up; always so in a forked child."""
         return self._file.closed
+
+    def takes_metrics_of(self, step: int) -> bool:
+        """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
+        return step not in self._rules.checkpointed
 
     def started(self, *, run_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
         """Training begins.
@@ -152,14 +173,9 @@ class EventLog:
         """
         if not self.run_id or run_id not in {None, self.run_id}:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
-        self._require_open("started")
-        with self._lock:
-            self._attempt.require("started", "new")
-            attempt = self._attempt.number if self._attempt.number > 1 else msgspec.UNSET
-            facts = dict(metadata) if metadata else msgspec.UNSET
-            event = Started(attempt, "started", facts, self.run_id, SCHEMA_VERSION, self.seq + 1, self._now())
-            self._turn(event, "started")
-        self._file.sync()
+        attempt = self.attempt if self.attempt > 1 else msgspec.UNSET
+        self._write(Started, attempt=attempt, metadata=dict(metadata) if metadata else msgspec.UNSET)
+        self._sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
         """One scalar: a number, a numpy scalar or a tensor of one element, which is read from its device.
@@ -175,17 +191,6 @@ class EventLog:
         self.metrics({name: value}, step=step)
         self.flush()
 
-    def flush(self) -> None:
-        """Bring to the file what waits.
-
-        Raises:
-            EventLogError: It could not be written.
-        """
-        if self._file.closed:  # before the lock is taken, as in `_require_open`
-            return
-        with self._lock:
-            self._write_waiting()
-
     def metrics(self, values: Mapping[str, Any], *, step: int) -> None:
         """Scalars of one step, a line for each, in their order; none where one of them is refused.
 
@@ -200,27 +205,36 @@ class EventLog:
                 break
         else:
             taken = dict(values)
-        attempt = self._attempt
-        if attempt.phase != "started":
-            raise attempt.refusal("metric", attempt.phase)
-        if step in attempt.checkpointed:
-            raise attempt.too_late(taken, step)
-        if RESUMED_METRIC in taken:
-            attempt.note_resume(taken[RESUMED_METRIC], step)
-        elif ROLLED_BACK_METRIC in taken:
-            attempt.note_roll_back(taken[ROLLED_BACK_METRIC], step)
+        rules = self._rules
+        if (
+            rules.phase != "started"
+            or step in rules.checkpointed
+            or RESUMED_METRIC in taken
+            or ROLLED_BACK_METRIC in taken
+        ):
+            self._apply_rules(taken, step)
         # Without the lock, which would cost a step 2 µs: `_take_waiting` meets what changes after the looks above.
         self._waiting.append((taken, step, self._clock()))
-        file = self._file
-        if file.closed:
-            raise self._attempt.refusal("metric", "closed")
+        if self._file.closed:
+            raise self._refusal("metric", self._closed())
         if self._is_due or len(self._waiting) >= MOST_WAITING:
             with self._lock:
                 self._write_waiting()
-        elif not file.is_roused:
+        elif not self._is_awake:
             with self._lock:
-                if not file.rouse():
+                if not self._wake():
                     self._write_waiting()
+
+    def flush(self) -> None:
+        """Bring to the file what waits.
+
+        Raises:
+            EventLogError: It could not be written.
+        """
+        if self._file.closed:  # before the lock is taken, as in `_write`
+            return
+        with self._lock:
+            self._write_waiting()
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A checkpoint is durable; from now on the log takes no further metric of its step.
@@ -230,23 +244,14 @@ class EventLog:
             ValueError: `path` is empty, or `step` negative.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
-        artifact, step = path_text("path", path), checked_step(step)
-        self._require_open("checkpoint")
-        with self._lock:
-            self._attempt.require("checkpoint", "started")
-            self._write_waiting()
-            self._attempt.checkpointed.add(step)
-            self._file.append(encode_line(self._artifact("checkpoint", artifact, step)))
-        self._file.sync()
+        text = path_text("path", path)
+        self._write(Checkpoint, path=text, step=checked_step(step))
+        self.last_checkpoint = text
+        self._sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """A sample was written; raises as `checkpoint` does."""
-        artifact, step = path_text("path", path), checked_step(step)
-        self._require_open("sample")
-        with self._lock:
-            self._attempt.require("sample", "started")
-            self._write_waiting()
-            self._file.append(encode_line(self._artifact("sample", artifact, step)))
+        self._write(Sample, path=path_text("path", path), step=checked_step(step))
 
     def completed(
         self, *, step: int, final_checkpoint: str | os.PathLike[str] | None, stopped: str | None = None
@@ -266,13 +271,8 @@ class EventLog:
         step = checked_step(step)
         final = None if final_checkpoint is None else path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
-        self._require_open("completed")
-        with self._lock:
-            self._attempt.require("completed", "started")
-            self._write_waiting()
-            event = Completed("completed", final, self.run_id, SCHEMA_VERSION, self.seq + 1, step, reason, self._now())
-            self._turn(event, "ended")
-        self._file.sync()
+        self._write(Completed, step=step, final_checkpoint=final, stopped=reason)
+        self._sync()
 
     def failed(
         self, *, step: int, error: str, category: FailureCategory | StopReason | None = None, resumable: bool = False
@@ -295,15 +295,15 @@ class EventLog:
         if category is None:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
         text = error_text(error, category)
-        self._require_open("failed")
-        with self._lock:
-            self._attempt.require("failed", "new", "started")
-            self._write_waiting()
-            event = Failed(
-                category, text, "failed", bool(resumable), self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now()
-            )
-            self._turn(event, "ended")
-        self._file.sync()
+        self._write(Failed, step=step, error=text, category=category, resumable=bool(resumable))
+        self._sync()
+
+    def record_failure(self, failure: Failure, step: int) -> None:
+        """As `failed`; a log that cannot be written must not hide what went wrong, so that is only logged."""
+        try:
+            self.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
+        except (EventLogError, OSError) as problem:
+            log.error("the failure could not be recorded: %s", problem)  # noqa: TRY400
 
     def is_canceled(self) -> bool:
         """False: a log never asks for a stop."""
@@ -317,7 +317,7 @@ class EventLog:
             try:
                 self._write_waiting()
             finally:
-                self._file.close()
+                self._give_up_file()
 
     def __enter__(self) -> Self:
         return self
@@ -327,33 +327,65 @@ class EventLog:
     ) -> None:
         self.close()
 
-    def _now(self) -> int:
-        return timestamp_ms(self._clock())
+    def _give_up_file(self) -> None:
+        self._wakeups.put(True)
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            if self._is_unsynced:
+                self._sync()
+        finally:
+            self._file.close()
 
-    def _artifact(self, event: str, path: str, step: int) -> Artifact:
-        return Artifact(event, path, self.run_id, SCHEMA_VERSION, self.seq + 1, step, self._now())
+    def _write(self, kind: type[Event], **fields: Any) -> None:
+        """Write an event other than a metric, after what waits.
 
-    def _require_open(self, event: str) -> None:
+        An interrupt leaves the event written and the phase changed, or neither.
+        """
+        name = kind.__name__.lower()
         # Before the lock is taken: another thread may have held it when this process was forked off.
         if self._file.closed:
-            raise self._attempt.refusal(event, "closed")
+            raise self._refusal(name, self._closed())
+        with self._lock:
+            now = timestamp_ms(self._clock())
+            event = kind(run_id=self.run_id, seq=self.seq + 1, timestamp_ms=now, **fields)
+            fault = self._rules.fault(event)
+            if fault is not None:
+                raise self._refusal(name, fault[1])
+            self._write_waiting()
+            event.seq = self.seq + 1
+            phase, lines = self._rules.phase, self._file.lines
+            try:
+                self._rules.take(event)
+                self._append(encode_event(event))
+            except BaseException:
+                if self._file.lines == lines:
+                    self._rules.phase = phase
+                raise
 
-    def _turn(self, event: Started | Completed | Failed, phase: Phase) -> None:
-        """Write an event that changes the phase; an interrupt leaves both changed, or neither."""
-        before, lines = self._attempt.phase, self._file.lines
-        try:
-            self._attempt.phase = phase
-            self._file.append(encode_line(event))
-        except BaseException:
-            if self._file.lines == lines:
-                self._attempt.phase = before
-            raise
+    def _apply_rules(self, values: Mapping[str, float | str], step: int) -> None:
+        """Refuse metrics that may not come now, and note what they say of the attempt."""
+        if self._rules.phase != "started":
+            why = "has not started" if self._rules.phase == "new" else "already has its terminal event"
+            raise self._refusal("metric", f"the attempt {why}")
+        for name, value in values.items():
+            fault = self._rules.metric_fault(name, value, step)
+            if fault is not None:
+                raise self._refusal("metric", fault[1])
+        for name, value in values.items():
+            self._rules.take_metric(name, value)
+
+    def _refusal(self, event: str, why: str) -> EventLogError:
+        return EventLogError(f"cannot write {event!r} to {self.path}: {why}")
+
+    def _closed(self) -> str:
+        return f"the log is closed in process {os.getpid()}"
 
     def _write_waiting(self) -> None:
         """Write the lines that wait, under the lock; those of the next call wait again."""
         if self._waiting:
             self._is_due = False
-            self._file.append(*metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1))
+            self._append(*metric_lines(self._take_waiting(), run_id=self.run_id, seq=self.seq + 1))
 
     def _take_waiting(self) -> Iterator[tuple[dict[str, Any], int, int]]:
         """What waits, less what may no longer be written.
@@ -362,16 +394,67 @@ class EventLog:
         """
         for _ in range(len(self._waiting)):
             report = values, step, _ = self._waiting.popleft()
-            if step in self._attempt.checkpointed or self._attempt.phase != "started":
+            if not self.takes_metrics_of(step) or self.phase != "started":
                 log.warning("metrics %s of step %d came too late for %s", ", ".join(values), step, self.path)
             else:
                 yield report
 
-    def _hurry(self) -> None:
-        """In the flushing thread, every `flush_every_s` while there is something to do.
+    def _append(self, *lines: bytes) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        try:
+            self._file.append(*lines)
+        finally:
+            self._is_unsynced = True
+        if not self._is_awake:
+            self._wake()
 
-        The thread that reports metrics should write them too: each write lets go of the interpreter's lock, and another
-        thread would wait to get it back for every line. This one writes where no call has come for as long again.
+    def _sync(self) -> None:
+        self._is_unsynced = False  # first: a line that is written meanwhile is made durable once more
+        self._file.sync()
+
+    def _wake(self) -> bool:
+        """Have the thread look after what waits and what is not durable; False where the system has no room for it."""
+        if self._thread is None and not self._lacks_thread:
+            thread = threading.Thread(target=self._look_after, name=f"flush {self.path.name}", daemon=True)
+            try:
+                self._thread = started(thread)
+            except ThreadLimitError:
+                self._lacks_thread = True
+        if not self._lacks_thread:
+            self._is_awake = True
+            self._wakeups.put(False)
+        return not self._lacks_thread
+
+    def _look_after(self) -> None:
+        """In the thread: every `flush_every_s` while there is something to do; asleep while there is not."""
+        sync_at: float | None = None
+        while not self._wakeups.get():
+            is_busy = True
+            while is_busy:
+                try:
+                    if self._wakeups.get(timeout=self._flush_every_s):
+                        return
+                except queue.Empty:
+                    pass
+                now = time.monotonic()
+                try:
+                    self._write_what_no_call_has_written()
+                    if self._is_unsynced and sync_at is not None and now >= sync_at:
+                        self._sync()
+                except EventLogError as error:
+                    self._error = error
+                sync_at = (sync_at or now + SYNC_EVERY_S) if self._is_unsynced else None
+                self._is_awake = False  # from here on a call wakes this thread
+                is_busy = bool(self._waiting) or self._is_unsynced
+                if is_busy:
+                    self._is_awake = True
+
+    def _write_what_no_call_has_written(self) -> None:
+        """The thread that reports metrics should write them too, and this one only where no call has come for as long.
+
+        Each write lets go of the interpreter's lock, and another thread would wait to get it back for every line.
         """
         if not self._waiting or not self._is_due:
             self._is_due = True
@@ -381,8 +464,17 @@ class EventLog:
             finally:
                 self._is_due = True  # nothing waits any longer; where it failed, the next call is to hear of it
                 self._lock.release()
-        if self._waiting:
-            self._file.rouse()
+
+
+def _check_run_id(run_id: Any) -> None:
+    if not isinstance(run_id, str):
+        raise TypeError(f"Invalid `run_id`. Expected a string, but received {run_id!r}.")
+    try:
+        run_id.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"Invalid `run_id`. Expected a string that UTF-8 can hold, but received {run_id!r}."
+        ) from error
 
 
 def _flush_at_exit() -> None:

@@ -9,7 +9,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -20,15 +20,14 @@ from torch.nn import Module
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EventLogError
-from ...adapter.plumbing.failures import describe_failure
+from ...adapter.plumbing.durable import fsync_directory
+from ...adapter.plumbing.failures import EXIT_FAILED, Failure, describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from ...adapter.plumbing.run_metadata import metadata_of_module
-from .attempt_report import AttemptReport
+from .event import RESUMED_METRIC, finite_float
 from .event_log import EventLog
-from .foreign_checkpoints import make_durable, saved_path
-from .lines import finite_float
 
-__all__ = ["EventLogger"]
+__all__ = ["EventLogger", "RecordEvents"]
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +80,10 @@ class EventLogger(Logger):
         self._save_dir = os.fspath(save_dir)
         self.path = Path(save_dir, path)
         self._log: EventLog | None = None
-        self._report: AttemptReport | None = None
-        """Of the attempt whose log this logger opened itself."""
         self._owns_log = True
         self._is_begun = False
         self._trainer: pl.Trainer | None = None
-        self._watch = _FitWatch(self)
+        self._recorder: RecordEvents | None = None
         self._pending: list[tuple[str, int]] = []
         self._last_step = 0
         self._warned = False
@@ -96,8 +93,7 @@ class EventLogger(Logger):
     def attached(cls, event_log: EventLog) -> Self:
         """A logger that adds metrics to a log that another part of the program opened.
 
-        The opener writes everything but metrics, brings what waits to the file before a checkpoint is saved
-        (`RecordEvents` does), and closes it.
+        The opener writes the terminal event and closes it; `RecordEvents` writes the events of the fit.
         """
         logger = cls()
         logger._attach(event_log)
@@ -123,7 +119,7 @@ class EventLogger(Logger):
             "_is_begun": False,
             "_trainer": None,
             "_pending": [],
-            "_report": None,
+            "_recorder": None,
         }
         return {**vars(self), **nothing}
 
@@ -148,7 +144,6 @@ class EventLogger(Logger):
         """The event log, opened at the first use."""
         if self._log is None:
             self._log = EventLog(self.path, run_id=self.run_id)
-            self._report = AttemptReport(self._log)
         return self._log
 
     @override
@@ -163,8 +158,8 @@ class EventLogger(Logger):
             return
         if model.trainer.state.fn == "fit":
             self._trainer = model.trainer
-            self._trainer.callbacks.append(self._watch)  # type: ignore[attr-defined]
-            self._started_log()
+            self._recorder = RecordEvents(self._started_log())
+            self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
 
     @override
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -201,7 +196,7 @@ class EventLogger(Logger):
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         if not self._owns_log:
             return
-        path = saved_path(checkpoint_callback)
+        path = _saved_path(checkpoint_callback)
         if path:
             self._started_log()
             self._pending.append((path, self._completed_steps()))
@@ -209,41 +204,32 @@ class EventLogger(Logger):
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        report = self._report
-        if report is None or status == _LIVES_ON:
+        event_log = self._log
+        if event_log is None or not self._owns_log or status == _LIVES_ON:
             return
         try:
             if status == "success":
-                self._complete(report)
+                self._complete(event_log)
             else:
-                self._fail(report, sys.exception())
+                self._fail(event_log, sys.exception())
         finally:
-            report.event_log.close()
+            event_log.close()
             self._forget()
-
-    @property
-    def report(self) -> AttemptReport:
-        """The attempt whose log this logger opens itself."""
-        self.experiment  # noqa: B018 - opens the log
-        assert self._report is not None, "a logger that is attached to a log leaves it to the run to report its attempt"
-        return self._report
 
     def _forget(self) -> None:
         """Be ready for the next attempt."""
-        if self._trainer is not None and self._watch in self._trainer.callbacks:  # type: ignore[attr-defined]
-            self._trainer.callbacks.remove(self._watch)  # type: ignore[attr-defined]
-        self._log = None
+        if self._trainer is not None and self._recorder in self._trainer.callbacks:  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self._recorder)  # type: ignore[attr-defined]
+        self._log = self._trainer = self._recorder = None
         self._is_begun = False
-        self._trainer = None
         self._pending = []
-        self._report = None
         self._last_step = 0
 
     def _started_log(self) -> EventLog:
         event_log: EventLog = self.experiment
         if event_log.phase == "new":
             module = None if self._trainer is None else self._trainer.lightning_module
-            self.report.begin(metadata_of_module(module))
+            event_log.started(metadata=metadata_of_module(module))
         self._is_begun = True
         return event_log
 
@@ -275,20 +261,18 @@ class EventLogger(Logger):
         due = [entry for entry in self._pending if before is None or entry[1] < before]
         self._pending = [entry for entry in self._pending if entry not in due]
         for path, step in due:
-            if "://" in path or make_durable(path):
-                self.report.checkpoint(path, step)
+            if "://" in path or _make_durable(path):
+                self.experiment.checkpoint(path=path, step=step)
 
-    def _complete(self, report: AttemptReport) -> None:
-        if report.event_log.phase != "started":
+    def _complete(self, event_log: EventLog) -> None:
+        if event_log.phase != "started":
             return
         self._report_checkpoints()
-        stopped: Literal["should_stop"] | None = (
-            "should_stop" if self._trainer is not None and self._trainer.should_stop else None
-        )
-        report.complete(self._completed_steps(), report.last_checkpoint, stopped)
+        stopped = "should_stop" if self._trainer is not None and self._trainer.should_stop else None
+        event_log.completed(step=self._completed_steps(), final_checkpoint=event_log.last_checkpoint, stopped=stopped)
 
-    def _fail(self, report: AttemptReport, error: BaseException | None) -> None:
-        if report.has_ended:
+    def _fail(self, event_log: EventLog, error: BaseException | None) -> None:
+        if event_log.phase == "ended":
             return
         try:
             self._report_checkpoints()
@@ -296,14 +280,14 @@ class EventLogger(Logger):
             log.exception("the last checkpoints of run %s could not be recorded in %s", self.run_id, self.path)
         step = self._completed_steps()
         if error is None:
-            report.abort("the run was aborted", step)
-            return
-        secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
-        # A restart finds a checkpoint of this attempt, or the one from which it resumed.
-        resumed = self._trainer is not None and self._trainer.ckpt_path is not None
-        has_checkpoint = report.last_checkpoint is not None or resumed
-        failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
-        report.fail(failure, step)
+            failure = Failure("train-step", "the run was aborted", resumable=False, exit_code=EXIT_FAILED)
+        else:
+            secrets = secrets_of_module(None if self._trainer is None else self._trainer.lightning_module)
+            # A restart finds a checkpoint of this attempt, or the one from which it resumed.
+            resumed = self._trainer is not None and self._trainer.ckpt_path is not None
+            has_checkpoint = event_log.last_checkpoint is not None or resumed
+            failure = describe_failure(error, has_checkpoint=has_checkpoint, lost_steps=step > 0, secrets=secrets)
+        event_log.record_failure(failure, step)
 
 
 class _HasEventLog(Protocol):
@@ -329,36 +313,77 @@ class DurableCheckpoint(Protocol):
         ...
 
 
-class _FitWatch(Callback):
-    """Passes on to the logger what Lightning does not tell loggers.
+class RecordEvents(Callback):
+    """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
 
-    Where a fit begins (Lightning restores its counters after it last speaks to loggers), and what became durable.
+    Metrics come from an `EventLogger` of the same log. Who opened the log writes the terminal event: the run of a job,
+    or the `EventLogger` that opened it itself. The first callback of a trainer writes ``started`` before any other one
+    can log something.
+
+    Args:
+        event_log: An open log.
+        metadata: How the attempt came to be; goes into ``started``.
     """
 
-    def __init__(self, logger: EventLogger) -> None:
-        self._logger = logger
+    def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
+        self.event_log = event_log
+        self.metadata = metadata
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logger.report.resume_from(trainer.global_step)
+        if self.event_log.phase == "new":
+            self.event_log.started(metadata=self.metadata)
+        if trainer.global_step:  # Lightning restores it after it last speaks to loggers
+            self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._logger.report.prepare_checkpoint()
+        self.event_log.flush()  # who resumes from this checkpoint does not report the steps before it again
 
     # Events of genlight's own callbacks, which they deliver to every callback that has a method of that name.
 
     def on_checkpoint_durable(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: DurableCheckpoint
     ) -> None:
-        self._logger.report.checkpoint(record.reported_path, record.step)
+        """A checkpoint can no longer be lost."""
+        self.event_log.checkpoint(path=record.reported_path, step=record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, paths: Sequence[Path], step: int
     ) -> None:
-        self._logger.report.samples(paths, step)
+        """Samples are on disk."""
+        for path in paths:
+            self.event_log.sample(path=path, step=step)
+
+
+def _saved_path(callback: ModelCheckpoint) -> str:
+    """What a ``ModelCheckpoint`` wrote last; Lightning has no public name for it."""
+    saved = getattr(callback, "_last_checkpoint_saved", None) or callback.last_model_path or callback.best_model_path
+    return str(saved)
+
+
+def _make_durable(path: str) -> bool:
+    """Bring a checkpoint (a file, or a folder of them) to the disk, as Lightning does not; False when it is gone."""
+    if not os.path.exists(path):
+        return False
+    if os.path.isfile(path):
+        _fsync(path)
+    for folder, _, files in os.walk(path):
+        for name in files:
+            _fsync(os.path.join(folder, name))
+        fsync_directory(folder)
+    fsync_directory(os.path.dirname(os.path.abspath(path)))
+    return True
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_number(name: Any, value: Any) -> bool:

@@ -6,12 +6,9 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import msgspec
-
-from .lines import MAX_STEP, RESUMED_METRIC
-from .reader import decode_blocks
+from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
+from .reader import typed_events
 
 __all__ = ["METRIC_PREFIX", "PARTS", "Account", "account_of"]
 
@@ -34,47 +31,7 @@ PARTS = {
 """What each part is, in the order in which they are shown."""
 
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-
-
-class _Event(msgspec.Struct, tag_field="event", gc=False):
-    """What the account needs of a line."""
-
-    timestamp_ms: _Number
-
-
-class _Started(_Event, tag="started"):
-    pass
-
-
-class _Stepped(_Event):
-    step: _Number
-
-
-class _Metric(_Stepped, tag="metric"):
-    name: str
-    value: float | None
-
-
-class _Checkpoint(_Stepped, tag="checkpoint"):
-    pass
-
-
-class _Sample(_Stepped, tag="sample"):
-    pass
-
-
-class _Completed(_Stepped, tag="completed"):
-    pass
-
-
-class _Failed(_Stepped, tag="failed"):
-    pass
-
-
-_Line = _Started | _Metric | _Checkpoint | _Sample | _Completed | _Failed
 _METRICS_OF_THE_ACCOUNT = (METRIC_PREFIX, RESUMED_METRIC)
-_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 
 
 @dataclass(frozen=True)
@@ -110,7 +67,7 @@ class _Figures:
 @dataclass
 class _Attempt:
     started_s: float
-    newest: _Line
+    newest: Event
     resumed_from: int = 0
     last_step: int = 0
     upload_wait_s: float = 0.0
@@ -122,7 +79,7 @@ class _Attempt:
 
     @property
     def ended(self) -> bool:
-        return isinstance(self.newest, _Completed | _Failed)
+        return isinstance(self.newest, Completed | Failed)
 
     @property
     def start_up_s(self) -> float:
@@ -142,7 +99,7 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
     Raises:
         EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
     """
-    attempts = _attempts(itertools.chain.from_iterable(decode_blocks(path, _decoder, "an event")))
+    attempts = _attempts(typed_events(path))
     if not attempts:
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
@@ -193,31 +150,31 @@ def _share_after(attempt: _Attempt, step: int) -> float:
     return 0.0
 
 
-def _attempts(events: Iterable[_Line]) -> list[_Attempt]:
+def _attempts(events: Iterable[Event]) -> list[_Attempt]:
     attempts: list[_Attempt] = []
     for event in events:
-        if isinstance(event, _Started):
+        if isinstance(event, Started):
             attempts.append(_Attempt(event.timestamp_ms / 1000, event))
         elif attempts:  # else it failed before it started
             attempt = attempts[-1]
             if event.step > attempt.last_step:
                 attempt.last_step = event.step
-            if isinstance(event, _Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
+            if isinstance(event, Metric) and event.name.startswith(_METRICS_OF_THE_ACCOUNT):
                 _take_metric(attempt, event)
-            if isinstance(event, _Completed | _Failed):
+            if isinstance(event, Completed | Failed):
                 attempt.upload_wait_s = _upload_wait_s(attempt.newest, event)
             attempt.newest = event
     return attempts
 
 
-def _upload_wait_s(before: _Line, terminal: _Completed | _Failed) -> float:
+def _upload_wait_s(before: Event, terminal: Completed | Failed) -> float:
     """The time to the terminal event, which waits for uploads, from a checkpoint or sample of the same step."""
-    if not isinstance(before, _Checkpoint | _Sample) or before.step != terminal.step:
+    if not isinstance(before, Checkpoint | Sample) or before.step != terminal.step:
         return 0.0
     return max(terminal.timestamp_ms - before.timestamp_ms, 0) / 1000
 
 
-def _take_metric(attempt: _Attempt, event: _Metric) -> None:
+def _take_metric(attempt: _Attempt, event: Metric) -> None:
     if event.name == RESUMED_METRIC:
         attempt.resumed_from = attempt.last_step = event.step
     elif event.value is not None:

@@ -7,21 +7,54 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Literal, TypeVar
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
-from .lines import SCHEMA_VERSION, TERMINAL_EVENTS
+from .event import (
+    MAX_STEP,
+    RESUMED_METRIC,
+    ROLLED_BACK_METRIC,
+    SCHEMA_VERSION,
+    TERMINAL_EVENTS,
+    Event,
+    Metric,
+    Started,
+    decode_event,
+    decode_events,
+)
 
-__all__ = ["count_started", "decode_blocks", "decode_object", "follow", "last_seq", "read_events", "whole_lines"]
+if TYPE_CHECKING:
+    import pyarrow
+
+__all__ = [
+    "count_started",
+    "decode_object",
+    "follow",
+    "last_seq",
+    "log_of_run",
+    "read_events",
+    "read_metrics",
+    "typed_events",
+    "whole_lines",
+]
 
 # A quote within a JSON string is escaped, so these bytes are never part of a text.
 _STARTED = re.compile(rb'"event"\s*:\s*"started"')
 _BLOCK_BYTES = 1 << 20
-_Decoded = TypeVar("_Decoded")
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def log_of_run(run: str | os.PathLike[str]) -> Path:
+    """The event log of `run`, which is the log itself or a run's artifacts directory; it may be absent."""
+    path = Path(run)
+    candidates = [path / "metrics" / "events.jsonl", path / "events.jsonl"] if path.is_dir() else []
+    return next((log for log in candidates if log.is_file()), path)
 
 
 def decode_object(line: bytes) -> dict[str, Any]:
@@ -48,13 +81,18 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     return (_event(path, number, line) for number, line in lines)
 
 
-def decode_blocks(
-    path: str | os.PathLike[str], decoder: msgspec.json.Decoder[_Decoded], kind: str
-) -> Iterator[list[_Decoded]]:
-    """The whole lines of a log as `decoder` has them, many at a time: five times as fast as one by one.
+def typed_events(path: str | os.PathLike[str], *, strict: bool = True) -> Iterator[Event]:
+    """The events of a log, oldest first, as structs: five times as fast as `read_events`.
+
+    A last line without its newline is left out, as by `read_events`.
+
+    Args:
+        path: The log.
+        strict: Whether a line that is no event is an error. Otherwise it is passed over if it is a JSON object, as
+            another release may have written it, or has NUL bytes, as a power cut leaves them.
 
     Raises:
-        EventLogError: The log is absent or unreadable, or a line is not a `kind`; the file and the line are named.
+        EventLogError: The log is absent or unreadable, or a line is not an event; names the line.
     """
     number = 1
     with _open(path) as file:
@@ -62,13 +100,106 @@ def decode_blocks(
             if not lines[-1].endswith(b"\n"):
                 lines.pop()
             try:
-                decoded = decoder.decode_lines(b"".join(lines))
+                decoded = decode_events(b"".join(lines))
             except (ValueError, RecursionError):
                 decoded = []
             if len(decoded) != len(lines):  # a line is broken, or empty
-                decoded = [_decoded(decoder.decode, path, number + i, line, kind) for i, line in enumerate(lines)]
-            yield decoded
+                yield from _one_by_one(path, lines, number, strict=strict)
+            else:
+                yield from decoded
             number += len(lines)
+
+
+def _one_by_one(path: str | os.PathLike[str], lines: Iterable[bytes], first: int, *, strict: bool) -> Iterator[Event]:
+    for number, line in enumerate(lines, start=first):
+        try:
+            yield decode_event(line)
+        except (ValueError, RecursionError) as error:
+            if strict:
+                raise _broken(path, number, "an event", error) from error
+            if b"\0" not in line:
+                _event(path, number, line)
+
+
+def read_metrics(
+    run: str | os.PathLike[str], *, run_id: str | None = None, all_attempts: bool = False
+) -> pyarrow.Table:
+    """The metrics of a run as a table, in the order in which they were logged; also while it is being written.
+
+    ===========  ===================================================================================
+    run_id       dictionary of string
+    attempt      int64, from 1
+    step         int64, completed steps
+    timestamp    timestamp[ms, UTC]
+    name         dictionary of string
+    value        float64, with nan and infinities
+    ===========  ===================================================================================
+
+    Args:
+        run: An event log, or the artifacts directory of a run.
+        run_id: The run of a log that holds several; None takes all of them.
+        all_attempts: Whether steps that a resumed attempt made again, or that a roll-back undid, are in it as well.
+            Otherwise each step is there as it was made last.
+
+    Raises:
+        EventLogError: The log is absent or unreadable, or a line is not JSON.
+    """
+    import pyarrow as pa
+
+    runs: dict[str, _Rows] = {}
+    for event in typed_events(log_of_run(run), strict=False):
+        if run_id not in {None, event.run_id}:
+            continue
+        if isinstance(event, Started):
+            rows = runs.setdefault(event.run_id, _Rows())
+            rows.attempt, rows.is_new_attempt = rows.attempt + 1, True
+        elif isinstance(event, Metric):
+            runs.setdefault(event.run_id, _Rows()).add(event, all_attempts=all_attempts)
+    tables = [rows.table(name) for name, rows in runs.items()]
+    return pa.concat_tables(tables or [_Rows().table("")]).unify_dictionaries().combine_chunks()
+
+
+class _Rows:
+    """The metrics of one run, in columns."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.is_new_attempt = False
+        self._numbers: dict[str, int] = {}
+        self._columns: list[array[Any]] = [array("q"), array("q"), array("q"), array("q"), array("d")]
+        """Attempts, steps, times, numbers of names, and values."""
+
+    def add(self, event: Metric, *, all_attempts: bool) -> None:
+        goes_back_to: float | None = None
+        if self.is_new_attempt:  # one that logs nothing, as the job has finished, takes nothing back
+            goes_back_to = event.step if event.name == RESUMED_METRIC else 0
+            self.is_new_attempt = False
+        elif event.name == ROLLED_BACK_METRIC:
+            goes_back_to = event.number
+        if goes_back_to is not None and not all_attempts:
+            kept = [step <= goes_back_to for step in self._columns[1]]
+            if not all(kept):
+                self._columns = [array(column.typecode, compress(column, kept)) for column in self._columns]
+        number = self._numbers.setdefault(event.name, len(self._numbers))
+        row = (max(self.attempt, 1), event.step, min(event.timestamp_ms, MAX_STEP), number, event.number)
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+
+    def table(self, run_id: str) -> pyarrow.Table:
+        import pyarrow as pa
+
+        attempts, steps, times, numbers, values = (pa.array(column) for column in self._columns)
+        names = pa.array(list(self._numbers), pa.string())
+        return pa.table(
+            {
+                "run_id": pa.DictionaryArray.from_arrays(pa.array([0] * len(steps), pa.int32()), pa.array([run_id])),
+                "attempt": attempts,
+                "step": steps,
+                "timestamp": times.cast(pa.timestamp("ms", "UTC")),
+                "name": pa.DictionaryArray.from_arrays(numbers.cast(pa.int32()), names),
+                "value": values,
+            }
+        )
 
 
 def whole_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
@@ -178,20 +309,18 @@ def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
 
 
 def _event(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
-    return _decoded(_decode, path, number, line, "a JSON object")
-
-
-def _decoded(
-    decode: Callable[[bytes], _Decoded], path: str | os.PathLike[str], number: int, line: bytes, kind: str
-) -> _Decoded:
     try:
-        return decode(line)
+        return _decode(line)
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise EventLogError(
-            f"line {number} of event log {os.fspath(path)!s} is not {kind} ({why}); "
-            "`genlight events FILE --check` lists every fault"
-        ) from error
+        raise _broken(path, number, "a JSON object", error) from error
+
+
+def _broken(path: str | os.PathLike[str], number: int, kind: str, error: Exception) -> EventLogError:
+    why = "nested too deeply" if isinstance(error, RecursionError) else error
+    return EventLogError(
+        f"line {number} of event log {os.fspath(path)!s} is not {kind} ({why}); "
+        "`genlight events FILE --check` lists every fault"
+    )
 
 
 def _new_events(path: str | os.PathLike[str], position: _Position) -> Iterator[dict[str, Any]]:

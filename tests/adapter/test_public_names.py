@@ -48,10 +48,12 @@ PUBLIC = {
     "genlight.callbacks": """
         Checkpoint Diagnosis DurableCheckpointIO EarlyStopping Evaluate EvaluateCommand EvaluateLoader
         Goodput Guarded Heartbeat Hook
-        JobProgress LogMetrics RecordEvents Recover ReplicaGuard StopRequests SystemMonitor
+        JobProgress LogMetrics Recover ReplicaGuard StopRequests SystemMonitor
         TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
-    "genlight.reporters": "EventLog EventLogger Violation event_schema follow read_events validate_events",
+    "genlight.reporters": """
+        EventLog EventLogger RecordEvents Violation event_schema follow read_events read_metrics validate_events
+    """,
 }
 
 LIGHT = (

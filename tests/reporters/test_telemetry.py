@@ -177,7 +177,7 @@ def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> No
 
 def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(path: Path, monkeypatch) -> None:
     monkeypatch.setattr("genlight.reporters.telemetry.TRIES", 2)
-    with LineFile(path, flush_every_s=0.05), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
+    with LineFile(path), pytest.raises(EventLogError, match=f"written by process {os.getpid()}"):
         write_event(**HEARTBEAT, path=path)
 
 

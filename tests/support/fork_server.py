@@ -39,7 +39,7 @@ LOADED = (
     "genlight.callbacks.evaluation.evaluate",
     "genlight.callbacks.job_progress",
     "genlight.callbacks.log_metrics",
-    "genlight.callbacks.record_events",
+    "genlight.reporters.events.event_logger",
     "genlight.callbacks.stop.stop_requests",
     "genlight.callbacks.upload_artifacts",
     "genlight.callbacks.watch_hangs",

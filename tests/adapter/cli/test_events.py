@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
 import threading
 
 import pytest
+from pyarrow import csv, parquet
 
 from genlight.adapter.cli import events as command
 from genlight.reporters.events.event_log import EventLog
@@ -202,3 +204,22 @@ def test_it_runs_without_torch_and_stops_quietly_when_its_reader_does(path):
         process.stdout.close()
         assert process.wait(timeout=120) == 0
         assert process.stderr.read() == ""
+
+
+def test_metrics_are_written_as_a_table(path, capfdbinary):
+    write_run(path)
+    assert call(path, "--metrics") == 0
+    table = csv.read_csv(io.BytesIO(capfdbinary.readouterr().out))
+    assert list(zip(*(table[name].to_pylist() for name in ("step", "name")), strict=True)) == [
+        (10, "train/loss"),
+        (10, "train/lr"),
+        (20, "train/loss"),
+    ]
+    assert call(path, "--metrics", "--format", "parquet") == 0
+    assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).column_names == table.column_names
+
+
+def test_a_broken_log_cannot_command_the_terminal(path, capsys):
+    path.write_text('{"\\u001b[2J":1}\n')
+    assert call(path, "--check") == 1
+    assert "\x1b" not in capsys.readouterr().out

@@ -146,7 +146,7 @@ def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, p
         ("train/loss", 7),
     ]
     assert second[1]["value"] == 6
-    assert not any(type(callback).__name__ == "_FitWatch" for callback in trainer.callbacks)
+    assert not any(type(callback).__name__ == "RecordEvents" for callback in trainer.callbacks)
 
 
 def test_a_trainer_can_fit_again(tmp_path, path):

@@ -19,7 +19,7 @@ def log(folder: Path, *events: tuple[float, str, dict[str, Any]]) -> Path:
     lines = [
         json.dumps({"schema_version": "trainer_event.v1", "run_id": "r", "seq": i, "event": event, **more}
                    | {"timestamp_ms": int(at_s * 1000)})
-        for i, (at_s, event, more) in enumerate(events)
+        for i, (at_s, event, more) in enumerate(events, start=1)
     ]  # fmt: skip
     path.write_text("".join(line + "\n" for line in lines))
     return path
@@ -188,7 +188,7 @@ def test_whatever_happens_the_parts_sum_to_the_wall_time_and_none_is_negative(tm
     for number, (idle, start_up, figures, rest, kept) in enumerate(attempts):
         now += idle + start_up
         first = step
-        events.append((now, "started", {"attempt": number + 1}))
+        events.append((now, "started", {"attempt": number + 1} if number else {}))
         if step:
             events.append((now, "metric", {"name": "trainer/resumed_from_step", "value": step, "step": step}))
         steps_s = wait_s = 0.0

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.jsonl_file import LineFile
 from genlight.reporters.events.reader import read_events
@@ -25,6 +26,7 @@ from genlight.reporters.events.validation import validate_events
 
 WRITER = """
 import itertools, sys
+from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 log = EventLog(sys.argv[1], run_id="r")
 log.started()
@@ -40,6 +42,7 @@ for step in itertools.count():
 LIMITED_WRITER = """
 import resource, sys
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 with EventLog(sys.argv[1], run_id="r") as log:
     log.started()
@@ -277,18 +280,20 @@ def test_a_metric_becomes_durable_on_its_own(path, synced_sizes):
             wait_until(lambda: size_of(path) in synced_sizes)
 
 
-def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes):
-    with LineFile(path, flush_every_s=0.001, sync_every_s=0.001) as file:
-        file.append(b"{}\n")
-        wait_until(lambda: synced_sizes)
+def test_nothing_is_synced_while_nothing_is_written(path, synced_sizes, monkeypatch):
+    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 0.001)
+    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
+        log.started()
+        log.metric(name="a", value=1, step=1)
+        wait_until(lambda: len(synced_sizes) == 2)
         time.sleep(0.05)
-        assert len(synced_sizes) == 1
+        assert len(synced_sizes) == 2
 
 
 def flush_now(log: EventLog) -> None:
     """Have the flusher of a log come by twice that has an hour of time; at the second time it writes what waits."""
     for _ in range(2):
-        log._file._closing.put(False)
+        log._wakeups.put(False)
 
 
 def seqs(path: Path) -> list[int]:
@@ -353,6 +358,7 @@ def test_what_waits_comes_before_any_other_event(path, bring):
 
 def test_what_waits_is_written_when_the_interpreter_ends(path):
     script = f"""
+from genlight.reporters.events import event_log
 from genlight.reporters.events.event_log import EventLog
 log = EventLog({str(path)!r}, run_id="r", flush_every_s=3600.0)
 log.started()
@@ -371,7 +377,7 @@ def test_a_disk_that_is_full_when_what_waits_is_written_is_reported_by_the_next_
             patch.setattr(os, "write", refusing(errno.ENOSPC))
             log.metrics({"a": 1.0}, step=2)
             flush_now(log)
-            wait_until(lambda: log._file._flush_error is not None)
+            wait_until(lambda: log._error is not None)
             with pytest.raises(EventLogError, match=r"cannot write to .*: No space left"):
                 log.metrics({"a": 1.0}, step=3)
         log.metrics({"a": 1.0}, step=4)
@@ -384,10 +390,11 @@ def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_syn
     with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
         log.started()
         with monkeypatch.context() as patch:
+            patch.setattr(event_log, "SYNC_EVERY_S", 0.0)
             patch.setattr(os, "fdatasync", refusing(errno.EIO))
             metrics_in_quick_succession(log, upto=3)
             flush_now(log)
-            wait_until(lambda: log._file._flush_error is not None)
+            wait_until(lambda: log._error is not None)
             with pytest.raises(EventLogError, match="durable: Input/output error"):
                 log.metrics({"a": 1.0}, step=4)
         log.metrics({"a": 1.0}, step=5)
@@ -396,27 +403,31 @@ def test_what_waits_is_written_on_its_own_again_after_a_disk_that_refused_to_syn
         wait_until(lambda: list(read_events(path))[-1].get("step") == 6)
 
 
-def test_lines_that_never_cease_are_made_durable_all_the_same(path, synced_sizes):
-    with LineFile(path, flush_every_s=0.001, sync_every_s=0.02) as file:
+def test_lines_that_never_cease_are_made_durable_all_the_same(path, synced_sizes, monkeypatch):
+    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 0.02)
+    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
+        log.started()
         deadline = time.monotonic() + 60
         while len(synced_sizes) < 3 and time.monotonic() < deadline:
-            file.append(b"{}\n")
+            log.metric(name="a", value=1, step=1)
         assert len(synced_sizes) >= 3
 
 
-def test_what_was_flushed_and_not_yet_made_durable_is_when_the_file_is_closed(path, synced_sizes):
-    with LineFile(path, flush_every_s=0.001, sync_every_s=3600.0) as file:
-        file.append(b"{}\n")
-        wait_until(lambda: not file.is_roused)
-        assert synced_sizes == []
-    assert synced_sizes == [3]
+def test_what_was_flushed_and_not_yet_made_durable_is_when_the_file_is_closed(path, synced_sizes, monkeypatch):
+    monkeypatch.setattr(event_log, "SYNC_EVERY_S", 3600.0)
+    with EventLog(path, run_id="r", flush_every_s=0.001) as log:
+        log.started()
+        log.metric(name="a", value=1, step=1)
+        assert len(synced_sizes) == 1
+    assert synced_sizes[1:] == [size_of(path)]
 
 
 def test_many_lines_share_a_sync(path, synced_sizes):
-    with LineFile(path, flush_every_s=0.05) as file:
-        for _ in range(1000):
-            file.append(b"{}\n")
-    assert synced_sizes[-1] == 3000
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        for step in range(1000):
+            log.metric(name="a", value=1, step=step)
+    assert synced_sizes[-1] == size_of(path)
     assert len(synced_sizes) < 500
 
 
@@ -424,10 +435,11 @@ def test_a_disk_that_refuses_to_sync_in_the_background_is_reported_by_the_next_l
     with EventLog(path, run_id="r", flush_every_s=3600.0) as log:
         log.started()
         with monkeypatch.context() as patch:
+            patch.setattr(event_log, "SYNC_EVERY_S", 0.0)
             patch.setattr(os, "fdatasync", refusing(errno.EIO))
             log.metric(name="a", value=1, step=1)
             flush_now(log)
-            wait_until(lambda: log._file._flush_error is not None)
+            wait_until(lambda: log._error is not None)
             with pytest.raises(EventLogError, match="durable: Input/output error"):
                 log.metric(name="a", value=1, step=2)
         log.metric(name="a", value=1, step=3)
@@ -447,6 +459,6 @@ def test_new_directories_are_durable_with_their_names(tmp_path, monkeypatch):
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    with LineFile(tmp_path / "a" / "b" / "events.jsonl", flush_every_s=0.05):
+    with LineFile(tmp_path / "a" / "b" / "events.jsonl"):
         pass
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters.events.event import MAX_STEP, event_faults, event_schema
 from genlight.reporters.events.event_log import EventLog
-from genlight.reporters.events.lines import MAX_STEP
 from genlight.reporters.events.reader import read_events
-from genlight.reporters.events.schema import event_faults, event_schema
 from genlight.reporters.events.validation import Violation, validate_events
 
 SCHEMA = jsonschema.Draft202012Validator(event_schema())
@@ -161,9 +160,7 @@ odd_values = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 3),
-    st.sampled_from(
-        [MAX_STEP, MAX_STEP + 1, 0.5, 1.0, -1.0, "", "x", "nan", "input:", "canceled", "timeout", "metric"]
-    ),
+    st.sampled_from([MAX_STEP, MAX_STEP + 1, 0.5, -1.0, "", "x", "nan", "input:", "canceled", "timeout", "metric"]),
     st.just([]),
     st.just({}),
 )

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter import ContractModule
-from genlight.callbacks import Checkpoint, LogMetrics, RecordEvents, WriteSamples
+from genlight.callbacks import Checkpoint, LogMetrics, WriteSamples
 from genlight.callbacks.checkpoint import CheckpointRecord
 from genlight.callbacks.hook.events import fire
 from genlight.callbacks.hook.hook import Hook
-from genlight.reporters import EventLog, EventLogger, read_events
+from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 
 
 @pytest.fixture
