@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from support import SUPPORT
@@ -14,7 +14,14 @@ from support.forked import Forked
 __all__ = ["run_ranks", "run_ranks_to_their_ends"]
 
 
-def run_ranks(program: str, *arguments: object, world_size: int = 2, code: int = 0, timeout_s: float = 200) -> str:
+def run_ranks(
+    program: str,
+    *arguments: object,
+    world_size: int = 2,
+    code: int = 0,
+    timeout_s: float = 200,
+    environ: Mapping[str, str] | None = None,
+) -> str:
     """What the ranks of ``PROGRAM RANK WORLD_SIZE ARGUMENTS…`` wrote to their terminals.
 
     Args:
@@ -23,11 +30,14 @@ def run_ranks(program: str, *arguments: object, world_size: int = 2, code: int =
         world_size: How many ranks there are.
         code: What each has to end with.
         timeout_s: After this long all are killed.
+        environ: More environment variables.
 
     Raises:
         RuntimeError: One did not end with `code`; holds what all of them wrote.
     """
-    codes, outputs = run_ranks_to_their_ends(program, *arguments, world_size=world_size, code=code, timeout_s=timeout_s)
+    codes, outputs = run_ranks_to_their_ends(
+        program, *arguments, world_size=world_size, code=code, timeout_s=timeout_s, environ=environ
+    )
     if codes != [code] * world_size:
         raise RuntimeError("\n".join([f"the ranks ended with {codes}", *outputs]))
     return "".join(outputs)
@@ -40,6 +50,7 @@ def run_ranks_to_their_ends(
     code: int = 0,
     timeout_s: float = float("inf"),
     may_fail: Collection[int] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> tuple[list[int], list[str]]:
     """Run all ranks until they have ended or one, not of those that may fail, has ended with another code than `code`.
 
@@ -47,7 +58,7 @@ def run_ranks_to_their_ends(
     """
     program = str(SUPPORT / program) if program.endswith(".py") else program
     path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environ or {})}
     deadline = time.monotonic() + timeout_s
     ranks: list[Forked] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +66,7 @@ def run_ranks_to_their_ends(
         try:
             for rank, log in enumerate(logs):
                 numbers = (rank, world_size)
-                ranks.append(Forked(program, *numbers, *arguments, environ=environ, folder=Path.cwd(), log=log))
+                ranks.append(Forked(program, *numbers, *arguments, environ=variables, folder=Path.cwd(), log=log))
             while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
                 if any(rank.poll() not in (None, code) for i, rank in enumerate(ranks) if i not in may_fail):
                     break

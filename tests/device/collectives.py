@@ -1,0 +1,95 @@
+"""The rules of the device's process group, on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def _mine(size: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((size,), dist.get_rank() + 1.0, device="sim", dtype=dtype)
+
+
+def check_it_refuses_tensors_of_the_host():
+    for collective in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+        with pytest.raises(RuntimeError, match="cpu"):
+            collective(torch.ones(2))
+
+
+def check_sums_and_averages():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for operation, expected in ((dist.ReduceOp.SUM, 3), (dist.ReduceOp.AVG, 1.5), (dist.ReduceOp.MAX, 2)):
+            tensor = _mine(dtype=dtype)
+            dist.all_reduce(tensor, operation)
+            assert tensor.tolist() == [expected] * 4
+
+
+def check_everything_else():
+    rank = dist.get_rank()
+    gathered = [torch.empty(4, device="sim") for _ in range(2)]
+    dist.all_gather(gathered, _mine())
+    assert [each[0].item() for each in gathered] == [1, 2]
+    whole = torch.empty(8, device="sim")
+    dist.all_gather_into_tensor(whole, _mine())
+    assert whole.tolist() == [1] * 4 + [2] * 4
+    share = torch.empty(2, device="sim")
+    dist.reduce_scatter_tensor(share, _mine())
+    assert share.tolist() == [3, 3]
+    sent = _mine()
+    dist.broadcast(sent, 1)
+    assert sent.tolist() == [2] * 4
+    received = torch.empty(2, device="sim")
+    dist.scatter(received, [torch.full((2,), each, device="sim") for each in (5.0, 6.0)] if rank == 0 else None, 0)
+    assert received.tolist() == [5 + rank] * 2
+    if rank == 0:
+        dist.send(_mine(), 1)
+    else:
+        dist.recv(sent, 0)
+        assert sent.tolist() == [1] * 4
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    dist.barrier()
+
+
+def check_asynchronous_results_are_there_after_waiting():
+    tensors = [_mine() for _ in range(3)]
+    works = [dist.all_reduce(each, async_op=True) for each in tensors]
+    for work in works:
+        work.wait()
+    assert all(each.tolist() == [3] * 4 for each in tensors)
+
+
+def check_torchs_own_data_parallel_training():
+    torch.manual_seed(0)
+    network = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 1)).to("sim"), bucket_cap_mb=1e-4
+    )
+    network(torch.ones(2, 4, device="sim") * (dist.get_rank() + 1)).mean().backward()
+    for parameter in network.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(everyone, parameter.grad)
+        assert torch.equal(*everyone)
+
+
+def check_torchs_own_sharded_training():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("sim")
+    expected = [parameter.detach().clone() for parameter in network.parameters()]
+    data = torch.arange(8.0, device="sim").view(2, 4)
+    fully_shard(network[0])
+    fully_shard(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    network(data).mean().backward()
+    optimizer.step()
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("sim")
+    with torch.no_grad():
+        for parameter, value in zip(alone.parameters(), expected, strict=True):
+            parameter.copy_(value)
+    alone(data).mean().backward()
+    for parameter, sharded in zip(alone.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), parameter - 0.1 * parameter.grad)

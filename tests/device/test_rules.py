@@ -1,0 +1,28 @@
+"""The simulated accelerator keeps the rules of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from device import collectives, rules
+from support.device import Waiting
+from support.device.checks import names_of, outcomes_of
+
+outcome = outcomes_of(rules)
+collective = outcomes_of(collectives, world_size=2)
+collective_of_streams = outcomes_of(collectives, world_size=2, waiting=Waiting.STREAM)
+
+
+@pytest.mark.parametrize("name", names_of(rules))
+def test_the_device(outcome, name):
+    outcome(name)
+
+
+@pytest.mark.parametrize("name", names_of(collectives))
+def test_its_process_group(collective, name):
+    collective(name)
+
+
+@pytest.mark.parametrize("name", names_of(collectives))
+def test_its_process_group_when_streams_wait(collective_of_streams, name):
+    collective_of_streams(name)
