@@ -9,9 +9,8 @@ import torch
 
 from ...callbacks.optimizer_state import with_step_hooks
 from ..discovery.discover import discover
-from ..gradients.lightning_hooks import StepHooks
 from ..gradients.precision import StepPrecision
-from ..gradients.router import StepRouter
+from ..gradients.step import StepHooks, StepRouter
 from .subject import Subject
 
 __all__ = ["step_times"]

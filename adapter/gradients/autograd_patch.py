@@ -1,8 +1,8 @@
 """Where torch is touched: its engine's entry for backward calls, and the ``step`` of managed optimizers.
 
 The entry is replaced while it is held, for a whole training, and put back when it is not. Calls between steps
-and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where the
-loss is scaled, so are the methods that register backward hooks; where gradients are averaged, so are collectives.
+and of other threads, and those of ``torch.autograd.grad``'s kind inside of a backward, go straight through. Where
+gradients are averaged, so are collectives.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...callbacks.lightning_internals import SUPPORTED
-from . import collective_patch, hook_patch
-from .hook_patch import HookTranslator
+from . import collective_patch
 from .torch_internals import (
     current_graph_task_id,
-    disable_dynamo,
     engine_run_backward,
     keep_out_of_graphs,
     set_engine_run_backward,
@@ -35,7 +33,16 @@ __all__ = ["Interceptor", "begin", "end", "hold", "is_active", "release", "run_b
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
-        *("autograd_patch", "router", "averaging", "lazy_sync", "gradient_sync", "averaged_parameters"),
+        *(
+            "autograd_patch",
+            "step",
+            "step_part",
+            "fp16",
+            "averaging",
+            "lazy_sync",
+            "gradient_sync",
+            "averaged_parameters",
+        ),
         *("bucket_plans", "buckets", "buffer_sync", "early_buckets", "equal_replicas", "exchange", "rank_notes"),
         *("rank_points", "sent_points", "update_guard"),
     )
@@ -51,10 +58,6 @@ class Interceptor(Protocol):
 
     in_backward: bool
     """Whether one of its backward calls is running; a call inside of it is activation checkpointing."""
-
-    @property
-    def hooks_translator(self) -> HookTranslator | None:
-        """For the hooks of the trainer inside of the graph; None where the loss is not scaled."""
 
     @property
     def averages(self) -> bool:
@@ -78,7 +81,6 @@ _active: dict[int, Interceptor] = {}
 _lock = threading.Lock()
 _holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
-_hooks_are_patched = False
 _collectives_are_patched = False
 
 
@@ -108,21 +110,15 @@ def release(interceptor: Interceptor) -> None:
 
 
 def _replace_or_put_back() -> None:
-    global _step_hook, _hooks_are_patched, _collectives_are_patched
-    translates = any(holder.hooks_translator is not None for holder in _holders)
+    global _step_hook, _collectives_are_patched
     if _holders:
-        set_engine_run_backward(_intercepted_eagerly if translates else _intercepted)
+        set_engine_run_backward(_intercepted)
     if _holders and _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_before_any_step)
     elif not _holders and _step_hook is not None:
         set_engine_run_backward(run_backward)
         _step_hook.remove()
         _step_hook = None
-    if translates and not _hooks_are_patched:
-        hook_patch.patch(_translator)
-    elif not translates and _hooks_are_patched:
-        hook_patch.restore()
-    _hooks_are_patched = translates
     averages = any(holder.averages for holder in _holders)
     if averages and not _collectives_are_patched:
         collective_patch.patch(_before_any_collective)
@@ -164,7 +160,6 @@ class _Canary:
     """Takes one backward call, to prove that what is assigned to torch is what torch calls."""
 
     is_proven = False
-    hooks_translator = None
     averages = False
 
     def __init__(self) -> None:
@@ -218,10 +213,6 @@ def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     return interceptor.backward(outputs, grads, *args, **kwargs)
 
 
-# For a scaled loss: torch.compile of a whole step would follow the hooks that are registered then, and never end.
-_intercepted_eagerly = disable_dynamo(_intercepted)
-
-
 def _of_engine() -> Interceptor | None:
     """In a thread of torch's engine: the one whose backward call it works for."""
     if current_graph_task_id() == -1:
@@ -230,11 +221,6 @@ def _of_engine() -> Interceptor | None:
     if threading.get_ident() in {thread.ident for thread in python_threads}:
         return None  # a backward call of another caller
     return next((each for each in tuple(_active.values()) if each.in_backward), None)
-
-
-def _translator() -> HookTranslator | None:
-    interceptor = _active.get(threading.get_ident()) or _of_engine()
-    return None if interceptor is None else interceptor.hooks_translator
 
 
 def _before_any_collective(name: str) -> None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from .buffer_sync import BufferSync
 from .equal_replicas import average_scalar
 from .gradient_sync import GradientSync
 from .lazy_sync import Accumulation
 from .rank_points import Point, Why, users_line
+from .step_part import BackwardCall, StepPart
 from .torch_internals import is_gradtrackingtensor, runs_compiled_code
 
 __all__ = ["Averaging"]
@@ -33,12 +34,12 @@ _APART = (
 )
 
 
-class Averaging:
+class Averaging(StepPart):
     """Averages the gradients of the ranks around what the trainer does in a step.
 
     Args:
         gradients: Averages them.
-        buffers: Sends all ranks the buffers of rank 0 at the end of a step; None where there are none.
+        device: Root device of this rank.
         optimizers: Ids of the optimizers whose gradients are averaged.
         parameters: Ids of the modules' parameters.
         at_once: Whether to average after each backward call, rather than when one is read.
@@ -50,7 +51,7 @@ class Averaging:
     def __init__(
         self,
         gradients: GradientSync,
-        buffers: BufferSync | None,
+        device: torch.device,
         *,
         optimizers: Collection[int],
         parameters: Collection[int],
@@ -61,7 +62,7 @@ class Averaging:
     ) -> None:
         self._gradients = gradients
         self.group = gradients.group
-        self._buffers = buffers or None
+        self._device = device
         self._optimizers = optimizers
         self._parameters = parameters
         self._call_averaged = averaged
@@ -69,6 +70,7 @@ class Averaging:
         self._is_last_step = is_last_step
         self._accumulation = None if at_once else Accumulation(gradients.parameters, self._settle, self._offer)
         self._updates = 0
+        self._in_update = False
         self._update_line = self._last_update = ""
         """Lines of the trainer's code: of the update that is about to be made, and of the last one that was."""
         self._may_be_written = False
@@ -91,14 +93,13 @@ class Averaging:
         if self._accumulation is not None:
             self._accumulation.waits = waits
 
-    def begin(self) -> None:
-        """A step begins."""
+    @override
+    def begin(self, step: int) -> None:
         self._was_averaged = False
-        if self._buffers is not None:
-            self._buffers.settle()
         if self._accumulation is not None:
             self._accumulation.begin()
 
+    @override
     def end(self) -> None:
         """A step ends: average what it has left, or let it wait, and find out about ranks that are elsewhere."""
         if self._accumulation is not None:
@@ -113,15 +114,14 @@ class Averaging:
             self._gradients.take_no_part(self._point(Why.NOTHING))
         elif self._is_last_step():  # no step follows whose exchange would meet one that another rank makes still
             self._gradients.take_no_part(self._point(Why.LAST))
-        if self._buffers is not None:
-            self._buffers.send(self._completed_steps() + 1)
 
+    @override
     def abandon(self) -> None:
-        """The step failed: the other ranks may not come this far, where a collective would hang."""
         self._gradients.abandon()
         if self._accumulation is not None:
             self._accumulation.abandon()
 
+    @override
     def close(self) -> None:
         """Training is over, or has failed wherever that was: who reads a gradient now has no other rank wait for it."""
         if self._accumulation is not None:
@@ -129,8 +129,6 @@ class Averaging:
 
     def ended(self) -> None:
         """Training ended as planned, on all ranks."""
-        if self._buffers is not None:
-            self._buffers.abandon()
         self._gradients.close(self._point(Why.LAST))
 
     def before_collective(self, name: str) -> None:
@@ -139,8 +137,8 @@ class Averaging:
         if self._accumulation is not None:
             self._accumulation.settle(Why.COLLECTIVE, name)
 
-    def before_backward(self) -> None:
-        """A backward call begins."""
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
         ordinal = 0
         if self._accumulation is not None:
             self._accumulation.before_backward()
@@ -148,42 +146,47 @@ class Averaging:
         at = Point(Why.BACKWARD, self._completed_steps() + 1, ordinal, self._updates)
         self._gradients.before_backward(at)
 
-    def leave_backward(self) -> None:
-        """A backward call is over, or has raised; the trainer may go on."""
+    @override
+    def leave_backward(self, *, failed: bool) -> None:
         self._gradients.after_backward()
         if self._accumulation is not None:
             self._accumulation.leave_backward()
 
+    @override
     def after_backward(self) -> None:
-        """A backward call has ended."""
         if self._accumulation is not None:
             self._accumulation.after_backward()
         else:
             self._settle(0, Why.BACKWARD)
 
-    def before_grad(self, inputs: Any) -> None:
-        """``torch.autograd.grad`` is about to differentiate by `inputs`; the trainer may write what it gives."""
+    @override
+    def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give the mean of all ranks where nothing tells when the result is used.
+
+        So for tensors that no optimizer updates, and for all within an update, such as products with the Hessian.
+        """
+        _, create_graph, inputs = (*args, False, False, ())[:3]
         if any(self._may_be_parameter(tensor) for tensor in inputs):
             self._may_be_written = True
             if self._accumulation is not None:
                 self._accumulation.expect_writes()
-
-    def after_grad(self, inputs: Any, result: Any, *, in_update: bool) -> Any:
-        """What ``torch.autograd.grad`` gave, as the mean of all ranks where nothing tells when it is used.
-
-        So for tensors that no optimizer updates, and for all within an update, such as products with the Hessian.
-        """
-        wanted = {id(p) for p in self._gradients.parameters()} if in_update else self._gradients.by_hand
+        result = run(outputs, grads, *args, **kwargs)
+        wanted = {id(p) for p in self._gradients.parameters()} if self._in_update else self._gradients.by_hand
         given = {id(p): g for p, g in zip(inputs, result, strict=True) if id(p) in wanted}
-        if not given:
+        if not given or create_graph:
             return result
         new = self._gradients.average_given(given, self._point(Why.AUTOGRAD_GRAD))
         self._was_averaged = True
         return tuple(new.get(id(p), g) for p, g in zip(inputs, result, strict=True))
 
-    def before_update(self, optimizer: Optimizer) -> None:
+    @override
+    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
         """Average what backward calls left, and gradients that a trainer wrote itself, from torch.autograd.grad say."""
+        self._in_update = True
         self._update_line = users_line()
+        if in_backward:
+            self._average_inside_of_backward(optimizer)
+            return True
         first = next((p for group in optimizer.param_groups for p in group["params"]), "nothing")
         if self._accumulation is not None:
             self._accumulation.before_update(first)
@@ -191,10 +194,10 @@ class Averaging:
             self._settle(0, Why.UPDATE, first)
         self._may_be_written = False
         self._updated_by(optimizer)
+        return True
 
-    def before_update_inside_of_backward(self, optimizer: Optimizer) -> None:
+    def _average_inside_of_backward(self, optimizer: Optimizer) -> None:
         """Average the gradients of one optimizer that a hook of a parameter steps while backward still runs."""
-        self._update_line = users_line()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._gradients.average_inside_of_backward(parameters, self._point(Why.INSIDE, 0, next(iter(parameters), "")))
         self._was_averaged = True
@@ -206,14 +209,16 @@ class Averaging:
             self._updates += 1
             self._last_update = self._update_line
 
-    def resume(self) -> None:
-        """The trainer's own code goes on after an update, or in a closure of one."""
+    @override
+    def after_update(self, optimizer: Optimizer) -> None:
+        self._in_update = False
         if self._accumulation is not None:
             self._accumulation.resume()
 
-    def of_loss(self, loss: Any, device: torch.device) -> Any:
+    @override
+    def of_loss(self, loss: Any) -> Any:
         """The mean of a closure's loss over the ranks: a line search decides by it, and must do so alike on all."""
-        return average_scalar(loss, device, self._gradients.group)
+        return average_scalar(loss, self._device, self._gradients.group)
 
     def _settle(self, ordinal: int, why: Why, what: Tensor | str = "") -> None:
         """Make the gradients those of all ranks."""

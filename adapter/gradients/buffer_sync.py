@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from ..contract.exceptions import RankFailed
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from .buckets import BUCKET_BYTES, ON_THEIR_WAY_AT_MOST
 from .lost_ranks import about_missing_buffers
+from .step_part import StepPart
 from .torch_internals import NormBase
 
 __all__ = ["BufferSync"]
@@ -36,7 +38,7 @@ __all__ = ["BufferSync"]
 _Buffer = tuple[Tensor, torch.dtype, torch.Size, torch.device]
 
 
-class BufferSync:
+class BufferSync(StepPart):
     """Sends the buffers of rank 0 at the end of a step, and writes them over those of the other ranks in `settle`.
 
     Every rank sends once in each step; when it settles is its own affair, and no other rank waits for it.
@@ -65,10 +67,20 @@ class BufferSync:
         self._kept_for: list[_Buffer] = []
         self._on_their_way: deque[tuple[_Message, Any]] = deque()
         self._step = 0
+        self._running_step = 0
         self._is_deferred = False
 
     def __bool__(self) -> bool:
         return bool(self._slots)
+
+    @override
+    def begin(self, step: int) -> None:
+        self._running_step = step
+        self.settle()
+
+    @override
+    def end(self) -> None:
+        self.send(self._running_step)
 
     @torch.no_grad()
     def send(self, step: int) -> None:
@@ -104,7 +116,7 @@ class BufferSync:
         if self._on_their_way and not (self._is_source and self._kept):
             self._finish()
 
-    def abandon(self) -> None:
+    def let_go(self) -> None:
         """Let go of what is on its way, which may never arrive, and of the memory for it."""
         self._on_their_way.clear()
         self._kept, self._kept_for = [], []
@@ -120,7 +132,7 @@ class BufferSync:
         try:
             yield self.settle
         except KeyboardInterrupt:
-            self.abandon()
+            self.let_go()
             raise
         except BaseException as error:
             try:
@@ -149,7 +161,7 @@ class BufferSync:
         try:
             yield
         except RuntimeError as error:
-            self.abandon()
+            self.let_go()
             raise about_missing_buffers(error, self._step, self._source, self._group) from error
 
     def _messages(self) -> Iterator[_Message]:

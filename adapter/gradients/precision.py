@@ -1,36 +1,26 @@
-"""What a precision plugin means for a trainer that calls ``loss.backward()`` itself.
-
-Under ``16-mixed`` the loss is scaled before backward so that small gradients survive, and every parameter's gradient
-is unscaled before it is accumulated. So whatever reads a gradient (clipping, a norm for a metric, a gradient hook)
-reads true units, also over several backward calls and several losses.
-"""
+"""What a precision plugin means for a trainer that calls ``loss.backward()`` itself."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
-from typing_extensions import override
+from torch.optim import LBFGS
 
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
-from .torch_internals import amp_foreach_non_finite_check_and_unscale
+from .fp16 import TrueUnitScaler
 
 __all__ = [
     "AutocastOff",
     "StepPrecision",
-    "TrueUnitScaler",
     "about_types",
     "cast_inputs",
     "contract_dtype",
@@ -112,149 +102,6 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
     if not isinstance(plugin.scaler, TrueUnitScaler):
         plugin.scaler = TrueUnitScaler.like(plugin.scaler)
     return plugin.scaler
-
-
-class TrueUnitScaler(GradScaler):
-    """A gradient scaler for gradients that are unscaled before they are accumulated.
-
-    Its own unscale step changes nothing: it only reports the infinities that `check` saw after the backward, before
-    anybody clipped them away.
-    """
-
-    def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
-        super().__init__(device, **kwargs)
-        self._found: dict[int, Tensor] = {}
-        self._stepped: set[int] = set()
-        """Optimizers that stepped since the scale was adapted."""
-        self._overflows: Tensor | float = 0.0
-        self._found_by_hand: Tensor | None = None
-        """What `check_by_hand` found since the scale was adapted."""
-
-    @classmethod
-    def like(cls, scaler: GradScaler) -> TrueUnitScaler:
-        """A scaler with the settings and the progress of `scaler`."""
-        mine = cls(
-            scaler._device,
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
-        if scaler.is_enabled():
-            mine.load_state_dict(scaler.state_dict())
-        return mine
-
-    @property
-    def overflow_steps(self) -> int:
-        """Updates that were skipped because a gradient was not finite; reads from the device."""
-        return int(self._overflows)
-
-    def inverse_scale(self) -> Tensor:
-        """What a scaled gradient is multiplied by; exact, because scales are powers of two."""
-        scale = self._scale
-        assert scale is not None, "the loss is scaled before its gradients are unscaled"
-        return scale.double().reciprocal().float()
-
-    @torch.no_grad()
-    def check(self, optimizer: Optimizer) -> None:
-        """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
-        found = _overflowed([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
-        if found is None:
-            return
-        by_hand = self._found_by_hand
-        self._found[id(optimizer)] = found if by_hand is None else torch.maximum(found, by_hand.to(found.device))
-
-    @torch.no_grad()
-    def check_by_hand(self, tensors: Iterable[Tensor]) -> None:
-        """Make the gradients of `tensors`, which no optimizer updates, zeros if one is not finite.
-
-        A trainer that updates them itself changes nothing by those, and its optimizers skip the update too.
-        """
-        grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        found = _overflowed(grads)
-        if found is None:
-            return
-        before = self._found_by_hand
-        self._found_by_hand = found if before is None else torch.maximum(found, before.to(found.device))
-        for grad in grads:
-            values = _real_values(grad)
-            values.masked_fill_(found.to(values.device, torch.bool), 0.0)
-
-    def step_checked(self, optimizer: Optimizer, step: Callable[[], Any], *, adapt: bool = True) -> Any:
-        """Run `step` unless the gradients overflowed, and adapt the scale.
-
-        Args:
-            optimizer: The optimizer that `step` updates by.
-            step: Calls ``optimizer.step`` of this scaler's wrapper, or the bare one where nothing was scaled.
-            adapt: False leaves the scale to a later `adapt`, or to a second step of `optimizer`.
-        """
-        found = self._found.pop(id(optimizer), None)
-        if found is None:  # no backward since the last update: nothing was scaled
-            return step()
-        self._found[id(optimizer)] = found
-        if id(optimizer) in self._stepped:
-            self.adapt()
-        if self._scale is None:  # all gradients so far were written by the trainer
-            self._lazy_init_scale_growth_tracker(found.device)
-        self.unscale_(optimizer)
-        result = self.step(optimizer)
-        self._stepped.add(id(optimizer))
-        if adapt:
-            self.adapt()
-        self._found.pop(id(optimizer), None)
-        self._overflows = self._overflows + found
-        return result
-
-    def adapt(self) -> None:
-        """Adapt the scale, if there were steps since that was last done."""
-        if self._stepped:
-            self._stepped.clear()
-            self._found_by_hand = None
-            self.update()
-
-    @override
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = self._found[id(optimizer)]
-        return {found.device: found}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "overflow_steps": self.overflow_steps}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._overflows = float(state_dict.get("overflow_steps", 0))
-
-
-def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
-    """One where one of `grads` is not finite, else zero, on a device; None without any."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        values = _real_values(grad)
-        by_kind.setdefault((values.device, values.dtype), []).append(values)
-    total: Tensor | None = None
-    for (device, _), tensors in by_kind.items():
-        found, one = (make((), dtype=torch.float32, device=device) for make in (torch.zeros, torch.ones))
-        # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
-        amp_foreach_non_finite_check_and_unscale(tensors, found, one)
-        total = found if total is None else total + found.to(total.device)
-    sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
-    if sharded is not None and total is not None:  # each rank saw its own part
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
-    return None if total is None else total.clamp_(max=1.0)
-
-
-def _real_values(grad: Tensor) -> Tensor:
-    """The numbers of a gradient that this rank holds, as a dense tensor of real ones that shares its memory."""
-    if isinstance(grad, DTensor):
-        grad = grad.to_local()
-    if grad.layout is not torch.strided:
-        grad = grad.coalesce()._values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 class AutocastOff:

@@ -21,9 +21,8 @@ from .communication_hooks import communication_hook
 from .equal_replicas import broadcast_from_zero, check_same_on_all_ranks
 from .fsdp.step import fsdp_modules
 from .gradient_sync import GradientSync
-from .lightning_hooks import step_hooks
 from .precision import cast_inputs, step_precision
-from .router import StepRouter
+from .step import StepRouter, step_hooks
 from .update_guard import UpdateGuard
 
 __all__ = ["step_router"]
@@ -70,7 +69,7 @@ def step_router(
         local = frozenset(rank_local.ids(discovered))
     if precision.cast_inputs_to is not None:
         cast_inputs([found.value for found in discovered.modules], precision.cast_inputs_to)
-    guard = _update_guard(trainer, discovered, gradients, local)
+    guard = _update_guard(trainer, discovered, gradients, local, scales=precision.scaler is not None)
     needs_router = bool(precision.context or gradients or guard or hooks or fsdp_modules(discovered))
     if not needs_router:
         return None
@@ -91,7 +90,12 @@ def step_router(
 
 
 def _update_guard(
-    trainer: pl.Trainer, discovered: Discovered, gradients: GradientSync | None, rank_local: frozenset[int]
+    trainer: pl.Trainer,
+    discovered: Discovered,
+    gradients: GradientSync | None,
+    rank_local: frozenset[int],
+    *,
+    scales: bool,
 ) -> UpdateGuard | None:
     callbacks = callbacks_of(trainer)
     watch = next((c for c in callbacks if isinstance(c, WatchNonfinite) and c.policy == "skip"), None)
@@ -100,11 +104,13 @@ def _update_guard(
         return None
     tell = None if watch is None else functools.partial(watch.on_update, trainer)
     if gradients is None:
-        return UpdateGuard(discovered, tell, judge=recover)
+        return UpdateGuard(discovered, tell, judge=recover, scales=scales)
     if recover is not None:
         _require_shared(discovered, gradients.shared)
     shared, group = gradients.shared, gradients.group
-    return UpdateGuard(discovered, tell, judge=recover, group=group, shared=shared, rank_local=rank_local)
+    return UpdateGuard(
+        discovered, tell, judge=recover, group=group, shared=shared, rank_local=rank_local, scales=scales
+    )
 
 
 def _require_shared(discovered: Discovered, shared: Collection[int]) -> None:

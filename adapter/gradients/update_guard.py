@@ -7,7 +7,6 @@ also where it comes some steps later, or after a resume.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -17,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
 from ...callbacks.finite import are_finite
 from ...callbacks.health.faults import UpdateFigures
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
+from .step_part import BackwardCall, StepPart
 
 __all__ = ["UpdateGuard", "UpdateJudge"]
 
@@ -44,7 +45,7 @@ class UpdateJudge(Protocol):
         """A step has ended, of which this is the largest loss on this rank; ``nan`` where one is not finite."""
 
 
-class UpdateGuard:
+class UpdateGuard(StepPart):
     """Looks at gradients before each update, and puts back the buffers of a step whose loss or update was not finite.
 
     A look waits for the device. The copy of the buffers costs their memory once, and is renewed in every step.
@@ -56,6 +57,8 @@ class UpdateGuard:
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
         rank_local: Ids of the parameters whose gradients are each rank's own.
+        scales: Whether a gradient scaler leaves out updates, of which it does not tell; only a loss tells those from
+            the overflows that make a scaler lower its scale.
 
     Raises:
         ContractError: The trainer has no optimizer whose updates could be left out, or LBFGS.
@@ -70,10 +73,11 @@ class UpdateGuard:
         group: dist.ProcessGroup | None = None,
         shared: Collection[int] = (),
         rank_local: Collection[int] = (),
+        scales: bool = False,
     ) -> None:
-        self.name = "on_nonfinite: skip" if judge is None else "Recover"
-        """What asks for it, in messages."""
-        _check_can_skip(discovered, f"`{self.name}`")
+        self._scales = scales
+        self.may_skip = "on_nonfinite: skip" if judge is None else "Recover"
+        _check_can_skip(discovered, f"`{self.may_skip}`")
         self._tell = tell or _tell_nobody
         self._judge = judge
         self._group = group
@@ -83,10 +87,12 @@ class UpdateGuard:
         self._saved: list[tuple[Tensor, Tensor]] = []
         self._losses: list[Tensor] = []
         self._has_left_out = False
+        self._rates: list[tuple[dict[str, Any], Any]] = []
+        """The rates of the update that is being made, where the judge has changed them."""
 
+    @override
     @torch.no_grad()
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, step: int) -> None:
         self._losses.clear()
         self._has_left_out = False
         buffers = {id(b): b for module in self._modules for b in module.buffers() if not isinstance(b, DTensor)}
@@ -95,9 +101,10 @@ class UpdateGuard:
         for buffer, copy in self._saved:
             copy.copy_(buffer)
 
-    def root_gradients(self, outputs: Any, gradients: Any) -> Any:
-        """The root gradients of a backward call, nan where their loss is not finite."""
-        return tuple(map(self._root_gradient, outputs, gradients))
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
+        """Make the root gradients nan where their loss is not finite."""
+        call.gradients = tuple(map(self._root_gradient, call.outputs, call.gradients))
 
     @torch.no_grad()
     def _root_gradient(self, output: Any, gradient: Any) -> Any:
@@ -107,11 +114,24 @@ class UpdateGuard:
         self._losses.append(loss)
         return torch.where(torch.isfinite(loss), gradient, torch.nan)
 
-    def update(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        """Run `step`, unless the update is to be left out; what it returned."""
-        return self.at_rate(optimizer, step)() if self.may_update(optimizer) else None
+    @override
+    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+        if not self._scales and not self._is_to_be_made(optimizer):
+            return False
+        factor = 1.0 if self._judge is None else self._judge.rate_factor
+        if factor != 1.0:  # of which schedules see nothing
+            self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
+            for group, rate in self._rates:
+                group["lr"] = rate * factor
+        return True
 
-    def may_update(self, optimizer: Optimizer) -> bool:
+    @override
+    def after_update(self, optimizer: Optimizer) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    def _is_to_be_made(self, optimizer: Optimizer) -> bool:
         """Whether the update of `optimizer` is made, on all ranks alike; if not, it is counted as left out.
 
         Without a judge it is made where all its gradients are finite.
@@ -135,11 +155,6 @@ class UpdateGuard:
         self._tell(left_out=not may_update)
         return may_update
 
-    def at_rate(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The `step` of `optimizer` at the learning rate that the judge asks for, of which schedules see nothing."""
-        factor = 1.0 if self._judge is None else self._judge.rate_factor
-        return step if factor == 1.0 else functools.partial(_at_rate, factor, optimizer, step)
-
     def _loss(self) -> float | None:
         """The largest loss of the backward calls of this step; ``nan`` where one is not finite."""
         if not self._losses:
@@ -158,18 +173,14 @@ class UpdateGuard:
         """Whether other ranks do not see what this one sees of a gradient, which is averaged otherwise."""
         return isinstance(parameter, DTensor) or id(parameter) in self._rank_local
 
+    @override
     @torch.no_grad()
-    def end(self, *, scales: bool) -> None:
-        """A step ends: its running statistics are those from before it, where it was not finite.
-
-        Args:
-            scales: Whether a gradient scaler has left its updates out, of which it has not told; only a loss tells
-                those from the overflows that make a scaler lower its scale.
-        """
+    def end(self) -> None:
+        """A step ends: its running statistics are those from before it, where it was not finite."""
         is_finite = are_finite(self._losses)
         if self._judge is not None:
             self._judge.note_loss(self._loss())
-        elif scales:
+        elif self._scales:
             self._tell(left_out=not is_finite)
         if self._has_left_out or not is_finite:
             for buffer, copy in self._saved:
@@ -181,17 +192,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _tell_nobody(*, left_out: bool) -> None: ...
-
-
-def _at_rate(factor: float, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    for group, rate in rates:
-        group["lr"] = rate * factor
-    try:
-        return step(*args, **kwargs)
-    finally:
-        for group, rate in rates:
-            group["lr"] = rate
 
 
 def _norm(gradients: list[Tensor]) -> float:

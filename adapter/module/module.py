@@ -28,8 +28,8 @@ from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.buffer_sync import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
-from ..gradients.router import StepRouter
 from ..gradients.set_up import step_router
+from ..gradients.step import StepRouter
 from ..loop.fit_loop import install_loop, start_after
 from .evaluation import host_evaluation
 from .own_hooks import attach_own_hooks

@@ -24,7 +24,7 @@ from ..discovery.discover import Discovered, Found, discover
 from ..discovery.wrapped_optimizers import KeptByWrapper
 from ..gradients.fsdp.sharding import shard_copies, whole_payload
 from ..gradients.hook_state import kept_hook_state
-from ..gradients.router import StepRouter
+from ..gradients.step import StepRouter
 from .plugin_loading import optional_hook
 from .rank_state import take_own_part
 from .rollout import PHASE

@@ -157,7 +157,7 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
     import torch
 
     from genlight.adapter.gradients.buckets import Bucket
-    from genlight.adapter.gradients.router import StepRouter
+    from genlight.adapter.gradients.step import StepRouter
 
     spans: list[dict[str, Any]] = []
     send, backward = Bucket.send_as_it_is, StepRouter.backward

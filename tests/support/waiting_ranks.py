@@ -21,7 +21,7 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.buckets import Bucket
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.precision import StepPrecision
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepRouter
 from support.early_buckets_ranks import Net, rows
 
 STEPS = 10

@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
+from ..step_part import BackwardCall, StepPart
 from . import values as sharded_values, writes as shard_writes
 from .errors import about_sharding, without_collectives
 from .gradients import ShardGradients
 from .rank_agreement import BACKWARD, END_OF_STEP, UPDATE, RankAgreement
 from .units import units_of
 
-__all__ = ["ShardedStep", "fsdp_modules"]
+__all__ = ["AccumulationHooks", "ShardedStep", "fsdp_modules"]
 
 _DIFFERENTIATED_AGAIN = (
     "`train_step` does what sharded modules cannot: it differentiates gradients by sharded parameters once more "
@@ -41,7 +43,7 @@ def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
     return [m for found in discovered.modules for m in found.value.modules() if isinstance(m, FSDPModule)]
 
 
-class ShardedStep:
+class ShardedStep(StepPart):
     """The part of a step that only sharded modules need; false where nothing is sharded.
 
     Args:
@@ -49,6 +51,9 @@ class ShardedStep:
         optimizers: All optimizers, those inside of others included.
         scale_factors: What gradients are scaled by in the running backward call, and the inverse; None where they are
             not scaled.
+        several_ranks: Whether there are others to agree with.
+        group: These ranks; None means all.
+        device: Where messages between them are.
     """
 
     def __init__(
@@ -56,7 +61,13 @@ class ShardedStep:
         discovered: Discovered,
         optimizers: Sequence[Optimizer],
         scale_factors: Callable[[], tuple[Tensor, Tensor] | None],
+        *,
+        several_ranks: bool,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> None:
+        self._several_ranks, self._group, self._device = several_ranks, group, device
+        self._updating: contextlib.AbstractContextManager[None] | None = None
         self._modules = fsdp_modules(discovered)
         self._units = units_of(found.value for found in discovered.modules)
         self._is_to_differentiate_again = False
@@ -86,17 +97,11 @@ class ShardedStep:
         if self._agreement is not None:
             self._agreement(what)
 
-    def open(self, *, several_ranks: bool, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Training begins, with the modules where they will be.
-
-        Args:
-            several_ranks: Whether there are others to agree with.
-            group: These ranks; None means all.
-            device: Where messages between them are.
-        """
-        if self._units and several_ranks:
-            self._agreement = RankAgreement(group, device)
-            self._gradients = ShardGradients(self._units, group, device)
+    @override
+    def open(self) -> None:
+        if self._units and self._several_ranks:
+            self._agreement = RankAgreement(self._group, self._device)
+            self._gradients = ShardGradients(self._units, self._group, self._device)
         for unit in self._units:
             try:
                 unit.begin_training(self._touched)
@@ -108,47 +113,53 @@ class ShardedStep:
             sharded_values.hold(self, self.agree)
             sharded_values.number(p.sharded_param for unit in self._units for p in unit.parameters)
 
+    @override
     def close(self) -> None:
         """Training is over; operations on sharded tensors are torch's own again."""
         if self._units:
             sharded_values.release(self)
 
+    @override
     def begin(self, step: int) -> None:
-        """A step begins; its number is equal on all ranks."""
         self._is_to_differentiate_again = self._keeps_graph = False
         for unit in self._units:
             unit.begin_step()
         if self._agreement is not None:
             self._agreement.begin_step(step)
 
-    def end(self, *, failed: bool) -> None:
-        """A step ends. After a failure the other ranks may not come this far, so nothing is agreed on with them."""
-        if self._units and not failed:
+    @override
+    def end(self) -> None:
+        if self._units:
             self.agree(END_OF_STEP)
             self.give_up_gathered()
+        self.abandon()
+
+    @override
+    def abandon(self) -> None:
         if self._agreement is not None:
             self._agreement.end_step()
 
-    def before_backward(self, *, create_graph: bool) -> None:
-        """A backward call begins."""
-        self._is_to_differentiate_again |= create_graph
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
+        self._is_to_differentiate_again |= call.create_graph
         if self._gradients is not None:
             self.agree(BACKWARD)
             self._gradients.begin()
+            if call.inputs:
+                call.inputs = self._gradients.with_gathered(call.inputs)
         if self._keeps_graph:
             self._kept = contextlib.ExitStack()
             self._kept.enter_context(self._gathered_throughout())
 
-    def inputs_of(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What a backward call that names `inputs` is to accumulate gradients in."""
-        return inputs if self._gradients is None or not inputs else self._gradients.with_gathered(inputs)
-
-    def abandon_backward(self) -> None:
-        """The backward call failed."""
+    @override
+    def leave_backward(self, *, failed: bool) -> None:
+        if not failed:
+            return
         self._end_keeping()
         if self._gradients is not None:
             self._gradients.abandon()
 
+    @override
     def after_backward(self) -> None:
         """The backward call has ended: gradients are those of all ranks when this returns."""
         if self._end_keeping():
@@ -169,9 +180,22 @@ class ShardedStep:
         if self._gradients is not None:
             self._gradients.call_hooks()
 
+    @override
+    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+        self._updating = self._around_update(optimizer)
+        self._updating.__enter__()
+        return True
+
+    @override
+    def after_update(self, optimizer: Optimizer) -> None:
+        updating, self._updating = self._updating, None
+        if updating is not None:
+            updating.__exit__(None, None, None)
+
+    @override
     def grad(
         self,
-        run_backward: Callable[..., Any],
+        run: Callable[..., Any],
         outputs: Any,
         grads: Any,
         retain_graph: bool,
@@ -180,7 +204,7 @@ class ShardedStep:
         allow_unused: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """One call of ``torch.autograd.grad``; `run_backward` is torch's engine, the rest what it takes.
+        """One call of ``torch.autograd.grad``; `run` is torch's engine, the rest what it takes.
 
         Raises:
             ContractError: Gradients by sharded parameters are to be differentiated again, or ranks part ways.
@@ -188,7 +212,7 @@ class ShardedStep:
 
         def differentiate(by: Sequence[Tensor], allow: bool = True) -> Any:
             with self._differentiating(again=create_graph):
-                return run_backward(outputs, grads, retain_graph, create_graph, by, allow, **kwargs)
+                return run(outputs, grads, retain_graph, create_graph, by, allow, **kwargs)
 
         if self._gradients is None or not any(map(self._gradients.has, inputs)):
             return differentiate(inputs, allow_unused)
@@ -227,7 +251,7 @@ class ShardedStep:
                 module.set_reshard_after_backward(True, recurse=False)
                 module.set_requires_gradient_sync(True, recurse=False)
 
-    def updating(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+    def _around_update(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """Around an update by `optimizer`, which all ranks make, and after which what is gathered is stale."""
         if not self._units:
             return contextlib.nullcontext()
@@ -243,8 +267,8 @@ class ShardedStep:
         for unit in self._units:
             unit.give_up()
 
+    @override
     def explained(self, error: BaseException) -> ContractError | None:
-        """An error that says what to do about `error` of a ``train_step``; None where it is not about sharding."""
         if self._is_to_differentiate_again and _HAS_NO_GRAPH in str(error):
             return ContractError(_DIFFERENTIATED_AGAIN)
         return about_sharding(error) if self._units else None
@@ -252,3 +276,14 @@ class ShardedStep:
     def _touched(self, shard: DTensor) -> None:
         if self._gradients is not None:
             self._gradients.touch(shard)
+
+
+class AccumulationHooks(StepPart):
+    """Calls what the trainer registered on sharded parameters, once all other parts are done with a backward call."""
+
+    def __init__(self, sharded: ShardedStep) -> None:
+        self._sharded = sharded
+
+    @override
+    def after_backward(self) -> None:
+        self._sharded.call_hooks()

@@ -14,7 +14,7 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.buckets import read_gradient
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.precision import StepPrecision
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepRouter
 from genlight.callbacks.checkpoint.rank_state import gather_gradients
 
 

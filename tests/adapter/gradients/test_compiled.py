@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.precision import StepPrecision
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepRouter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 

@@ -18,7 +18,7 @@ from genlight.adapter.gradients.communication_hooks import CommunicationHook
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.hook_state import KeptHookState, kept_hook_state
 from genlight.adapter.gradients.precision import StepPrecision
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepRouter
 
 CPU = torch.device("cpu")
 

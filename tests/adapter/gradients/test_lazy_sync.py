@@ -19,11 +19,10 @@ from genlight.adapter.gradients.buckets import Bucket
 from genlight.adapter.gradients.early_buckets import EarlyBuckets, Plan
 from genlight.adapter.gradients.gradient_sync import GradientSync
 from genlight.adapter.gradients.lazy_sync import Accumulation
-from genlight.adapter.gradients.lightning_hooks import StepHooks
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.rank_notes import Notes
 from genlight.adapter.gradients.rank_points import Point
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepHooks, StepRouter
 
 
 @pytest.fixture

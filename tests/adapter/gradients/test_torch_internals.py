@@ -8,7 +8,7 @@ import torch
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients import autograd_patch
 from genlight.adapter.gradients.precision import StepPrecision
-from genlight.adapter.gradients.router import StepRouter
+from genlight.adapter.gradients.step import StepRouter
 from genlight.adapter.gradients.torch_internals import engine_run_backward, protected, require_fsdp
 
 

@@ -1,0 +1,478 @@
+"""Routes a trainer's own ``loss.backward()`` and ``optimizer.step()`` through strategy, precision and hooks.
+
+A step is an ordered list of parts. While a ``train_step`` runs, and in its thread alone, each call goes through those
+that a run has, in this order::
+
+                backward                    after it                optimizer.step          end of the step
+
+    averaging   send gradients while        average them            average what is left,   average what is left;
+                autograd runs                                       the closure's loss too  a rank without any says so
+    hooks                                                           on_before_optimizer_step
+    guard       nan where a loss is                                 skip what is not        put back the buffers of a
+                not finite                                          finite                  skipped step
+    sharding    agree with the ranks        reduce what is left     agree with the ranks    agree with the ranks
+    fp16        scale the loss; unscale     look for overflows      skip on overflow,
+                before accumulation                                 adapt the scale
+    hooks       on_before_backward          on_after_backward
+    buffers                                                                                 send those of rank 0
+
+Backward and update run outside of autocast, a closure inside of it. Everywhere else torch is what it was. Where none of
+this is needed there is no router: fp32 on a device is plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..contract.exceptions import ContractError
+from ..discovery.discover import Discovered
+from . import autograd_patch as interception
+from .averaging import Averaging
+from .buffer_sync import BufferSync
+from .fp16 import Fp16
+from .fsdp.errors import about_sharded_update
+from .fsdp.layout import with_inner_optimizers
+from .fsdp.step import AccumulationHooks, ShardedStep
+from .gradient_sync import GradientSync
+from .precision import AutocastOff, StepPrecision, about_types
+from .step_part import BackwardCall, StepPart
+from .update_guard import UpdateGuard
+
+__all__ = ["StepHooks", "StepRouter", "step_hooks"]
+
+
+class StepRouter:
+    """A context manager around each ``train_step``; see the module's text for what happens inside.
+
+    Args:
+        discovered: What the trainer built; the optimizers in it are the managed ones.
+        device: Root device of this rank.
+        precision: What the precision plugin asks for.
+        hooks: Hooks to call where Lightning would.
+        gradients: Averages gradients over the ranks; None on a single rank.
+        buffers: Sends all ranks the buffers of rank 0; None on a single rank.
+        guard: Leaves out updates; None takes them as they are.
+        completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
+        is_last_step: Whether the step that runs is the last one, on all ranks.
+
+    Attributes:
+        parts: What each call of the trainer goes through, in order.
+        averaging: Averages gradients when they are wanted; None on a single rank.
+        buffers: Sends the buffers of rank 0; None where there are none, and on a single rank.
+        in_backward: Whether one of the trainer's backward calls is running.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        device: torch.device,
+        *,
+        precision: StepPrecision,
+        hooks: StepHooks | None = None,
+        gradients: GradientSync | None = None,
+        buffers: BufferSync | None = None,
+        guard: UpdateGuard | None = None,
+        completed_steps: Callable[[], int] | None = None,
+        is_last_step: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._precision = precision
+        self.buffers = buffers or None
+        hooks = hooks or StepHooks()
+        optimizers = [found.value for found in with_inner_optimizers(discovered)]
+        self._managed = {id(optimizer) for optimizer in optimizers}
+        parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
+        must_know = gradients is not None or precision.scaler is not None or guard is not None
+        self._unknown = _UnknownOptimizers(parameters, refuse_lasting=must_know, scales=self.scales)
+        self._steps = 0
+        self._completed_steps = completed_steps or (lambda: self._steps - 1)
+        self._refusal: ContractError | None = None
+        self._is_open = self._is_closed = self.in_backward = self._in_update = False
+        self._context: AbstractContextManager[Any] | None = None
+        # Making either anew in each step would cost more than entering it.
+        device_type = precision.autocast_device
+        self._autocast = precision.context() if precision.context is not None and device_type is not None else None
+        self._outside_autocast = nullcontext() if device_type is None else AutocastOff(device_type)
+
+        several = gradients is not None
+        scaler = precision.scaler
+        fp16 = None if scaler is None else Fp16(scaler, discovered, optimizers, averages=several)
+        sharded = ShardedStep(
+            discovered,
+            optimizers,
+            (lambda: None) if fp16 is None else fp16.factors,
+            several_ranks=several,
+            group=None if gradients is None else gradients.group,
+            device=device,
+        )
+        self.averaging: Averaging | None = None
+        if gradients is not None:
+            self.averaging = Averaging(
+                gradients,
+                device,
+                optimizers=self._managed,
+                parameters=parameters,
+                at_once=hooks.after_backward is not None,
+                averaged=(lambda: None) if fp16 is None else fp16.check_averaged,
+                completed_steps=self._completed_steps,
+                is_last_step=is_last_step,
+            )
+        self.parts: list[StepPart] = [
+            *([self.averaging] if self.averaging else []),
+            *([_UpdateHook(hooks.before_optimizer_step)] if hooks.before_optimizer_step else []),
+            *([guard] if guard else []),
+            *([sharded] if sharded else []),
+            *([fp16] if fp16 else []),
+            *([_BackwardHooks(hooks)] if hooks.before_backward or hooks.after_backward else []),
+            *([AccumulationHooks(sharded)] if sharded else []),
+            *([self.buffers] if self.buffers else []),
+        ]
+        self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
+        for optimizer in optimizers:
+            interception.wrap(optimizer, "step", self._step)
+            if hooks.before_zero_grad is not None:
+                interception.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks.before_zero_grad))
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, as in fp16."""
+        return self._precision.scaler is not None
+
+    @property
+    def overflow_steps(self) -> int:
+        """Updates skipped because gradients overflowed in fp16; reads from the device."""
+        return 0 if self._precision.scaler is None else self._precision.scaler.overflow_steps
+
+    @property
+    def averages(self) -> bool:
+        """Whether gradients are averaged over several ranks."""
+        return self.averaging is not None
+
+    def before_collective(self, name: str) -> None:
+        """Average first what other ranks may wait for."""
+        if self.averaging is not None:
+            self.averaging.before_collective(name)
+
+    def open(self) -> None:
+        """Have torch's entries replaced until `close`, rather than in each step."""
+        interception.hold(self)
+        for part in self.parts:
+            part.open()
+        self._is_open = True
+
+    def close(self) -> None:
+        """Training is over: from now on torch and the optimizers are used as they are."""
+        self._is_closed = True
+        if self._is_open:
+            self._is_open = False
+            interception.release(self)
+        for part in self.parts:
+            part.close()
+
+    def ended(self) -> None:
+        """Training ended as planned, on all ranks."""
+        if self.buffers is not None:
+            self.buffers.let_go()
+        if self.averaging is not None:
+            self.averaging.ended()
+
+    def __enter__(self) -> StepRouter:
+        self._steps += 1
+        if self._precision.context is not None:
+            self._context = self._autocast or self._precision.context()
+            self._context.__enter__()
+        if not self._is_open:
+            interception.hold(self)
+        step = self._completed_steps() + 1
+        for part in self.parts:
+            part.begin(step)
+        interception.begin(self)
+        return self
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        interception.end()
+        if not self._is_open:
+            interception.release(self)
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(exc_type, exc, traceback)
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None and exc is not refusal:  # raised in a thread, where the loop does not see it
+            raise refusal
+        if exc is None:
+            for part in self.parts:
+                part.end()
+            return
+        for part in self.parts:
+            part.abandon()
+        explained = next(filter(None, (part.explained(exc) for part in self.parts)), None)
+        explained = explained or about_types(exc, self._precision)
+        if explained is not None:
+            raise explained from exc
+
+    def backward(
+        self,
+        outputs: Any,
+        grads: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Run one backward call of the trainer; takes what torch's engine takes."""
+        call = BackwardCall(outputs, grads, retain_graph, create_graph, inputs)
+        failed = True
+        self.in_backward = True
+        try:
+            for part in self.parts:
+                part.before_backward(call)
+            with self._outside_autocast:
+                interception.run_backward(
+                    call.outputs, call.gradients, retain_graph, create_graph, call.inputs, *args, **kwargs
+                )
+            failed = False
+        finally:
+            self.in_backward = False
+            for part in self.parts:
+                part.leave_backward(failed=failed)
+        for part in self.parts:
+            part.after_backward()
+
+    def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
+        run: Callable[..., Any] = interception.run_backward
+        for part in reversed(self.parts):
+            run = functools.partial(part.grad, run)
+        return run(outputs, grads, *args, **kwargs)
+
+    def check_managed(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that was not found after ``configure``, as `_UnknownOptimizers` does.
+
+        A managed one that is stepped by a method that was taken before it was routed (kept in ``configure``, or
+        compiled there) gets the gradients of all ranks, but no update of it could be left out.
+
+        Raises:
+            ContractError: It is one to refuse.
+        """
+        if self._in_update:  # a managed one, or one that it wraps
+            return
+        if id(optimizer) not in self._managed:
+            self._unknown.check(optimizer, self._steps)
+            return
+        if self._skipper:
+            raise ContractError(
+                f"{self._skipper} cannot leave out an update of {type(optimizer).__name__} whose `step` was kept or "
+                "compiled in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
+            )
+        for part in self.parts:
+            part.before_update(optimizer, in_backward=self.in_backward)
+
+    def _zero_grad(
+        self, hook: Callable[[Optimizer], None], optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        if interception.is_active(self):
+            hook(optimizer)
+        return inner(*args, **kw)
+
+    def _step(self, optimizer: Optimizer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._in_update or self._is_closed:
+            return inner(*args, **kwargs)
+        if not interception.is_active(self):
+            if self.averages:  # no other rank would hear of this update
+                self._refusal = ContractError(
+                    f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where "
+                    "the gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own "
+                    "thread, or use one device."
+                )
+                raise self._refusal
+            return inner(*args, **kwargs)
+        if args:
+            kwargs["closure"] = args[0]
+        closure = kwargs.pop("closure", None)
+        try:
+            if closure is not None and not self._skipper:
+                evaluated = functools.partial(self._evaluated, optimizer, closure)
+                return self._update(optimizer, inner, closure=evaluated, **kwargs)
+            loss = None if closure is None else self._loss_before_update(optimizer, closure)
+            result = self._update(optimizer, inner, **kwargs) if self._may_update(optimizer) else None
+            return result if closure is None else loss
+        finally:
+            for part in self.parts:
+                part.after_update(optimizer)
+
+    def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Evaluate a closure before an update that may be left out; what it returned."""
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            instead = "use bf16-mixed or 32-true" if self.scales else "use on_nonfinite: stop"
+            raise ContractError(
+                f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may "
+                "evaluate the closure at other weights, where an overflow could not be skipped. Call backward and its "
+                f"steps in `train_step` yourself, or {instead}."
+            )
+        with torch.enable_grad(), self._in_step_precision():
+            loss = closure()
+        for part in self.parts:
+            loss = part.of_loss(loss)
+        return loss
+
+    def _evaluated(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """One evaluation of a closure inside of an update: in the step's precision, with one loss for all ranks."""
+        self._in_update = False
+        for part in self.parts:
+            part.after_update(optimizer)
+        try:
+            with self._in_step_precision():
+                loss = closure()
+        finally:
+            self._in_update = True
+        self._may_update(optimizer)
+        for part in self.parts:
+            loss = part.of_loss(loss)
+        return loss
+
+    def _in_step_precision(self) -> AbstractContextManager[None]:
+        return self._precision.context() if self._precision.context is not None else nullcontext()
+
+    def _may_update(self, optimizer: Optimizer) -> bool:
+        """Whether all parts let `optimizer` update; all are asked."""
+        answers = [part.before_update(optimizer, in_backward=self.in_backward) for part in self.parts]
+        return all(answers)
+
+    def _update(self, optimizer: Optimizer, step: Callable[..., Any], **kwargs: Any) -> Any:
+        self._in_update = True
+        try:
+            with self._outside_autocast:
+                return step(**kwargs)
+        except Exception as error:
+            explained = about_sharded_update(error, optimizer)
+            if explained is None:
+                raise
+            raise explained from error
+        finally:
+            self._in_update = False
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """Hooks of Lightning that callbacks or the module override; None where none of them does."""
+
+    before_backward: Callable[[Tensor], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    before_optimizer_step: Callable[[Optimizer], None] | None = None
+    before_zero_grad: Callable[[Optimizer], None] | None = None
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
+    """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
+    return StepHooks(
+        before_backward=_hook(trainer, module, "on_before_backward"),
+        after_backward=_hook(trainer, module, "on_after_backward"),
+        before_optimizer_step=_hook(trainer, module, "on_before_optimizer_step"),
+        before_zero_grad=_hook(trainer, module, "on_before_zero_grad"),
+    )
+
+
+def _hook(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> Callable[..., None] | None:
+    plain = getattr(pl.Callback, name).__code__
+    callbacks = [
+        functools.partial(method, trainer, module)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(method := getattr(callback, name), "__code__", None) is not plain
+    ]
+    method = getattr(module, name)
+    if getattr(method, "__code__", None) is not getattr(pl.LightningModule, name).__code__:
+        callbacks.append(method)
+    if not callbacks:
+        return None
+
+    def call(*args: Any) -> None:
+        for callback in callbacks:
+            callback(*args)
+
+    return call
+
+
+class _BackwardHooks(StepPart):
+    """Lightning's hooks around a backward call, which sees the loss without a scale and gradients of all ranks."""
+
+    def __init__(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
+
+    @override
+    def before_backward(self, call: BackwardCall) -> None:
+        if self._hooks.before_backward is not None:
+            self._hooks.before_backward(call.outputs[0])
+
+    @override
+    def after_backward(self) -> None:
+        if self._hooks.after_backward is not None:
+            self._hooks.after_backward()
+
+
+class _UpdateHook(StepPart):
+    """Lightning's hook before an update, which sees averaged gradients in true units."""
+
+    def __init__(self, hook: Callable[[Optimizer], None]) -> None:
+        self._hook = hook
+
+    @override
+    def before_update(self, optimizer: Optimizer, *, in_backward: bool) -> bool:
+        self._hook(optimizer)
+        return True
+
+
+class _UnknownOptimizers:
+    """Refuses optimizers that were not found, where they train a known module or are used in more than one step.
+
+    One that lives for a single step, to invert a latent for example, is the trainer's own affair.
+
+    Args:
+        parameters: Ids of the parameters of the known modules.
+        refuse_lasting: Whether to refuse one that is used in a second step: where gradients are averaged or scaled.
+        scales: Whether to refuse all of them: the gradients of tensors that are made in a step have the loss's scale.
+    """
+
+    def __init__(self, parameters: Collection[int], *, refuse_lasting: bool, scales: bool) -> None:
+        self._parameters = parameters
+        self._scales = scales
+        self._refuse_lasting = refuse_lasting
+        self._first_used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def check(self, optimizer: Optimizer, step: int) -> None:
+        """`optimizer` is about to update in `step`.
+
+        Raises:
+            ContractError: It is one to refuse.
+        """
+        if self._scales:
+            raise ContractError(
+                f"`train_step` updates by a {type(optimizer).__name__} that was not there after `configure`, by "
+                "gradients that have the scale of 16-mixed. Build every module and optimizer in `configure`, and "
+                "keep it in the state or on the trainer; or use bf16-mixed or 32-true."
+            )
+        if self._refuse_lasting and self._first_used.setdefault(optimizer, step) != step:
+            raise ContractError(
+                f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
+                "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
+                "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
+            )
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            raise ContractError(
+                f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
+                "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
+                "in the state or on the trainer."
+            )
