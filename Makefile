@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # What depends on protected names of Lightning and torch.
-TESTS_OF_VERSIONS := tests/adapter/loop tests/adapter/gradients tests/adapter/module/test_lightning_parts.py \
+TESTS_OF_VERSIONS := tests/adapter/module tests/adapter/gradients \
 	tests/adapter/test_training_loop.py tests/callbacks/test_lightning_internals.py
 LOWEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 LIGHTNING := $(shell sed -n 's/.*"\(lightning>=[^"]*\)".*/\1/p' pyproject.toml)

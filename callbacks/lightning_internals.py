@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -20,9 +20,15 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher, _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker, _Progress as Progress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.call import (
+    _call_callback_hooks,
+    _call_lightning_module_hook,
+    _call_strategy_hook,
+)
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector as LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
@@ -41,12 +47,15 @@ __all__ = [
     "TrainingEpochLoop",
     "attach_loaders",
     "attached_trainer",
+    "call_hooks",
     "checkpoint_connector",
+    "load_loader_states",
     "loader_states",
     "DDPSettings",
     "ddp_settings",
     "logger_connector",
     "metric_name",
+    "only_iterator",
     "set_run_of_logger",
     "received_sigterm",
     "require_names",
@@ -101,6 +110,7 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
             *("_is_validation_done", "_save_loggers_on_train_batch_end", "_batches_that_stepped", "_results"),
         ),
     ),
+    (Loop, ("_restarting", "_resuming_from_checkpoint", "_loaded_from_state_dict", "restarting")),
     (EvaluationLoop, ("_data_source",)),
     (PrefetchDataFetcher, ("__next__", "setup", "prefetch_batches")),
     (
@@ -118,7 +128,7 @@ _USED: tuple[tuple[type, tuple[str, ...]], ...] = (
             *("_logged_metrics", "_first_loop_iter"),
         ),
     ),
-    (CombinedLoader, ("_state_dicts",)),
+    (CombinedLoader, ("_state_dicts", "_load_state_dicts", "_iterator")),
     (
         pl.Trainer,
         ("_signal_connector", "_logger_connector", "_data_connector", "_checkpoint_connector", "received_sigterm"),
@@ -164,6 +174,31 @@ def loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
     """The states of the training loaders that keep one."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader._state_dicts())
+
+
+def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
+    """Have the loaders that keep a state go on from what `loader_states` gave."""
+    loader._load_state_dicts(states)
+
+
+def only_iterator(loader: CombinedLoader) -> Iterator[Any]:
+    """The iterator of the one loader that `loader` combines, once it was asked for one."""
+    assert loader._iterator is not None
+    iterator: Iterator[Any] = loader._iterator.iterators[0]
+    return iterator
+
+
+def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
+    """Call a hook of all callbacks, the module and the strategy as Lightning does, under its profiler's names.
+
+    Returns:
+        What the module's hook returned.
+    """
+    _call_callback_hooks(trainer, name, *args)
+    response = _call_lightning_module_hook(trainer, name, *args)
+    if name == "on_train_batch_start":
+        _call_strategy_hook(trainer, name, *args)
+    return response
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:

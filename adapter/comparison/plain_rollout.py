@@ -9,8 +9,7 @@ from ..contract.exceptions import ContractError
 from ..contract.run_state import RunState
 from ..contract.types import StepContext
 from ..module.plugin_loading import optional_hook
-from ..module.rollout import parted
-from ..module.rollout_phase import Phase
+from ..module.rollout import Phase, parted
 
 __all__ = ["rollout_batches"]
 

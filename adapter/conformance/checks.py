@@ -20,9 +20,8 @@ from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
 from ..discovery.discover import Discovered, check_unchanged
-from ..module.hook_signatures import HOOK_ARGUMENTS, misspelled_hooks, signature_faults
 from ..module.module import ContractModule
-from ..module.plugin_loading import optional_hook
+from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.finding import Finding
 from .forgotten import Snapshots, forgotten_values
 from .ranks import SHARDED, RanksError, Refused, halves, train_on_ranks

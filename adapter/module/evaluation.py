@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,7 +22,9 @@ from ...callbacks.evaluation.evaluate import Evaluate, scores_of
 from ...callbacks.hook.events import callbacks_of, publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
-from ..loop.hosted_module import HostedModule
+
+if TYPE_CHECKING:
+    from .module import ContractModule
 
 __all__ = ["host_evaluation"]
 
@@ -41,7 +43,7 @@ class _OneBatch:
         return iter([torch.zeros(1)])
 
 
-def host_evaluation(module: HostedModule) -> None:
+def host_evaluation(module: ContractModule) -> None:
     """Have `module` evaluate its trainer where its Lightning trainer validates or tests, and nowhere else.
 
     A training is validated when its Lightning trainer validates: after each epoch unless it was told otherwise, by
@@ -105,7 +107,7 @@ def _hooks(kind: str) -> tuple[str, str, str]:
 def _nothing(*_: Any) -> None: ...
 
 
-def _report(module: HostedModule, *_: Any) -> None:
+def _report(module: ContractModule, *_: Any) -> None:
     """Restore the trainer, where a checkpoint was named, and log the scores of rank 0."""
     trainer = module.trainer
     if trainer.sanity_checking:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.optim import Optimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ...callbacks.checkpoint.base_weights import base_of
@@ -20,25 +23,25 @@ from ...callbacks.checkpoint.checkpoint_io import DurableCheckpointIO
 from ...callbacks.checkpoint.loading import MapLocation
 from ...callbacks.checkpoint.saving import CONTRACT_KEY
 from ...callbacks.checkpoint.sharded.rank_channel import Channel
-from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for
+from ...callbacks.hook.events import callbacks_of, run_state_of
+from ...callbacks.lightning_internals import set_callback_metrics, training_source
+from ..cluster.job_context import JobContext, current_job_context
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters
-from ..discovery.discover import Discovered, check_devices, check_unchanged, discover
+from ..discovery.discover import Discovered, check_devices, discover
 from ..discovery.rank_local import rank_local_of
-from ..discovery.wrapped_optimizers import KeptByWrapper, kept_by_wrappers
 from ..gradients.buffer_sync import BufferSync
 from ..gradients.fsdp.sharding import ShardPolicy, shard_for, whole_metrics
+from ..gradients.precision import contract_dtype
 from ..gradients.set_up import step_router
 from ..gradients.step import StepRouter
-from ..loop.fit_loop import install_loop, start_after
 from .evaluation import host_evaluation
+from .loop import install_loop, own_epoch_loop, start_after
 from .own_hooks import attach_own_hooks
 from .plugin_loading import check_arguments_of_loading, check_instance, load_trainer_plugin, optional_hook
-from .rank_state import collect_from_ranks, rank_channel_of
-from .reporting import ReportingModule
 from .rollout import RolloutBatches
-from .step_context import filled_in
-from .step_metrics import named_scalars, validated_result
+from .state import ToRestore, TrainerState, collect_from_ranks, rank_channel_of
+from .step_metrics import named_scalars, validated_result, values_on_device
 from .supported import (
     check_trainer_arguments,
     defer_setups,
@@ -47,21 +50,13 @@ from .supported import (
     run_deferred_setups,
 )
 from .trainer_files import save_trainer_files
-from .trainer_state import (
-    ToRestore,
-    buffer_shapes,
-    load_weights,
-    payload_of,
-    put_into_checkpoint,
-    restore,
-    take_from_checkpoint,
-    unmanaged_by_lightning,
-)
 
 __all__ = ["ContractModule"]
 
+log = logging.getLogger(__name__)
 
-class ContractModule(ReportingModule):
+
+class ContractModule(pl.LightningModule):
     """Hosts a trainer class: its hooks become the steps of a Lightning training.
 
     Modules, optimizers and schedulers that the trainer built in ``configure`` are found and registered, so that
@@ -95,25 +90,27 @@ class ContractModule(ReportingModule):
         ctx = context or StepContext(
             job=job or TrainingJobSpec(run_id="local", max_steps=0), model_handles=dict(model_handles or {})
         )
-        super().__init__(ctx)
+        super().__init__()
         self.automatic_optimization = False
+        self.ctx = ctx
+        """What the trainer's hooks get."""
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
         self._keeps_context_dtype = context is not None
         self._given_dataset = self.ctx.dataset
         self.shard_policy = shard_policy
         self.sync_each_batch = sync_each_batch
-        self.contract_state: Any = None
-        """What ``configure`` returned."""
-        self.discovered: Discovered | None = None
-        self.configured = False
-        self._found_optimizers: list[Optimizer] = []
-        self._built_buffers: dict[str, tuple[int, ...] | None] = {}
-        """Their shapes, as `configure` made them."""
-        self._kept_by_wrappers: list[KeptByWrapper] = []
+        self.step_result: Any = None
+        """What the last ``train_step`` returned."""
+        self.published: dict[str, float] = {}
+        """What was last sent to loggers, by name."""
+        self.ended = False
+        """Whether the loop has ended as planned."""
+        self._state: TrainerState | None = None
+        self._cancel_checks: list[Callable[[], bool]] = [] if ctx.is_canceled is None else [ctx.is_canceled]
         self._router: StepRouter | None = None
-        self._is_sharded = False
         self._start_step = 0
+        self._restored_step = 0
         self._to_restore: ToRestore | None = None
         self.rank_channel: Channel | None = None
         """How the ranks of this training compare what they save; None on a single one."""
@@ -160,8 +157,8 @@ class ContractModule(ReportingModule):
         checkpoint = io.load_checkpoint(checkpoint_path, map_location)
         module._set_up_alone(device)
         module._restored_step = checkpoint.get("global_step", 0)
-        strict = strict is not False
-        module._to_restore = load_weights(checkpoint, module, module.plugin, checkpoint_path, strict=strict)
+        assert module._state is not None
+        module._to_restore = module._state.load_weights(checkpoint, checkpoint_path, strict=strict is not False)
         module.restore_trainer()
         return module
 
@@ -178,6 +175,70 @@ class ContractModule(ReportingModule):
         self._start_step = step
         self._to_restore = ToRestore(payload, checkpoint_dir)
 
+    @property
+    def contract_state(self) -> Any:
+        """What ``configure`` returned; None before."""
+        return None if self._state is None else self._state.value
+
+    @property
+    def discovered(self) -> Discovered | None:
+        """What was found in it and on the trainer; None before."""
+        return None if self._state is None else self._state.discovered
+
+    @property
+    def given_job(self) -> TrainingJobSpec:
+        """The job, without what the Lightning trainer knows of it."""
+        return self.job or self.ctx.job
+
+    @property
+    @override
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers are told: the job's hyperparameters, and those that a subclass has saved."""
+        return AttributeDict({**self.given_job.hyperparams, **super().hparams_initial})
+
+    @property
+    def completed_steps(self) -> int:
+        """Steps trained so far, those before a resume included."""
+        loop = own_epoch_loop(self)
+        return 0 if loop is None else loop.completed_steps
+
+    @property
+    def restored_step(self) -> int:
+        """Steps behind what this module holds now: those trained here, else those of the checkpoint it was given."""
+        return self.completed_steps or self._restored_step
+
+    @property
+    def failed_step(self) -> int:
+        """The step to name in a failure: the one that was being executed, else the completed steps."""
+        loop = own_epoch_loop(self)
+        return 0 if loop is None else loop.step_in_progress or loop.completed_steps
+
+    @property
+    def stopped(self) -> str | None:
+        """Why training ended before its step limit: ``should_stop``, ``data_exhausted``, or None."""
+        if not self.ended or self.completed_steps >= self.ctx.job.max_steps:
+            return None
+        return "should_stop" if self.trainer.should_stop else "data_exhausted"
+
+    def metrics_on_device(self) -> dict[str, torch.Tensor]:
+        """What was last sent to loggers, with the last step's metrics in place of older ones; waits for no device.
+
+        Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
+        """
+        return values_on_device(self.step_result, self.published)
+
+    def feed_callback_metrics(self) -> None:
+        """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
+        set_callback_metrics(self.trainer, self.metrics_on_device(), self.published)
+
+    def is_canceled(self) -> bool:
+        """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
+        return run_state_of(self.trainer).stop_reason is not None or any(check() for check in self._cancel_checks)
+
+    def add_cancel_check(self, check: Callable[[], bool]) -> None:
+        """Have `is_canceled` ask `check` too; a stop callback adds what it watches."""
+        self._cancel_checks.append(check)
+
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_router": None}  # it patches torch while this process trains
@@ -188,7 +249,8 @@ class ContractModule(ReportingModule):
         Raises:
             ContractError: ``train_step`` returned something without metrics.
         """
-        state, ctx = self.contract_state, self.ctx
+        assert self._state is not None
+        state, ctx = self._state.value, self.ctx
         batch = self.plugin.prepare_batch(raw, state, ctx)
         if self._router is None:
             result = self.plugin.train_step(batch, state, ctx)
@@ -197,7 +259,7 @@ class ContractModule(ReportingModule):
                 result = self.plugin.train_step(batch, state, ctx)
         if type(result) is not StepResult or type(result.metrics) is not dict:
             validated_result(result)
-        if self._is_sharded:
+        if self._state.is_sharded:
             debug, control = getattr(result, "debug", None) or {}, getattr(result, "control", None)
             result = StepResult(whole_metrics(result.metrics), whole_metrics(debug), control)
         # Past `nn.Module.__setattr__`, which looks for parameters and costs more than the rest of this method.
@@ -213,7 +275,8 @@ class ContractModule(ReportingModule):
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
-        metrics = named_scalars(self.step_result, self.contract_state, self.ctx, self._found_optimizers)
+        assert self._state is not None
+        metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
         if self._router is not None and self._router.scales:
             metrics["trainer/overflow_steps"] = float(self._router.overflow_steps)
         return metrics if self._rollouts is None else metrics | self._rollouts.metrics
@@ -240,15 +303,14 @@ class ContractModule(ReportingModule):
 
     def set_up_trainer(self, stage: str) -> None:
         """Configure the trainer, unless it is, and set up the callbacks that wait for its weights."""
-        given, keeps_dtype = self._given_dataset, self._keeps_context_dtype
-        self.ctx = filled_in(self.ctx, self.job, given, self, self.trainer, keeps_dtype=keeps_dtype)
-        if not self.configured:
+        self.ctx = self._context_in(self.trainer)
+        if self._state is None:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
         run_deferred_setups(self.trainer, self, stage)
 
     def _set_up_alone(self, device: str | torch.device) -> Self:
-        if not self.configured:
+        if self._state is None:
             dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
             self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
             self._configure(torch.device(device), world_size=1)
@@ -256,19 +318,34 @@ class ContractModule(ReportingModule):
 
     def _configure(self, device: torch.device, world_size: int) -> None:
         self.plugin.setup(self.ctx)
-        self.contract_state = self.plugin.configure(self.ctx)
-        discovered = discover(self.contract_state, self.plugin, reserved=dir(self), host=self)
+        value = self.plugin.configure(self.ctx)
+        discovered = discover(value, self.plugin, reserved=dir(self), host=self)
         check_devices(discovered, device, world_size=world_size)
-        self.discovered = discovered
-        self._found_optimizers = [found.value for found in discovered.optimizers]
-        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         for module in discovered.modules:
             self.add_module(module.name, module.value)
         if discovered.parameters:
             # The name of the attribute stands in checkpoints.
             self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
-        self._built_buffers = buffer_shapes(self)
-        self.configured = True
+        self._state = TrainerState(self, self.plugin, value, discovered)
+
+    def _context_in(self, trainer: pl.Trainer) -> StepContext:
+        """The context with what `trainer` knows: device, type, rank, steps, run state, Slurm job, and what feeds it."""
+        ctx = self.ctx
+        job = self.job or dataclasses.replace(ctx.job, max_steps=0)
+        if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
+            job = dataclasses.replace(job, max_steps=trainer.max_steps)
+        return dataclasses.replace(
+            ctx,
+            job=job,
+            dataset=_feed_of(trainer, self) if self._given_dataset is None else self._given_dataset,
+            device=str(trainer.strategy.root_device),
+            dtype=ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
+            is_canceled=_CancelCheck(self),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            run_state=run_state_of(trainer),
+            job_context=ctx.job_context or _job_context(),
+        )
 
     def _set_up_loop(self) -> None:
         loop = install_loop(self.trainer, self, start_step=self._start_step)
@@ -278,13 +355,13 @@ class ContractModule(ReportingModule):
         self.ended = False
 
     def _shard(self) -> None:
-        if self.discovered is not None:
-            self._is_sharded = shard_for(self.trainer.strategy, self.discovered, self.shard_policy)
+        if self._state is not None:
+            self._state.is_sharded = shard_for(self.trainer.strategy, self._state.discovered, self.shard_policy)
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What must be equal on all ranks, by path: parameters, trained tensors, buffers and optimizer states."""
-        if self.discovered is not None:
-            yield from rank_local_of(self.plugin).replicated(self.discovered)
+        if self._state is not None:
+            yield from rank_local_of(self.plugin).replicated(self._state.discovered)
 
     def check_unchanged(self) -> None:
         """Refuse modules, optimizers, layers and groups that a step built, added or removed.
@@ -292,8 +369,8 @@ class ContractModule(ReportingModule):
         Raises:
             ContractError: Names the path of each.
         """
-        assert self.discovered is not None
-        check_unchanged(self.discovered, self.contract_state, self.plugin, host=self)
+        assert self._state is not None
+        self._state.check_unchanged()
 
     @override
     def on_fit_start(self) -> None:
@@ -312,9 +389,9 @@ class ContractModule(ReportingModule):
 
     def open_router(self) -> None:
         """Have steps from here on go through strategy and precision, where these change anything."""
-        assert self.discovered is not None
-        rank_local, before = rank_local_of(self.plugin), self._router
-        self._router = step_router(self.trainer, self, self.discovered, rank_local, self.sync_each_batch, before)
+        assert self._state is not None
+        rank_local, before, discovered = rank_local_of(self.plugin), self._router, self._state.discovered
+        self._router = step_router(self.trainer, self, discovered, rank_local, self.sync_each_batch, before)
         if self._router is not None:
             self._router.open()
 
@@ -331,24 +408,14 @@ class ContractModule(ReportingModule):
     @override
     def configure_optimizers(self) -> Any:
         """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
-        assert self.discovered is not None
-        configs: list[dict[str, Any]] = [{"optimizer": found.value} for found in self.discovered.optimizers]
-        for found in self.discovered.schedulers:
-            for config in configs:  # the first that drives an optimizer; `state` saves the others
-                if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
-                    config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
-        return configs
+        assert self._state is not None
+        return self._state.optimizer_configs()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.check_unchanged()
-        assert self.discovered is not None
-        with keep_sharded_for(self.trainer.strategy):
-            payload = self.state_payload()
-        unmanaged = unmanaged_by_lightning(self.discovered, self._kept_by_wrappers, self.trainer)
-        metrics, buffers = self.metrics_on_device(), buffer_shapes(self)
-        resized = [name for name, shape in buffers.items() if self._built_buffers.get(name, ()) != shape]
-        put_into_checkpoint(checkpoint, self.trainer, payload, unmanaged, metrics, self._router, resized)
+        assert self._state is not None
+        self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         if self.rank_channel is not None:
@@ -364,8 +431,8 @@ class ContractModule(ReportingModule):
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
-            assert self.discovered is not None
-            self._to_restore = take_from_checkpoint(checkpoint, self, self.plugin, self.discovered)
+            assert self._state is not None
+            self._to_restore = self._state.take_from(checkpoint)
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
 
     def state_payload(self) -> dict[str, object]:
@@ -374,20 +441,70 @@ class ContractModule(ReportingModule):
         Raises:
             ContractError: It is not a dict.
         """
-        return payload_of(self.plugin, self.contract_state, is_sharded=self._is_sharded)
+        assert self._state is not None
+        return self._state.payload()
 
     def restore_trainer(self) -> None:
         """Hand the trainer what its checkpoint held; once, before the first step of a resumed run."""
         waiting, self._to_restore = self._to_restore, None
         if waiting is not None:
-            assert self.discovered is not None
-            plugin, state, kept = self.plugin, self.contract_state, self._kept_by_wrappers
-            restore(waiting, self, plugin, state, self.ctx, self.discovered, kept, self._router, self._is_sharded)
+            assert self._state is not None
+            self._state.restore(waiting, self.ctx, self._router)
             if self._rollouts is not None:
                 self._rollouts.restore(waiting.phase)
+
+    def restore_rng(self) -> None:
+        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
+        for callback in callbacks_of(self.trainer):
+            restore = getattr(callback, "restore_pending_rng", None)
+            if restore is not None:
+                restore(self.trainer)
+
+    def training_ended(self) -> None:
+        """The loop has ended as planned."""
+        self.ended = True
+        if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
+            log.warning(
+                "the source of batches ended at step %d of %d; the run completes there",
+                self.completed_steps,
+                self.ctx.job.max_steps,
+            )
 
     def _rollout_batches(self) -> RolloutBatches | None:
         return self._rollouts
 
     def _save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         return save_trainer_files(self.plugin, self.contract_state, self.ctx, output_dir, step=step, final=final)
+
+
+def _job_context() -> JobContext | None:
+    """Where Slurm, torchrun or Kubernetes placed this process; None where none did."""
+    context = current_job_context()
+    return None if context.job_id is None and context.rank is None else context
+
+
+def _feed_of(trainer: pl.Trainer, module: ContractModule) -> Any:
+    """What feeds the run; None where the trainer collects its own batches, or nothing is trained."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
+    source = training_source(trainer)
+    return None if source is module else getattr(source, "feed", source)
+
+
+class _CancelCheck:
+    """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
+
+    def __init__(self, module: ContractModule) -> None:
+        self._asked: weakref.ref[ContractModule] | None = weakref.ref(module)
+
+    def __call__(self) -> bool:
+        """Whether a stop was asked for; no, where the module is gone."""
+        alive = None if self._asked is None else self._asked()
+        return alive is not None and alive.is_canceled()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": None if self._asked is None else self._asked()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy asks the module that was copied along with it.
+        self._asked = None if state["module"] is None else weakref.ref(state["module"])

@@ -1,4 +1,4 @@
-"""From an import path to a trainer that conforms to the contract."""
+"""From an import path to a trainer that conforms to the contract, and whether its hooks can be called as they are."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from typing import Any, cast
 
 from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, TrainerPlugin
+from ..plumbing.text import closest
 from . import alias
 from .old_names import CheckpointingTrainerPlugin, TrainerEndpointContract
 
 __all__ = [
+    "HOOK_ARGUMENTS",
     "async_hooks",
     "check_arguments_of_loading",
     "check_instance",
     "find_trainer",
     "load_trainer_plugin",
     "make_trainer",
+    "misspelled_hooks",
     "missing_hooks",
     "on_sys_path",
     "optional_hook",
+    "signature_faults",
 ]
 
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
@@ -38,6 +42,28 @@ _STUBS = tuple(
     if name in (*REQUIRED_HOOKS, *OPTIONAL_HOOKS)
 )
 """Hooks that a class inherits from a protocol; they do nothing, and none of them is one that it has."""
+
+
+HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "setup": (("ctx",), ()),
+    "configure": (("ctx",), ()),
+    "prepare_batch": (("raw_batch", "state", "ctx"), ()),
+    "train_step": (("batch", "state", "ctx"), ()),
+    "state_dict": (("state",), ()),
+    "load_state_dict": (("state", "payload", "ctx"), ()),
+    "save_checkpoint": ((), ("state", "step", "output_dir", "final", "ctx")),
+    "load_checkpoint": ((), ("state", "checkpoint_dir", "payload", "ctx")),
+    "rollout": (("state", "ctx"), ()),
+    "rollout_state": (("state",), ()),
+    "load_rollout_state": (("state", "payload", "ctx"), ()),
+    "evaluate": (("state", "ctx"), ()),
+    "trainer_hooks": (("state", "ctx"), ()),
+}
+"""Positional and keyword arguments with which each hook is called."""
+
+OPTIONAL_NAMES = (*OPTIONAL_HOOKS, "generate_sample", "rank_local")
+ALIKE = 0.85
+"""How near a name has to be to that of a hook, from 0 to 1, to be taken for a misspelling; `evaluate_loss` is not."""
 
 
 def load_trainer_plugin(
@@ -265,3 +291,38 @@ def check_arguments_of_loading(class_name: str, arguments: Mapping[str, Any], hp
         )
     if hparams_file is not None:
         raise TypeError(f"{class_name} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
+
+
+def misspelled_hooks(target: Any) -> list[str]:
+    """Attributes of `target`, a trainer class or an instance, that are nearly optional hooks; a sentence each.
+
+    Nothing else tells of one: a hook that may be left out is not missed.
+    """
+    found = []
+    for name in dir(target):
+        meant = None if name.startswith("_") else closest(name, OPTIONAL_NAMES, alike=ALIKE)
+        if meant is not None and name not in OPTIONAL_NAMES and not hasattr(target, meant):
+            found.append(f"`{name}` is not a hook and is never called; did you mean `{meant}`?")
+    return found
+
+
+def signature_faults(target: Any) -> list[str]:
+    """The hooks of `target`, a class or an instance, that do not take their arguments; a sentence each."""
+    faults = []
+    for name, (positional, keywords) in HOOK_ARGUMENTS.items():
+        hook = optional_hook(target, name)
+        if hook is None:
+            continue
+        # Of a class, a plain function still wants its instance.
+        is_unbound = inspect.isclass(target) and inspect.isfunction(inspect.getattr_static(target, name))
+        given = ["self", *positional] if is_unbound else positional
+        try:
+            signature = inspect.signature(hook)
+        except (TypeError, ValueError):  # written in C, without a signature
+            continue
+        try:
+            signature.bind(*given, **dict.fromkeys(keywords))
+        except TypeError as error:
+            arguments = ", ".join([*positional, *(f"{keyword}=…" for keyword in keywords)])
+            faults.append(f"{name}{signature} cannot be called as {name}({arguments}): {error}")
+    return faults

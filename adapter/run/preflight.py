@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
-from ..module.hook_signatures import signature_faults
-from ..module.plugin_loading import optional_hook
+from ..module.plugin_loading import optional_hook, signature_faults
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

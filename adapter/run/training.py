@@ -23,8 +23,7 @@ from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
 from ..job.identity import numbers_of, sealed_fields
 from ..job.parser_errors import is_about_what_was_given
-from ..module.hook_signatures import misspelled_hooks
-from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path
+from ..module.plugin_loading import find_trainer, make_trainer, misspelled_hooks, on_sys_path
 from ..plumbing.redaction import text_of
 from ..plumbing.run_metadata import project_folder, run_metadata
 from .other_weights import about_other_weights

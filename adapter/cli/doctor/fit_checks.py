@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from ....callbacks.checkpoint.ownership import checkpoint_files
 from ...contract.exceptions import GenlightError
 from ...job.spec import DatasetSpec
-from ...module.hook_signatures import misspelled_hooks, signature_faults
 from ...module.module import ContractModule
+from ...module.plugin_loading import misspelled_hooks, signature_faults
 from ...module.supported import check_trainer_arguments
 from ...plumbing.finding import Finding
 from ...run.artifact_dirs import directory_fault

@@ -16,8 +16,7 @@ from ...contract.exceptions import ContractError, InputError, StartupContractErr
 from ...inputs.local import parquet_files
 from ...job.config import RunConfig
 from ...job.spec import DatasetSpec
-from ...module.hook_signatures import misspelled_hooks
-from ...module.plugin_loading import find_trainer, on_sys_path
+from ...module.plugin_loading import find_trainer, misspelled_hooks, on_sys_path
 from ...plumbing.finding import Finding, Level
 from ...plumbing.text import size_text
 from ...plumbing.urls import has_scheme, safe_url

@@ -13,7 +13,7 @@ from genlight.adapter.feed import ArrowFeed
 from genlight.adapter.feed.mock import MockBatches
 from genlight.adapter.gradients import buffer_sync
 from genlight.adapter.gradients.buffer_sync import BufferSync
-from genlight.adapter.loop.user_code import runs_no_user_code
+from genlight.adapter.module.step import runs_no_user_code
 from genlight.callbacks import Checkpoint, StopRequests
 from genlight.callbacks.hook.listeners import may_look_at_weights
 from support.rank_processes import run_ranks

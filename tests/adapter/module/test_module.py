@@ -149,7 +149,7 @@ def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_train
 
 def test_what_steps_build_is_looked_for_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
     """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
-    from genlight.adapter.loop import epoch_loop
+    from genlight.adapter.module import loop as epoch_loop
 
     from .test_phases import Actor, fit as fit_actor
 

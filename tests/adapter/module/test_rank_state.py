@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlight.adapter.contract.exceptions import UnstorableStateError
-from genlight.adapter.module.rank_state import take_own_part
+from genlight.adapter.module.state import take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
 from genlight.callbacks.checkpoint.rank_differences import differences_of_ranks, tensor_digest
 from support.rank_processes import run_ranks

@@ -6,13 +6,13 @@ method: with all standard callbacks a step may cost 20 µs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...callbacks.hook.events import fire, run_state_of
@@ -23,14 +23,21 @@ from ...callbacks.hook.listeners import (
     may_look_at_weights,
     skipping_hook,
 )
-from ...callbacks.lightning_internals import DataFetcher, ProcessedTracker, Progress, ResultCollection, logger_connector
-from .hosted_module import HostedModule
-from .user_code import runs_no_user_code
+from ...callbacks.lightning_internals import (
+    DataFetcher,
+    ProcessedTracker,
+    Progress,
+    ResultCollection,
+    call_hooks,
+    logger_connector,
+    only_iterator,
+)
 
 if TYPE_CHECKING:
-    from .epoch_loop import ContractEpochLoop
+    from .loop import ContractEpochLoop
+    from .module import ContractModule
 
-__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of"]
+__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of", "runs_no_user_code"]
 
 _MAY_LOG = (
     "on_train_batch_start",
@@ -41,6 +48,8 @@ _MAY_LOG = (
     "on_train_batch_end",
 )
 """Hooks of a step in which Lightning lets a callback or a module call `log`."""
+
+_OF_TORCH = ("torch.utils.data.", "lightning.")
 
 
 class Step:
@@ -178,10 +187,7 @@ class Step:
     def _batch_start(self, raw: Any, index: int) -> bool:
         trainer, module = self.trainer, self.module
         if self.profiled:
-            call._call_callback_hooks(trainer, "on_train_batch_start", raw, index)
-            response = call._call_lightning_module_hook(trainer, "on_train_batch_start", raw, index)
-            call._call_strategy_hook(trainer, "on_train_batch_start", raw, index)
-            return bool(response != -1)
+            return bool(call_hooks(trainer, "on_train_batch_start", raw, index) != -1)
         self.names["_current_fx_name"] = "on_train_batch_start"
         call_listeners(self.on_start, "on_train_batch_start", trainer, module, raw, index)
         response = self.module_on_start(raw, index) if self.module_on_start else None
@@ -190,8 +196,7 @@ class Step:
         return bool(response != -1)
 
     def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
-        call._call_callback_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
-        call._call_lightning_module_hook(self.trainer, "on_train_batch_end", outputs, raw, index)
+        call_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
         if self.module_on_end:
             call_listeners(self.after_module_hook, "on_module_batch_end", self.trainer, self.module)
         self.names["_current_fx_name"] = None
@@ -227,7 +232,7 @@ class LoggedInSteps(ResultCollection):
     ``trainer.progress_bar_metrics`` are those that were sent to loggers last.
     """
 
-    def __init__(self, module: HostedModule) -> None:
+    def __init__(self, module: ContractModule) -> None:
         super().__init__(training=True)
         self._module = module
 
@@ -254,9 +259,7 @@ def _next_batch(trainer: pl.Trainer, data_fetcher: DataFetcher) -> Callable[[], 
     combined = data_fetcher.combined_loader
     alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
     if alone and isinstance(profiler_of(trainer), PassThroughProfiler):
-        assert combined._iterator is not None
-        iterator: Iterator[Any] = combined._iterator.iterators[0]
-        return iterator.__next__
+        return only_iterator(combined).__next__
     return lambda: next(data_fetcher)[0]
 
 
@@ -266,7 +269,7 @@ def profiler_of(trainer: pl.Trainer) -> Profiler:
     return profiler
 
 
-def _module_hook(module: HostedModule, name: str) -> Callable[..., Any] | None:
+def _module_hook(module: ContractModule, name: str) -> Callable[..., Any] | None:
     hook: Callable[..., Any] = getattr(module, name)
     return hook if getattr(hook, "__func__", hook) is not getattr(pl.LightningModule, name) else None
 
@@ -275,3 +278,20 @@ def _is_user_hook(hook: Callable[..., Any]) -> bool:
     """Whether a hook is not genlight's own."""
     ours = __name__.rpartition(".adapter")[0] + "."
     return not type(getattr(hook, "__self__", None)).__module__.startswith(ours)
+
+
+def runs_no_user_code(loader: Any) -> bool:
+    """Whether only code that is known runs in this process when `loader` is asked for a batch.
+
+    Code of the user may look at weights, and a generator that closes over a model often does. A data loader with
+    workers, of samplers that torch brings, leaves it to other processes; a loader of genlight's own says it itself, by
+    ``runs_no_user_code``.
+    """
+    if isinstance(loader, DataLoader):
+        parts = (loader, loader.sampler, loader.batch_sampler)
+        return loader.num_workers > 0 and all(_is_of_torch(part) for part in parts if part is not None)
+    return bool(getattr(loader, "runs_no_user_code", False))
+
+
+def _is_of_torch(part: Any) -> bool:
+    return f"{type(part).__module__}.".startswith(_OF_TORCH)

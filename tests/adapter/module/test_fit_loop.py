@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, InputError, StepControlHints, StepResult, TrainingJobSpec
 from genlight.adapter.feed import ArrowFeed, MockBatches
-from genlight.adapter.loop.fit_loop import ContractFitLoop
+from genlight.adapter.module.loop import ContractFitLoop
 from genlight.callbacks import Checkpoint
 
 

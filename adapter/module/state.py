@@ -1,0 +1,396 @@
+"""What a trainer class keeps: what ``configure`` built, and how a checkpoint holds it and gives it back, by rank.
+
+Weights, optimizers and first schedulers are saved by Lightning. The contract's part of a checkpoint has the rest: what
+the trainer's own ``state_dict`` returned, further schedulers and scalers, and, for each rank, what it has otherwise
+than rank zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...callbacks.checkpoint.rank_differences import Differing, apply_differences, differences_of_ranks
+from ...callbacks.checkpoint.saving import CONTRACT_KEY
+from ...callbacks.checkpoint.sharded.rank_channel import Channel
+from ...callbacks.checkpoint.sharded.strategy import keep_sharded_for, rank_groups_of
+from ..contract.exceptions import CheckpointError, ContractError
+from ..contract.types import StepContext, TrainerPlugin
+from ..discovery.discover import Discovered, Found, check_unchanged, discover
+from ..discovery.wrapped_optimizers import kept_by_wrappers
+from ..gradients.fsdp.sharding import shard_copies, whole_payload
+from ..gradients.hook_state import kept_hook_state
+from .plugin_loading import optional_hook
+from .trainer_files import trainer_directory
+
+if TYPE_CHECKING:
+    from ..gradients.step import StepRouter
+
+__all__ = ["PHASE", "ToRestore", "TrainerState", "collect_from_ranks", "rank_channel_of", "take_own_part"]
+
+log = logging.getLogger(__name__)
+
+PHASE = "phase"
+"""The member of a checkpoint's contract part that holds what `RolloutBatches.save` puts there."""
+_GRADIENTS_WAIT = "gradients_wait"
+"""The member that is there where gradients have not been averaged yet."""
+_RESIZED = "resized"
+"""The member that names the buffers whose shape changed while training."""
+_OF_RANKS = "of_ranks"
+"""The member that holds, for each rank, what it has otherwise than rank zero."""
+_OF_THE_DUMP = ("state_dict", "optimizer_states", "lr_schedulers")
+_OF_THE_CONTRACT = ("state", "unmanaged", PHASE)
+_NAMED_AT_MOST = 8
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What schedulers of torch, which a trainer may make later, put into groups."""
+
+
+@dataclass(frozen=True)
+class ToRestore:
+    """What the trainer is handed before the first step of a resumed run."""
+
+    payload: dict[str, Any] | None
+    """For the trainer's ``load_state_dict``; None does not call it."""
+    trainer_directory: Path | None
+    """For the trainer's ``load_checkpoint``; None does not call it."""
+    unmanaged: Mapping[str, Any] = field(default_factory=dict)
+    """By path, the states of what Lightning does not save."""
+    own_weights: Mapping[str, Any] = field(default_factory=dict)
+    """Weights that this rank has otherwise than rank zero."""
+    gradients_wait: bool = False
+    """Whether gradients are each rank's own, and wait for an update."""
+    phase: Mapping[str, Any] = field(default_factory=dict)
+    """The rollout that is being trained, and the state of environments."""
+
+
+class TrainerState:
+    """What ``configure`` of a trainer built, from then on.
+
+    Args:
+        module: Hosts the trainer, with what was found registered in it.
+        plugin: The trainer.
+        value: What ``configure`` returned.
+        discovered: What was found in it and on the trainer.
+    """
+
+    def __init__(self, module: pl.LightningModule, plugin: TrainerPlugin, value: Any, discovered: Discovered) -> None:
+        self.module = module
+        self.plugin = plugin
+        self.value = value
+        self.discovered = discovered
+        self.optimizers = [found.value for found in discovered.optimizers]
+        self.is_sharded = False
+        """Whether its parameters are shards."""
+        self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
+        self._built_buffers = _buffer_shapes(module)
+
+    def check_unchanged(self) -> None:
+        """Refuse modules, optimizers, layers and groups that a step built, added or removed.
+
+        Raises:
+            ContractError: Names the path of each.
+        """
+        check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
+
+    def optimizer_configs(self) -> list[dict[str, Any]]:
+        """What Lightning is told of the optimizers, each with the first scheduler that drives it."""
+        configs: list[dict[str, Any]] = [{"optimizer": optimizer} for optimizer in self.optimizers]
+        for found in self.discovered.schedulers:
+            for config in configs:
+                if getattr(found.value, "optimizer", None) is config["optimizer"] and "lr_scheduler" not in config:
+                    config["lr_scheduler"] = {"scheduler": found.value, "interval": "step"}
+        return configs
+
+    def payload(self) -> dict[str, object]:
+        """What the trainer's ``state_dict`` returns, without tensors that look like one rank's part.
+
+        Raises:
+            ContractError: It is not a dict.
+        """
+        payload = self.plugin.state_dict(self.value)
+        if not isinstance(payload, dict):
+            raise ContractError(f"state_dict returned a {type(payload).__qualname__}; it must be a dict")
+        return whole_payload(payload) if self.is_sharded else payload
+
+    def put_into(self, checkpoint: dict[str, Any], metrics: Mapping[str, Tensor], router: StepRouter | None) -> None:
+        """Add the contract's part to a checkpoint of Lightning's.
+
+        Args:
+            checkpoint: What Lightning is about to save.
+            metrics: Those of the last step, for monitors that look at the end of an epoch: a resume from its last step
+                has no step before that.
+            router: Of the training.
+        """
+        trainer = self.module.trainer
+        parts = checkpoint.setdefault(CONTRACT_KEY, {})
+        with keep_sharded_for(trainer.strategy):
+            parts["state"] = self.payload()
+        resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
+        if resized:
+            parts[_RESIZED] = resized
+        if router is not None and router.averaging is not None and router.averaging.waits:
+            parts[_GRADIENTS_WAIT] = True
+        if "lr_schedulers" in checkpoint:  # not where weights alone are saved
+            kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
+            checkpoint["lr_schedulers"] = list(map(_without_functions, kinds, checkpoint["lr_schedulers"]))
+        parts["unmanaged"] = {path: _without_functions(kept, kept.state_dict()) for path, kept in self._unmanaged()}
+        numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
+        parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
+
+    def take_from(self, checkpoint: dict[str, Any]) -> ToRestore:
+        """What the contract's part of a checkpoint has for this rank; the rest of its copy becomes this rank's too.
+
+        Buffers get the shapes that they had.
+
+        Raises:
+            BrokenCheckpointError: The parts of the ranks do not belong together.
+            CheckpointError: It holds the states of other optimizers than the trainer built.
+        """
+        trainer = self.module.trainer
+        own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
+        parts = checkpoint[CONTRACT_KEY]
+        _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
+        _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
+        return ToRestore(
+            payload=parts.get("state"),
+            trainer_directory=trainer_directory(trainer.ckpt_path, self.plugin),
+            unmanaged=parts.get("unmanaged", {}),
+            own_weights=own_weights,
+            gradients_wait=_GRADIENTS_WAIT in parts,
+            phase=parts.get(PHASE, {}),
+        )
+
+    def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
+        """Load the weights of a checkpoint at `path` without a Lightning trainer; what the trainer is to get then.
+
+        Raises:
+            RuntimeError: They are not those of the class.
+        """
+        parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
+        if weights is not None:
+            _fit_buffers(self.module, weights, parts.get(_RESIZED, ()))
+            self.module.load_state_dict(weights, strict=strict)
+        return ToRestore(parts.get("state"), trainer_directory(path, self.plugin))
+
+    def restore(self, waiting: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
+        """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
+        if router is not None and router.averaging is not None:
+            router.averaging.waits = waiting.gradients_wait
+        _warn_of_scripted_modules(self.discovered)
+        if waiting.own_weights:
+            self.module.load_state_dict(waiting.own_weights, strict=False)
+        if waiting.unmanaged:
+            for path, kept in self._unmanaged():
+                if path in waiting.unmanaged:
+                    kept.load_state_dict(waiting.unmanaged[path])
+        payload, directory = waiting.payload, waiting.trainer_directory
+        if payload is not None:
+            self.plugin.load_state_dict(self.value, payload, ctx)
+        load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
+        if directory is not None and load_checkpoint is not None:
+            load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
+        if self.is_sharded:
+            shard_copies(discover(self.value, self.plugin, reserved=dir(self.module), host=self.module))
+
+    def _unmanaged(self) -> Iterator[tuple[str, Any]]:
+        """What Lightning does not save: scalers, other schedulers, what wrappers of optimizers and DDP's hook keep."""
+        trainer = self.module.trainer
+        managed = {id(config.scheduler) for config in trainer.lr_scheduler_configs}
+        kept: list[Found[Any]] = [*self.discovered.scalers, *self.discovered.schedulers]
+        for found in kept:
+            if id(found.value) not in managed:
+                yield found.path, found.value
+        yield from ((kept.path, kept) for kept in self._kept_by_wrappers)
+        hook_state = kept_hook_state(trainer.strategy)
+        if hook_state is not None:
+            yield "strategy.ddp_comm_state", hook_state
+
+    def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
+        return name not in self._built_buffers or self._built_buffers[name] != shape
+
+
+def _without_functions(kept: Any, state: Any) -> Any:
+    """The state of a scheduler without functions, of which it keeps on a resume what ``configure`` gave it.
+
+    Torch's own leave theirs out; of a class of the user's, ``LRScheduler.state_dict`` gives all attributes.
+    """
+    if not isinstance(kept, LRScheduler) or type(kept).load_state_dict is not LRScheduler.load_state_dict:
+        return state
+    return {name: value for name, value in state.items() if not isinstance(value, _FUNCTIONS)}
+
+
+def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states of another kind of optimizer, or of other groups, which would fail within a step.
+
+    A release of torch adds a setting or drops one; only of another kind of optimizer some lack and others are new.
+
+    Raises:
+        CheckpointError: Names the optimizer, what it had and has, and the way out.
+    """
+    for found, state in zip(optimizers, states, strict=False):
+        saved, built = state.get("param_groups"), found.value.param_groups
+        if saved is None:  # an optimizer may have a state_dict of its own
+            continue
+        had, has = _sizes(saved), _sizes(built)
+        if had != has:
+            raise CheckpointError(
+                f"{found.path} had groups of {had} parameters when the checkpoint was saved, and has groups of {has} "
+                "now. Build the same groups in `configure`."
+            )
+        for group, own in zip(saved, built, strict=True):
+            lacking = sorted(found.value.defaults.keys() - group.keys())
+            foreign = sorted(group.keys() - own.keys() - _OF_SCHEDULERS)
+            if lacking and foreign:
+                raise CheckpointError(
+                    f"{found.path} is now {type(found.value).__name__}, with {', '.join(lacking)}; the optimizer of "
+                    f"the checkpoint had {', '.join(foreign)} instead. Build the optimizer as it was, or start at "
+                    "step 0 with `genlight run --fresh`, of a fit `--resume never`."
+                )
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of all buffers of `module`, by name; None of one that has no value yet."""
+    return {
+        f"{path}.{name}".removeprefix("."): None if buffer is None else tuple(buffer.shape)
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if not isinstance(buffer, UninitializedBuffer)
+    }
+
+
+def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collection[str]) -> None:
+    """Give buffers of `module`, which were `resized` while training, the shapes that they have in `weights`.
+
+    `configure` builds a queue empty that fills up, and statistics without a value that get their first in a step.
+    """
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
+    for name in resized:
+        path, _, leaf = name.rpartition(".")
+        value = weights.get(name)
+        owner = module.get_submodule(path)
+        built = owner._buffers.get(leaf)
+        # Torch gives a lazy one the shape of what it loads.
+        if isinstance(value, Tensor) and not isinstance(built, UninitializedBuffer):
+            dtype = value.dtype if built is None else built.dtype
+            owner.register_buffer(leaf, torch.empty(value.shape, dtype=dtype, device=device))
+
+
+def _warn_of_scripted_modules(discovered: Discovered) -> None:
+    scripted = [
+        found.path
+        for found in discovered.modules
+        if any(isinstance(module, torch.jit.ScriptModule) for module in found.value.modules())
+    ]
+    if scripted:
+        log.warning(
+            "%s is compiled by TorchScript, which optimizes after its first calls in a process: the resumed run "
+            "rounds differently for some steps, and may not be bit-equal to one that was never interrupted. "
+            "torch.compile, or the bare module, is exact.",
+            ", ".join(scripted),
+        )
+
+
+def rank_channel_of(trainer: pl.Trainer) -> Channel | None:
+    """How the ranks of a training compare what they save; None on a single one. Collective."""
+    if trainer.world_size == 1:
+        return None
+    groups = rank_groups_of(trainer.strategy)
+    return Channel() if groups is None else groups.training
+
+
+def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel: Channel) -> None:
+    """Add to `checkpoint`, on rank zero, what other ranks have otherwise than it. Collective.
+
+    Raises:
+        UnstorableStateError: A value of this rank cannot be stored; names its path.
+        CheckpointError: A container that differs between ranks holds a sharded tensor.
+    """
+    if channel.size == 1:
+        return
+    own = checkpoint[CONTRACT_KEY]
+    compared = {name: own[name] for name in _OF_THE_CONTRACT if name in own}
+    if not isinstance(trainer.strategy, ModelParallelStrategy) or rank_groups_of(trainer.strategy) is not None:
+        # Else torch gathers the weights on rank zero, and the other ranks have nothing to compare.
+        compared |= {name: checkpoint[name] for name in _OF_THE_DUMP if name in checkpoint}
+    if "optimizer_states" in compared:
+        # One that is consolidated, rank zero alone has: as Lightning does, all get it back whole.
+        compared["optimizer_states"] = [
+            None if hasattr(optimizer, "consolidate_state_dict") else state
+            for optimizer, state in zip(trainer.optimizers, compared["optimizer_states"], strict=True)
+        ]
+    found = differences_of_ranks(compared, channel)
+    if any(found):
+        checkpoint[CONTRACT_KEY][_OF_RANKS] = [
+            [{"path": list(differing.path), "value": differing.value} for differing in of_rank] for of_rank in found
+        ]
+
+
+def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Put what this rank had for itself into its copy of a loaded `checkpoint`; says what cannot be kept.
+
+    A checkpoint that has no such part, as older ones, is left as it is.
+
+    Returns:
+        The weights of this rank that differ from rank zero's, which have to be loaded once more after the weights of
+        all ranks were made equal.
+
+    Raises:
+        BrokenCheckpointError: The parts do not belong together.
+    """
+    contract = checkpoint[CONTRACT_KEY]
+    stored = contract.get(_OF_RANKS, [])
+    parts = [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
+    if parts and len(parts) != world_size and rank == 0:
+        log.warning("%s", _what_is_lost(parts, world_size))
+    own = parts[rank] if rank < len(parts) else []
+    tree = {**checkpoint, **{name: contract[name] for name in _OF_THE_CONTRACT if name in contract}}
+    apply_differences(tree, own)
+    checkpoint |= {name: tree[name] for name in _OF_THE_DUMP if name in tree}
+    contract |= {name: tree[name] for name in _OF_THE_CONTRACT if name in tree}
+    if any(differing.path == ("state_dict",) for differing in own):
+        return dict(tree["state_dict"])
+    return {differing.path[1]: differing.value for differing in own if differing.path[0] == "state_dict"}
+
+
+def _what_is_lost(parts: Sequence[Sequence[Differing]], world_size: int) -> str:
+    head = f"The checkpoint was saved by {len(parts)} ranks and is resumed by {world_size}: "
+    if world_size < len(parts):
+        lost = [differing for of_rank in parts[world_size:] for differing in of_rank]
+        what = f"what was stored for {_ranks(world_size, len(parts))} is lost: {_named(lost)}"
+    else:
+        shared = [differing for of_rank in parts for differing in of_rank]
+        what = (
+            f"the ranks differed in what follows, and {_ranks(len(parts), world_size)} can only be given what rank 0 "
+            f"had: {_named(shared)}"
+        )
+    return f"{head}{what}. The run will not be bit-equal to one that was never interrupted"
+
+
+def _ranks(begin: int, end: int) -> str:
+    return f"rank {begin}" if end - begin == 1 else f"ranks {begin} to {end - 1}"
+
+
+def _named(found: Sequence[Differing]) -> str:
+    names = list(dict.fromkeys(str(differing) for differing in found))
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
