@@ -46,7 +46,6 @@ COMMANDS = {
     "checkpoint": "list, verify, show or export checkpoints, likewise",
     "uploads": "list, retry or export what is still to be uploaded, likewise",
     "slurm": "render or submit the sbatch script of a job; see or end what was submitted",
-    "k8s": "render a job as Kubernetes objects: a Job or a JobSet, for kubectl apply",
 }
 _CHATTY_LOGGERS = (
     # Not their parents: Lightning sets the level of those when it is imported, which is later.

@@ -30,8 +30,9 @@ from ...reporters.uploads.payloads import encode, metrics_payload
 from ...reporters.uploads.spool import Spool
 from ...reporters.uploads.targets import open_target
 from ..contract.exceptions import StartupContractError, UploadError
-from ..job.errors import ConfigErrors
-from ..job.sources import Settings, read_settings
+from ..job.config import RunConfig, read_run_config
+from ..job.environment import JOB_VARIABLE
+from ..job.spec import UPLOAD_URLS
 from ..plumbing.redaction import redact
 from ..plumbing.safe_open import open_regular
 from ..plumbing.text import nearest
@@ -41,13 +42,6 @@ __all__ = ["add_arguments", "run"]
 
 _DELIVERED, _LEFT, _USAGE = 0, 1, 2
 _ACTIONS = ("list", "retry", "export")
-
-_SETTINGS = {
-    "token": "capability_token",
-    "file_store_url": "file_store_url",
-    **{f"{kind}_url": f"uploads.{kind}_url" for kind in ("metrics", "checkpoint", "sample", "terminal")},
-}
-"""Fields of `UploadConfig` by the setting that they come from."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,32 +161,34 @@ def _config(args: argparse.Namespace, spool: Path, about: Description) -> Upload
     Where to send what waits, the spool does not decide: it may have come with a folder from elsewhere.
     """
     settings = _settings(args.job)
-    known: dict[str, Any] = {name: settings.pick(setting) for name, setting in _SETTINGS.items()}
+    places = (settings.checkpoints_dir, settings.samples_dir)
+    chosen = settings.source_of("checkpoints_dir"), settings.source_of("samples_dir")
     return UploadConfig(
         run_id=about.run_id,
-        owner=settings.pick("owner") or about.owner,
+        owner=settings.owner or about.owner,
         spool_dir=spool,
-        targets=tuple(dict.fromkeys((*settings.pick("uploads.targets", ()), *(args.target or ())))),
-        roots=(*(args.root or ()), *filter(None, map(settings.path, ("checkpoints_dir", "samples_dir")))),
-        token_origins=settings.pick("token_origins", ()),
+        token=settings.token,
+        file_store_url=settings.file_store_url,
+        **{name: getattr(settings.uploads, name) for name in UPLOAD_URLS},
+        targets=tuple(dict.fromkeys((*settings.uploads.targets, *(args.target or ())))),
+        roots=(*(args.root or ()), *(place for place, of in zip(places, chosen, strict=True) if of != "default")),
+        token_origins=sorted(settings.token_origins),
         deadline_s=args.deadline,
-        **known,
     )
 
 
-def _settings(job: str | None) -> Settings:
-    """What the environment and, where one is named, a job spec say.
+def _settings(job: str | None) -> RunConfig:
+    """What the environment and, where one is named, a job file say.
 
     Raises:
         UploadError: With everything in them that cannot be used.
     """
-    faults = ConfigErrors()
-    settings = read_settings(job, (), os.environ, faults)
-    names_job = job is not None or bool(os.environ.get("TRAINER_JOB_SPEC_PATH", "").strip())
-    found = [fault.text for fault in faults.found if names_job or fault.code != "startup.missing_job_spec_path"]
+    config, errors = read_run_config(spec_path=job, complete=False)
+    names_job = job is not None or bool(os.environ.get(JOB_VARIABLE, "").strip())
+    found = [error for error in errors.found if names_job or error.code != "startup.missing_job_spec_path"]
     if found:
-        raise UploadError(redact("; ".join(found), settings.secrets))
-    return settings
+        raise UploadError(redact("; ".join(error.text for error in found), config.secrets))
+    return config
 
 
 def _require_destinations(config: UploadConfig, about: Description, entries: Sequence[Entry]) -> None:

@@ -1,6 +1,6 @@
 """Where a scheduler placed this process, read from its variables and from nothing else.
 
-Those of Slurm count; outside of one of its jobs those that torchrun and the pods of ``genlight k8s render`` have. Each
+Those of Slurm count; outside of one of its jobs those that torchrun and the pods of ``examples/kubernetes`` have. Each
 field takes the first of its variables that is set and sound. A look-up that fails is an error and never
 ``localhost``: every node would train a world of its own.
 """

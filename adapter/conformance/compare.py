@@ -92,7 +92,6 @@ class ComparedJob:
             make_trainer(self.target),
             self.config.job,
             model_handles=self.inputs.model_handles(),
-            sync_each_batch=self.config.sync_each_batch,
         )
         with seeded(self.seed):
             trainer.fit(module, datamodule=make_data(self.config, self.parquet_paths))

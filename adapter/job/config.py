@@ -1,102 +1,105 @@
-"""One frozen `RunConfig` from the command line, the environment and the job spec.
+"""One frozen `RunConfig` from the command line, the environment and the job file.
 
-Each setting is resolved on its own: ``--set`` first, then the environment, then the job spec, then the default. All
-errors of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
+All errors of all settings are raised as one `StartupContractError`. Nothing is created and nothing on the network is
 asked here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+from typing_extensions import override
+
 from ..contract.types import TrainingJobSpec
-from ..plumbing.urls import has_scheme, trusted_origins
-from .errors import ConfigErrors
+from ..plumbing.folder_name import folder_name
+from ..plumbing.text import nearest
+from ..plumbing.urls import trusted_origins
+from .errors import ConfigErrors, render_value
 from .identity import digest_of_fields, spec_fields
-from .refs import looks_like_path
-from .sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
-from .spec import UPLOAD_URLS, DatasetSpec, InputsSpec, RecoverSpec, SampleRequest, UploadUrls, ValidateSpec
+from .parsing import Parser
+from .sources import DEFAULT, Sources, read_sources
+from .spec import UPLOAD_URLS, DatasetSpec, Settings
+from .standard_callbacks import fault_of_callbacks
+from .trainer_arguments import ENDS_WITH_ITS_PROCESSES, launches_by_copy, trainer_arguments
 
-__all__ = ["DEFAULT_UPLOAD_DEADLINE_S", "RunConfig", "resolve_run_config", "run_config_of"]
+__all__ = ["ARTIFACT_FOLDERS", "UNKNOWN_RUN_ID", "RunConfig", "read_run_config", "resolve_run_config"]
 
-DEFAULT_UPLOAD_DEADLINE_S = 60.0
+ENVIRONMENT_ARTIFACTS_DIR = "/tmp/training"  # noqa: S108 -- the contract's own default for containers
+FILE_ARTIFACTS_DIR = "runs/{run_id}"
+UNKNOWN_RUN_ID = "unknown"
+"""Stands for the run's id in a report about a job that names none."""
 
 
-@dataclass(frozen=True)
-class RunConfig:
+ARTIFACT_FOLDERS = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
+"""Settings that are folders of a run."""
+
+
+class RunConfig(Settings, frozen=True, kw_only=True):
     """Everything that a run was told, resolved; paths are absolute.
 
-    References to inputs stay references until they are materialised.
+    References to inputs stay references until they are materialised. `token_origins` has the origins of the upload
+    URLs and of the file store too, and `private_hosts` is what references may reach in spite of a private address; None
+    lets them reach everything.
     """
 
-    run_id: str
-    trainer: str
-    """Import path of the trainer class."""
-    job: TrainingJobSpec
     spec_path: Path
     spec_dir: Path
-    """Where relative paths of the job spec start, and where the trainer's module is looked for first."""
-    dataset: DatasetSpec | None
-    mock_batches: Sequence[Any] | None
-    inputs: InputsSpec = field(repr=False)
-    resume_from_latest: bool
-    resume_checkpoint_path: Path | None
-    sample_prompts: tuple[SampleRequest, ...]
-    sample_seed: int | None
-    token: str | None = field(repr=False)
-    secrets: tuple[str, ...] = field(repr=False)
+    """Where relative paths of the job file start, and where the trainer's module is looked for first."""
+    secrets: tuple[str, ...]
     """What no text may show: the token, values of secret names in the job, credentials of its URLs."""
-    orchestrated: bool
-    max_runtime_s: float | None
-    """From process start, inputs included; None means no limit."""
-    cancel_file: Path | None
-    canceled: bool
-    """Whether the run was cancelled before it started."""
-    uploads: UploadUrls = field(repr=False)
-    file_store_url: str | None = field(repr=False)
-    """Base of the store for artifact bytes, and of the resolver of ``cozy:`` references."""
-    stop_grace_s: float | None
-    """How long after its stop signal a scheduler ends the process; None where that is not known."""
-    upload_deadline_s: float
-    token_origins: frozenset[str]
-    """Origins that may be sent the token, such as ``https://hub.example.com:443``."""
-    private_hosts: tuple[str, ...] | None
-    """What references may reach in spite of a private address; None lets them reach everything."""
-    lightning: Mapping[str, Any] = field(repr=False)
-    """Arguments of ``lightning.pytorch.Trainer``; their names are checked where Lightning is imported."""
-    validate: ValidateSpec | None
-    recover: RecoverSpec | None
-    on_nonfinite: Literal["warn", "stop", "skip"]
-    sync_each_batch: bool | None
-    checkpoint_weights: Literal["all", "trained"]
-    tags: tuple[str, ...]
-    notes: str
-    artifacts_dir: Path
-    checkpoints_dir: Path
-    samples_dir: Path
-    metrics_dir: Path
-    events_path: Path
-    shared_artifacts: bool
-    """Whether everybody who may write the artifact directories is trusted; the job spec cannot say so."""
     spec_digest: str
-    spec_fields: Mapping[str, str] = field(repr=False)
-    """What `spec_digest` covers: a digest for each field, for `spec_digest.differing_fields`."""
+    spec_fields: Mapping[str, str]
+    """What `spec_digest` covers: a digest for each field, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
-    sources: Mapping[str, str] = field(repr=False)
+    given: Sources
+    """Where each setting comes from."""
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.run_id!r}, {str(self.spec_path)!r})"
+
+    @property
+    def job(self) -> TrainingJobSpec:
+        """The part of the job that the trainer class sees."""
+        return TrainingJobSpec(**{each.name: getattr(self, each.name) for each in dataclasses.fields(TrainingJobSpec)})
+
+    @property
+    def token(self) -> str | None:
+        """What is shown to `token_origins`."""
+        return self.capability_token
+
+    @property
+    def max_runtime_s(self) -> float | None:
+        """From process start, inputs included; None means no limit."""
+        return self.max_runtime_seconds or None
+
+    @property
+    def stop_grace_s(self) -> float | None:
+        """How long after its stop signal a scheduler ends the process; None where that is not known."""
+        return self.stop_grace_seconds or None
+
+    @property
+    def upload_deadline_s(self) -> float:
+        """How long the end of the run waits for uploads."""
+        return self.upload_deadline_seconds
+
+    @property
+    def cancel_file(self) -> Path | None:
+        """A file that stops the run when it appears."""
+        return self.cancel_file_path
 
     def source_of(self, name: str) -> str:
-        """Where a setting came from: ``--set``, an environment variable's name, ``job spec`` or ``default``.
-
-        Raises:
-            KeyError: There is no setting of that name.
-        """
-        return self.sources[name]
+        """Where a setting comes from: ``--set``, the name of an environment variable, ``job spec`` or ``default``."""
+        return self.given.source_of(name)
 
 
 def resolve_run_config(
@@ -109,168 +112,219 @@ def resolve_run_config(
     """Resolve every setting of a run.
 
     Args:
-        spec_path: The job spec; None takes ``TRAINER_JOB_SPEC_PATH``.
+        spec_path: The job file; None takes ``TRAINER_JOB_SPEC_PATH``.
         overrides: ``key.sub=value`` each, as ``--set`` gives them. Their paths are relative to the working directory.
         environ: The environment; None takes the process's own.
         default_artifacts_dir: Where artifacts go if nothing else says so; ``{run_id}`` stands for the run's folder
-            name. None means ``runs/{run_id}`` beside a spec given by path, ``/tmp/training`` for a pure environment.
+            name. None means ``runs/{run_id}`` beside a job file that was named, ``/tmp/training`` otherwise.
 
     Raises:
         StartupContractError: With every error, under the code of the first documented one.
     """
-    errors = ConfigErrors()
-    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, errors)
-    require_settings(reading, errors)
-    template = artifacts_template(spec_path, default_artifacts_dir)
-    config = run_config_of(reading, template, errors) if not errors.found else None
-    error = errors.exception(secrets=reading.secrets)
+    config, errors = read_run_config(
+        spec_path=spec_path, overrides=overrides, environ=environ, default_artifacts_dir=default_artifacts_dir
+    )
+    error = errors.exception(secrets=config.secrets)
     if error is not None:
         raise error
-    assert config is not None
     return config
 
 
-def run_config_of(reading: Settings, artifacts_template: str, errors: ConfigErrors) -> RunConfig:
-    """The configuration that sound settings stand for.
+def read_run_config(
+    *,
+    spec_path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    default_artifacts_dir: str | os.PathLike[str] | None = None,
+    complete: bool = True,
+) -> tuple[RunConfig, ConfigErrors]:
+    """What can be told of a run, and everything that is wrong with its settings.
 
-    Args:
-        reading: What the sources say, without an error.
-        artifacts_template: Where artifacts go by default.
-        errors: Holds the warnings about the settings.
+    A setting with an error has its default, and an empty text or 0 where it has none; every sound one counts, whatever
+    is wrong with the others. Takes the arguments of `resolve_run_config`; `complete` says whether what a run needs and
+    nothing gives is an error.
     """
-    spec = reading.spec
-    job = _job(reading)
-    artifacts = artifact_paths(reading, artifacts_template, job.run_id)
-    dataset, inputs = dataset_of(reading), inputs_of(reading)
-    trainer = reading.pick("trainer")
-    mock_batches = reading.pick("mock_batches", spec.mock_batches)
-    fields = spec_fields(
-        trainer=trainer,
-        hyperparams=job.hyperparams,
-        dataset=dataset,
-        mock_batches=mock_batches,
-        inputs=inputs,
-        spec_dir=reading.spec_dir,
-    )
-    uploads = UploadUrls(
-        **{name: reading.pick(f"uploads.{name}") for name in UPLOAD_URLS}, targets=reading.pick("uploads.targets", ())
-    )
-    return RunConfig(
-        run_id=job.run_id,
-        trainer=trainer,
-        job=job,
-        spec_path=reading.spec_path or Path(),
-        spec_dir=reading.spec_dir,
-        dataset=dataset,
-        mock_batches=mock_batches,
-        inputs=inputs,
-        resume_from_latest=reading.pick("resume_from_latest", False),
-        resume_checkpoint_path=reading.path("resume_checkpoint_path"),
-        sample_prompts=_sample_prompts(reading),
-        sample_seed=reading.pick("sample_seed"),
-        token=reading.pick("capability_token"),
-        secrets=reading.secrets,
-        orchestrated=reading.pick("orchestrated", False),
-        max_runtime_s=reading.pick("max_runtime_seconds") or None,
-        cancel_file=reading.path("cancel_file_path"),
-        canceled=reading.pick("canceled", False),
-        uploads=uploads,
-        file_store_url=reading.pick("file_store_url"),
-        stop_grace_s=reading.pick("stop_grace_seconds") or None,
-        upload_deadline_s=reading.pick("upload_deadline_seconds", DEFAULT_UPLOAD_DEADLINE_S),
-        token_origins=token_origins_of(reading),
-        private_hosts=private_hosts_of(reading),
-        lightning=reading.pick("lightning", {}),
-        validate=reading.pick("validate", spec.validate),
-        recover=reading.pick("recover", spec.recover),
-        on_nonfinite=reading.pick("on_nonfinite", "warn"),
-        sync_each_batch=reading.pick("sync_each_batch"),
-        checkpoint_weights=reading.pick("checkpoint_weights", "all"),
-        tags=reading.pick("tags", ()),
-        notes=reading.pick("notes", ""),
-        **artifacts,
-        shared_artifacts=reading.pick("shared_artifacts", False),
+    errors = ConfigErrors()
+    sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
+    values = Parser(errors, sources.folder_of).block(Settings, sources.merged, complete=complete and sources.readable)
+    given = Settings(**values)
+    settings = _completed(given, sources)
+    template = FILE_ARTIFACTS_DIR if spec_path is not None else ENVIRONMENT_ARTIFACTS_DIR
+    if default_artifacts_dir is not None:
+        template = os.fspath(default_artifacts_dir)
+    _contradictions(settings, errors)
+    _lightning_arguments(settings.lightning, errors)
+    _without_effect(given, errors)
+    fields = spec_fields(settings, sources.folder)
+    config = RunConfig(
+        **{
+            **{name: getattr(settings, name) for name in Settings.__struct_fields__},
+            **_artifact_paths(settings, sources, template),
+        },
+        spec_path=sources.path or Path(),
+        spec_dir=sources.folder,
+        secrets=sources.secrets,
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
         warnings=tuple(errors.warnings),
-        sources=dict(reading.sources),
+        given=sources,
     )
+    return config, errors
 
 
-def _job(reading: Settings) -> TrainingJobSpec:
-    """The part of the configuration that the trainer sees; absent fields keep the type's own defaults."""
-    given = {f.name: reading.pick(f.name) for f in dataclasses.fields(TrainingJobSpec)}
-    return TrainingJobSpec(**{name: value for name, value in given.items() if value is not None})
-
-
-def dataset_of(reading: Settings) -> DatasetSpec | None:
-    """The dataset with absolute paths; None where the job names no Parquet files."""
-    dataset = reading.pick("dataset")
-    if dataset is None and not reading.spec.inputs.dataset_parquet_refs:
-        return None
-    for name in (f.name for f in dataclasses.fields(DatasetSpec)):
-        reading.pick(f"dataset.{name}")
-    dataset = dataset or DatasetSpec()
-    paths = tuple(
-        path if has_scheme(path) else str(reading.absolute("dataset.parquet_paths", path))
-        for path in dataset.parquet_paths
-    )
-    return dataclasses.replace(dataset, parquet_paths=paths)
-
-
-def inputs_of(reading: Settings) -> InputsSpec:
-    """The references to inputs; those that are paths are absolute."""
-    inputs = reading.spec.inputs
-    for name in (f.name for f in dataclasses.fields(InputsSpec)):
-        reading.pick(f"inputs.{name}")
-
-    def reference(name: str, text: str | None) -> str | None:
-        return None if text is None else _reference(reading, f"inputs.{name}", text)
-
-    return InputsSpec(
-        base_model_ref=reference("base_model_ref", inputs.base_model_ref),
-        dataset_parquet_refs=tuple(
-            _reference(reading, "inputs.dataset_parquet_refs", text) for text in inputs.dataset_parquet_refs
+def _completed(settings: Settings, sources: Sources) -> Settings:
+    """`settings` with what one of them says for others."""
+    replace = msgspec.structs.replace
+    dataset = settings.dataset or (DatasetSpec() if settings.inputs.dataset_parquet_refs else None)
+    if dataset is not None and settings.seed is not None and sources.source_of("dataset.seed") == DEFAULT:
+        dataset = replace(dataset, seed=settings.seed)
+    every = settings.checkpoints.every_n_steps or settings.checkpoint_every
+    listed = settings.private_hosts
+    if "*" in (listed or ()) or (listed is None and not settings.orchestrated):
+        reachable = None
+    else:
+        hub = urlsplit(settings.file_store_url or "").hostname
+        reachable = (*(listed or ()), *((hub,) if hub else ()))
+    urls = [settings.file_store_url, *(getattr(settings.uploads, name) for name in UPLOAD_URLS)]
+    further = (each if "://" in each else f"https://{each}" for each in settings.token_origins)
+    return replace(
+        settings,
+        dataset=dataset,
+        checkpoint_every=settings.checkpoint_every or every,
+        checkpoints=replace(settings.checkpoints, every_n_steps=every),
+        sample_prompts=tuple(
+            replace(request, seed=settings.sample_seed if request.seed is None else request.seed)
+            for request in settings.sample_prompts
         ),
-        resume_checkpoint_ref=reference("resume_checkpoint_ref", inputs.resume_checkpoint_ref),
+        private_hosts=reachable,
+        token_origins=trusted_origins(urls, further),
     )
 
 
-def _reference(reading: Settings, name: str, text: str) -> str:
-    """`text` as an absolute path if it is one, else as it is."""
-    if "://" in text:
-        return text
-    path = reading.absolute(name, text)
-    return str(path) if os.path.exists(path) or looks_like_path(text) else text
+def _artifact_paths(settings: Settings, sources: Sources, template: str) -> dict[str, Path]:
+    """Where artifacts go, absolute."""
+    # As every relative path of a job: else the same job, started from another folder, would begin anew there.
+    base = sources.folder if template == FILE_ARTIFACTS_DIR else Path.cwd()
+    unset = Path()
+
+    def chosen(name: str, default: Path) -> Path:
+        given: Path = getattr(settings, name)
+        return default if given == unset else given
+
+    folder = folder_name(settings.run_id or UNKNOWN_RUN_ID)
+    root = chosen("artifacts_dir", Path(os.path.abspath(base / template.replace("{run_id}", folder))))
+    paths = {"artifacts_dir": root}
+    for name in ("checkpoints", "samples", "metrics"):
+        paths[f"{name}_dir"] = chosen(f"{name}_dir", root / name)
+    return {**paths, "events_path": chosen("events_path", paths["metrics_dir"] / "events.jsonl")}
 
 
-def _sample_prompts(reading: Settings) -> tuple[SampleRequest, ...]:
-    """The sample requests with their seeds; a request without one uses ``sample_seed``."""
-    seed = reading.pick("sample_seed")
-    requests = reading.pick("sample_prompts", ())
-    return tuple(
-        dataclasses.replace(
-            request,
-            seed=seed if request.seed is None else request.seed,
-            source_image=request.source_image and _reference(reading, "sample_prompts", request.source_image),
+def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
+    """Note settings that exclude each other, and what must be there because of another one."""
+    dataset, inputs = settings.dataset, settings.inputs
+    paths, refs = bool(dataset and dataset.parquet_paths), bool(inputs.dataset_parquet_refs)
+    if paths and refs:
+        errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
+    if settings.mock_batches is not None and (paths or refs):
+        errors.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
+    has_errors = errors.concern_part("dataset") or errors.concern_part("inputs")
+    if dataset and not paths and not refs and settings.mock_batches is None and not has_errors:
+        errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
+    twice = [name for name, count in Counter((dataset and dataset.columns) or ()).items() if count > 1]
+    if twice:
+        text = f"Expected different columns, but received {render_value(twice)} more than once. Name each once."
+        errors.add(f"Invalid `dataset.columns`. {text}", name="dataset.columns")
+    if settings.resume_checkpoint_path and inputs.resume_checkpoint_ref:
+        errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
+    if settings.orchestrated and not settings.capability_token and not errors.concern("capability_token"):
+        errors.add(
+            "An orchestrated run needs a token. Set `TRAINER_CAPABILITY_TOKEN`, or `capability_token` in the job file.",
+            code="startup.missing_capability_token",
         )
-        for request in requests
-    )
+    if settings.checkpoint_every != settings.checkpoints.every_n_steps:
+        errors.add(
+            f"`checkpoint_every` is {settings.checkpoint_every} and `checkpoints.every_n_steps` is "
+            f"{settings.checkpoints.every_n_steps}. They mean the same; give one of them."
+        )
+    fault = fault_of_callbacks(settings.callbacks)
+    if fault:
+        errors.add(f"Invalid `callbacks`. {fault}", name="callbacks")
+    _contradictions_of_recover(settings, errors)
 
 
-def token_origins_of(reading: Settings) -> frozenset[str]:
-    """Origins that may be sent the token: those of the upload URLs, of the file store, and those that were listed."""
-    names = [*(f"uploads.{name}" for name in UPLOAD_URLS), "file_store_url"]
-    return trusted_origins((reading.pick(name) for name in names), reading.pick("token_origins", ()))
+def _contradictions_of_recover(settings: Settings, errors: ConfigErrors) -> None:
+    """Note what keeps `recover` from doing what it says."""
+    recover = settings.recover
+    if recover is None:
+        return
+    if recover.max_attempts < len(recover.ladder) and not errors.concern_part("recover"):
+        errors.invalid(
+            "recover.max_attempts", f"at least {len(recover.ladder)}, the rungs of `ladder`", recover.max_attempts
+        )
+    if settings.on_nonfinite != "warn":
+        errors.add(f"`recover` and `on_nonfinite: {settings.on_nonfinite}` cannot be combined. Remove one of them.")
+    saves = settings.checkpoint_every or settings.checkpoints.every_minutes
+    has_errors = errors.concern_part("checkpoint_every") or errors.concern_part("checkpoints")
+    if "roll_back" in recover.ladder and not saves and not has_errors:
+        errors.add(
+            "`recover.ladder` has 'roll_back', which needs checkpoints, and `checkpoint_every` is 0. Set it, or leave "
+            "that rung out."
+        )
 
 
-def private_hosts_of(reading: Settings) -> tuple[str, ...] | None:
-    """What the references of a job may reach in spite of a private address; None for everything.
+def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
+    """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
+    if "max_steps" in arguments:
+        errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
+    for name in ("max_epochs", "limit_train_batches"):
+        if arguments.get(name, 1) in (0, "0"):
+            errors.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
+    if arguments.get("enable_checkpointing") is False:
+        errors.add(
+            "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
+            "`checkpoint_every` at 0 to save no other."
+        )
+    logger = arguments.get("logger")
+    meant = _LOGGERS.get(str(logger).lower())
+    if meant is not None:
+        package = meant.removesuffix("Logger").lower()
+        install = f" (`pip install {package}` where it is missing)" if package in ("wandb", "mlflow") else ""
+        example = json.dumps({"class_path": f"lightning.pytorch.loggers.{meant}", "init_args": {"save_dir": "x"}})
+        given = "With `true` a job has its event log alone" if logger is True else f'"{logger}" is no class'
+        errors.add(f"Invalid `lightning.logger`. {given}. Name one, such as {example}{install}, or leave it out.")
+    if launches_by_copy(arguments.get("strategy")):
+        errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
+    known = trainer_arguments() if arguments else ()
+    for name in arguments if known else ():
+        if name not in known:
+            errors.add(
+                f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
+            )
 
-    They are kept from private addresses where the run is orchestrated, or a list says which they may reach.
-    """
-    listed = reading.pick("private_hosts")
-    if "*" in (listed or ()) or (listed is None and not reading.pick("orchestrated")):
-        return None
-    hub = urlsplit(reading.pick("file_store_url") or "").hostname
-    return (*(listed or ()), *((hub,) if hub else ()))
+
+_LOGGERS = {
+    "true": "CSVLogger",
+    "csv": "CSVLogger",
+    "mlflow": "MLFlowLogger",
+    "tensorboard": "TensorBoardLogger",
+    "wandb": "WandbLogger",
+}
+"""Words that stand for a logger elsewhere, with the class that is meant."""
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+
+
+def _without_effect(settings: Settings, errors: ConfigErrors) -> None:
+    """Note settings that another one makes pointless, and numbers that were written as texts."""
+    if settings.sample_prompts and not settings.sample_every:
+        errors.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
+    if settings.uploads.sample_url and not settings.sample_every:
+        errors.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
+    if settings.token_origins and not settings.capability_token:
+        errors.warn("`token_origins` has no effect, since there is no token.")
+    for name, value in settings.hyperparams.items():
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            shown = render_value(name)[1:-1]
+            errors.warn(
+                f'`hyperparams.{shown}` is the text "{value}". If the class expects a number, write it without quotes.'
+            )

@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
-from .spec import DatasetSpec, InputsSpec
+from .spec import JobSpec
 
 __all__ = [
     "changes_between",
@@ -38,35 +38,28 @@ NUMBERS = "numbers"
 """Where a record keeps hyperparameters that are numbers, as JSON."""
 
 
-def spec_fields(
-    *,
-    trainer: str,
-    hyperparams: Mapping[str, Any],
-    dataset: DatasetSpec | None,
-    mock_batches: Sequence[Any] | None,
-    inputs: InputsSpec,
-    spec_dir: Path,
-) -> dict[str, str]:
+def spec_fields(job: JobSpec, folder: Path) -> dict[str, str]:
     """Digest of each field that makes up the identity of a job, by dotted name.
 
-    A path under `spec_dir` counts relative to it, so that a folder that was moved is still the same job. Of a URL
+    A path under `folder` counts relative to it, so that a folder that was moved is still the same job. Of a URL
     neither user info nor query counts; a ``#sha256=`` does. A hyperparameter of a secret name does not count.
     """
-    identity: dict[str, Any] = {"trainer": trainer, "hyperparams": _public(hyperparams)}
+    dataset, inputs = job.dataset, job.inputs
+    identity: dict[str, Any] = {"trainer": job.trainer, "hyperparams": _public(job.hyperparams), "seed": job.seed}
     if dataset is not None:
         identity["dataset"] = {
-            "parquet_paths": [_reference(path, spec_dir) for path in dataset.parquet_paths],
+            "parquet_paths": [_reference(path, folder) for path in dataset.parquet_paths],
             "columns": dataset.columns,
             "filters": dataset.filters,
             "shuffle": dataset.shuffle,
             "seed": dataset.seed,
         }
-    if mock_batches is not None:
-        identity["mock_batches"] = list(mock_batches)
+    if job.mock_batches is not None:
+        identity["mock_batches"] = job.mock_batches
     identity["inputs"] = {
-        "base_model_ref": _reference(inputs.base_model_ref, spec_dir),
-        "dataset_parquet_refs": [_reference(ref, spec_dir) for ref in inputs.dataset_parquet_refs],
-        "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, spec_dir),
+        "base_model_ref": _reference(inputs.base_model_ref, folder),
+        "dataset_parquet_refs": [_reference(ref, folder) for ref in inputs.dataset_parquet_refs],
+        "resume_checkpoint_ref": _reference(inputs.resume_checkpoint_ref, folder),
     }
     return {name: _digest(value)[:FIELD_DIGEST_LENGTH] for name, value in _leaves("", identity)}
 
@@ -158,13 +151,8 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reference(reference: str | None, spec_dir: Path) -> str | None:
-    return None if reference is None else without_credentials(_portable(reference, spec_dir))
-
-
-def _portable(path: str, spec_dir: Path) -> str:
-    prefix = f"{spec_dir}/"
-    return path.removeprefix(prefix)
+def _reference(reference: str | None, folder: Path) -> str | None:
+    return None if reference is None else without_credentials(reference.removeprefix(f"{folder}/"))
 
 
 def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -118,46 +119,57 @@ def epochs_of(config: RunConfig) -> int:
 
 
 def _callbacks(config: RunConfig) -> list[dict[str, Any]]:
-    job = config.job
-    requests = [
-        {name: value for name, value in dataclasses.asdict(request).items() if value not in (None, "")}
-        for request in config.sample_prompts
-    ]
-    given = {} if config.recover is None else dataclasses.asdict(config.recover)
-    recover = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-    watch = _class(
-        "genlight.callbacks.WatchNonfinite", policy=config.on_nonfinite, every_n_steps=job.metric_every or 50
-    )
-    validate = None if config.validate is None else dataclasses.asdict(config.validate)
-    evaluation = [] if validate is None else [_class("genlight.callbacks.Evaluate", **validate)]
-    return [
-        _class(
-            "genlight.callbacks.StopRequests",
-            cancel_file=None if config.cancel_file is None else str(config.cancel_file),
-            max_runtime_s=config.max_runtime_s,
-            canceled=config.canceled,
-        ),
-        *evaluation,
-        _class("genlight.callbacks.LogMetrics", every_n_steps=job.metric_every),
-        _class(
-            "genlight.callbacks.WriteSamples",
-            directory=str(config.samples_dir),
-            every_n_steps=job.sample_every,
-            requests=requests,
-            seed=config.sample_seed,
-        ),
-        _class("genlight.callbacks.JobProgress"),
-        _class("genlight.callbacks.Goodput"),
-        _class("genlight.callbacks.SystemMonitor"),
-        _class("genlight.callbacks.Recover", **recover) if recover else watch,
-        _class("genlight.callbacks.WatchHangs", directory=str(config.artifacts_dir / "hangs")),
-        _class(
-            "genlight.callbacks.Checkpoint",
-            dirpath=str(config.checkpoints_dir),
-            every_n_steps=job.checkpoint_every,
-            weights=config.checkpoint_weights,
-        ),
-    ]
+    """The standard callbacks as the job's `callbacks` changes them, then those that it adds."""
+    chosen = _standard_arguments(config)
+    for name, change in config.callbacks.items():
+        if change is False:
+            chosen.pop(name, None)
+        else:
+            chosen[name] = {**chosen.get(name, {}), **(change if isinstance(change, dict) else {})}
+    return [_class(f"genlight.callbacks.{name}", **arguments) for name, arguments in chosen.items()]
+
+
+def _standard_arguments(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """The callbacks that a job runs without naming them, in order, with their arguments."""
+    checkpoints = config.checkpoints
+    given = {
+        "StopRequests": {
+            "cancel_file": None if config.cancel_file is None else str(config.cancel_file),
+            "max_runtime_s": config.max_runtime_s,
+            "canceled": config.canceled,
+        },
+        "Evaluate": _plain(config.validate),
+        "LogMetrics": {"every_n_steps": config.metric_every},
+        "WriteSamples": {
+            "directory": str(config.samples_dir),
+            "every_n_steps": config.sample_every,
+            "requests": [
+                {name: value for name, value in _plain(request).items() if value not in (None, "")}
+                for request in config.sample_prompts
+            ],
+            "seed": config.sample_seed,
+        },
+        "JobProgress": {},
+        "Goodput": {},
+        "SystemMonitor": {},
+        "Recover": _plain(config.recover),
+        "WatchNonfinite": {"policy": config.on_nonfinite, "every_n_steps": config.metric_every or 50},
+        "WatchHangs": {"directory": str(config.artifacts_dir / "hangs")},
+        "Checkpoint": {
+            "dirpath": str(config.checkpoints_dir),
+            **_plain(checkpoints),
+            "keep_last": checkpoints.keep_last or None,
+        },
+    }
+    unwanted = {"Evaluate": config.validate is None, "Recover": config.recover is None}
+    unwanted["WatchNonfinite"] = config.recover is not None
+    return {name: arguments for name, arguments in given.items() if not unwanted.get(name)}
+
+
+def _plain(block: msgspec.Struct | None) -> dict[str, Any]:
+    """A block as keyword arguments that YAML can write."""
+    given = {} if block is None else dict(msgspec.to_builtins(block))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.LightningDataModule | None:
@@ -189,17 +201,8 @@ def _data(config: RunConfig, parquet_paths: Sequence[str]) -> dict[str, Any] | N
     paths = list(parquet_paths) or (list(dataset.parquet_paths) if dataset is not None else [])
     if dataset is None or not paths:
         return None
-    given = dataclasses.asdict(dataset)
-    options = {name: value for name, value in given.items() if name not in ("parquet_paths", "epochs")}
-    return _class(
-        "genlight.adapter.ArrowDataModule",
-        parquet_paths=paths,
-        **{
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in options.items()
-            if value is not None
-        },
-    )
+    options = {name: value for name, value in _plain(dataset).items() if value is not None and name != "epochs"}
+    return _class("genlight.adapter.ArrowDataModule", **{**options, "parquet_paths": paths})
 
 
 def _class(class_path: str, /, **arguments: Any) -> dict[str, Any]:

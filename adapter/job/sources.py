@@ -1,122 +1,210 @@
-"""What each source says about a run, and which of them wins.
+"""What a job file, the environment and ``--set`` say, put together as one object.
 
-Each setting is resolved on its own: ``--set`` first, then the environment, then the job spec, then the default.
+Each setting is resolved on its own: ``--set`` first, then the environment, then the job file, then the default.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..plumbing.folder_name import folder_name
 from ..plumbing.redaction import secrets_in
 from ..plumbing.text import nearest
-from .environment import BY_SETTING, read_environment
+from .environment import JOB_VARIABLE, VARIABLES, read_environment, value_of
 from .errors import ConfigErrors
-from .overrides import Overrides, apply_overrides, parse_overrides
-from .spec import JobSpec
-from .spec_file import read_job_spec
-from .spec_keys import ALIASES, inner_keys
-from .spec_parsing import DEEPEST, WHOLE_SPEC, parse_job_spec
-from .trainer_arguments import ENDS_WITH_ITS_PROCESSES, launches_by_copy, trainer_arguments
+from .keys import Key, job_keys, key_at, keys_of, settings_keys
+from .parsing import DEEPEST, canonical, is_deeper_than, under_one_name
 
-__all__ = ["Settings", "artifact_paths", "artifacts_template", "folder_name", "read_settings", "require_settings"]
+__all__ = ["JOB_FILE", "Sources", "read_job_file", "read_sources"]
 
-ENVIRONMENT_ARTIFACTS_DIR = "/tmp/training"  # noqa: S108 -- the contract's own default for containers
-FILE_ARTIFACTS_DIR = "runs/{run_id}"
+JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
+"""Words for where a setting comes from; of the environment it is the variable's name."""
+
+WHOLE_JOB = "job spec"
+"""Name of errors that leave no key of the job to speak of."""
+
+LARGEST_FILE_BYTES = 128 << 20
+"""Of a job file; a device, or data named by mistake, would fill the memory."""
+
+MOST_DIGITS = 400
+"""Of an integer; Python itself refuses more than it was told to, which differs between processes."""
+
+LONGEST_NAME = 60
+_FOR_EDITORS = "$schema"
+"""Names the JSON Schema from which an editor completes; says nothing about the job."""
+_YAML = (".yaml", ".yml")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What each source says, before one of them wins."""
+@dataclass
+class Sources:
+    """The settings that something gives, and where each comes from."""
 
-    spec: JobSpec
-    environment: Mapping[str, Any] = field(repr=False)
-    overrides: Overrides
-    spec_path: Path | None
-    readable: bool
-    """Whether the file of the job spec held a JSON object."""
-    given: frozenset[str]
-    """Dotted names, two levels deep, that the job spec and the command line give."""
+    path: Path | None
+    """The job file; None where none is named."""
+    merged: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Settings as the job file spells them, with those of the environment and ``--set`` in place."""
+    of: dict[str, str] = field(default_factory=dict)
+    """The source of each setting, by dotted name."""
+    readable: bool = False
+    """Whether there is a job file that holds a JSON object."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
     """The token, what stands under secret names in the job, and credentials of its URLs."""
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def pick(self, name: str, default: Any = None) -> Any:
-        """The value of a setting from the first source that gives one; notes which that was."""
-        value, source = self._find(name)
-        self.sources[name] = source if value is not None else "default"
-        return default if value is None else value
-
-    def _find(self, name: str) -> tuple[Any, str]:
-        if name in self.overrides.settings:
-            return self.overrides.settings[name], "--set"
-        in_spec = _field(self.spec, name)
-        if in_spec is not None and self.overrides.covers(name):
-            return in_spec, "--set"
-        if name in self.environment:
-            return self.environment[name], BY_SETTING[name].name
-        return in_spec, "job spec" if name in self.given else "default"
-
-    def path(self, name: str, default: Path | None = None) -> Path | None:
-        """A path setting, absolute: from the spec's folder if the spec gives it, else from the working directory."""
-        text = self.pick(name)
-        return default if text is None else self.absolute(name, text)
-
-    def absolute(self, name: str, text: str) -> Path:
-        """`text`, which is the setting `name` or a part of it, as an absolute path."""
-        path = os.path.expanduser(text)
-        if self.sources.get(name) == "job spec":
-            path = os.path.join(self.spec_dir, path)
-        return Path(os.path.abspath(path))
 
     @property
-    def spec_dir(self) -> Path:
-        """The folder of the job spec; the working directory for one that came through a pipe."""
-        if self.spec_path is None or self.spec_path.parts[1:2] in (("dev",), ("proc",)):
+    def folder(self) -> Path:
+        """The folder of the job file; the working directory for one that came through a pipe."""
+        if self.path is None or self.path.parts[1:2] in (("dev",), ("proc",)):
             return Path.cwd()
-        return self.spec_path.parent
+        return self.path.parent
+
+    def source_of(self, name: str) -> str:
+        """Where a setting comes from, by its dotted name; that of an entry of a list is the list's."""
+        name = name.partition("[")[0]
+        while name not in self.of and "." in name:
+            name = name.rpartition(".")[0]
+            if keys_in(name):
+                return DEFAULT  # the block is given, and this key of it is not
+        return self.of.get(name, DEFAULT)
+
+    def folder_of(self, name: str) -> Path:
+        """Where a relative path of a setting starts: a job file's at its folder, others at the working directory."""
+        return self.folder if self.source_of(name) == JOB_FILE else Path.cwd()
+
+    def put(self, path: tuple[str, ...], value: Any, source: str) -> bool:
+        """Set what is at `path`, copying the objects on the way; False where something on it is no object."""
+        target = self.merged
+        for name in path[:-1]:
+            inner = target.get(name)
+            if inner is not None and not isinstance(inner, dict):
+                return False
+            target[name] = dict(inner or {})
+            target = target[name]
+        target[path[-1]] = value
+        depth = next(depth for depth in range(len(path), -1, -1) if not depth or key_at(path[:depth]) is not None)
+        self.note(".".join(path[: depth or 1]), value if depth == len(path) else None, source)
+        return True
+
+    def note(self, name: str, value: Any, source: str) -> None:
+        """Note the source of a setting, and of the keys of a block."""
+        for older in [older for older in self.of if older.startswith(f"{name}.")]:
+            del self.of[older]
+        self.of[name] = source
+        keys = keys_in(name)
+        for inner in value if keys and isinstance(value, dict) else ():
+            self.of[f"{name}.{inner}"] = source
 
 
-def read_settings(
-    spec_path: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
-) -> Settings:
+def keys_in(name: str) -> Mapping[str, Key]:
+    """The keys of the block `name`, dotted; none where it is not a block."""
+    key = key_at(tuple(name.split(".")))
+    return keys_of(key.block) if key is not None and key.block is not None else {}
+
+
+def read_sources(
+    job_file: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
+) -> Sources:
     """Read all sources and note their errors; never raises because of what they hold."""
-    environment = read_environment(environ, errors)
-    path = _spec_path(spec_path, environment, errors)
-    raw = None if path is None else read_job_spec(path, errors)
-    set_by_hand = parse_overrides(overrides, errors)
-    merged = _without_half_characters("", apply_overrides(raw or {}, set_by_hand, errors), errors)
-    spec = parse_job_spec(merged, errors)
-    tokens = (
-        merged.get("capability_token"),
-        (raw or {}).get("capability_token"),
-        environ.get("TRAINER_CAPABILITY_TOKEN", "").strip(),
-    )
+    sources = Sources(_path_of_job(job_file, environ, errors))
+    raw = None if sources.path is None else read_job_file(sources.path, errors)
+    sources.readable = raw is not None
+    for name, value in under_one_name(_of_job(raw or {}, errors), job_keys(), errors).items():
+        sources.put((name,), value, JOB_FILE)
+    for setting, value in read_environment(environ, errors).items():
+        (variable,) = (each.name for each in VARIABLES if each.setting == setting)
+        sources.put(tuple(setting.split(".")), value, variable)  # a block that is no object is an error of its own
+    for text in overrides:
+        _override(text, sources, errors)
+    tokens = ((raw or {}).get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
-    if not errors.concern(WHOLE_SPEC):  # else it may be nested too deeply to be looked through
-        secrets += [*secrets_in(merged), *secrets_in(raw or {})]
-    readable = raw is not None and not errors.concern(WHOLE_SPEC)
-    return Settings(spec, environment, set_by_hand, path, readable, frozenset(_names(merged)), tuple(secrets))
+    if is_deeper_than(sources.merged, DEEPEST):
+        errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.", name=WHOLE_JOB)
+        sources.merged, sources.readable = {}, False
+    else:
+        secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
+        sources.merged = _without_half_characters("", sources.merged, errors)
+    sources.secrets = tuple(secrets)
+    return sources
 
 
-def _without_half_characters(name: str, value: Any, errors: ConfigErrors, levels: int = DEEPEST) -> Any:
+def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
+    text = environ.get(JOB_VARIABLE, "").strip() if given is None else os.fspath(given)
+    if not text or any(ord(character) < 32 for character in text):
+        errors.add(
+            f"No job file was given. Name its path as an argument or in `{JOB_VARIABLE}`.",
+            code="startup.missing_job_spec_path",
+        )
+        return None
+    return Path("/dev/stdin" if text == "-" else os.path.abspath(os.path.expanduser(text)))
+
+
+def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
+    """`raw` without what is not for a job file to say."""
+    elsewhere = {name: key for name, key in settings_keys().items() if name not in job_keys()}
+    for name in raw.keys() & elsewhere.keys():
+        variable = elsewhere[name].about.variable
+        errors.warn(f"`{name}` is ignored in a job file. Set `{variable}`, or give `--set {name}=...`.")
+    return {name: value for name, value in raw.items() if name not in elsewhere and name != _FOR_EDITORS}
+
+
+def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
+    """Apply one ``key.sub=value``. The value is JSON, else the text itself; later ones win."""
+    name, separator, value = text.partition("=")
+    path = tuple(part.strip() for part in name.strip().split("."))
+    if not separator or not all(path):
+        # Not what stands behind the sign: it may be a token.
+        shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
+        errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
+        return
+    path = (canonical(path[0], settings_keys()), *path[1:])
+    known: Mapping[str, Key] = settings_keys()
+    for depth, part in enumerate(path):
+        if not known:
+            break
+        if canonical(part, known) not in known:
+            offered = nearest(part, known)
+            errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{offered}")
+            return
+        path = (*path[:depth], canonical(part, known), *path[depth + 1 :])
+        known = keys_in(".".join(path[: depth + 1]))
+    dotted, key = ".".join(path), key_at(path)
+    if key is not None and path[0] not in job_keys():
+        decoded = value_of(f"--set {dotted}", key, value, errors, setting=dotted)
+        if decoded is None:
+            return
+    else:
+        decoded = _decoded(value, key)
+        if key is not None and key.block is not None and isinstance(decoded, dict):
+            decoded = under_one_name(decoded, keys_of(key.block), errors, f"{dotted}.")
+    if not sources.put(path, decoded, COMMAND_LINE):
+        errors.add(f"`--set {dotted}` cannot be applied: `{path[0]}` is not an object.")
+
+
+def _decoded(text: str, key: Key | None) -> Any:
+    """The value of `text`. A key that is a text keeps what was typed, so that ``run_id=17`` needs no quotes."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if key is not None and key.is_text and not isinstance(value, str | None) else value
+
+
+def _without_half_characters(name: str, value: Any, errors: ConfigErrors) -> Any:
     """`value` with each half of a surrogate pair spelled out, which is an error: nothing can be written with it.
 
     Bytes of a path that are not UTF-8 stand in a text as such halves too; those the system can encode.
     """
-    if levels < 0:
-        return value  # an error of its own
     if isinstance(value, dict):
         return {
-            _whole(name, key, errors): _without_half_characters(f"{name}.{key}".lstrip("."), inner, errors, levels - 1)
+            _whole(name, key, errors): _without_half_characters(f"{name}.{key}".lstrip("."), inner, errors)
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [_without_half_characters(f"{name}[{at}]", inner, errors, levels - 1) for at, inner in enumerate(value)]
+        return [_without_half_characters(f"{name}[{at}]", inner, errors) for at, inner in enumerate(value)]
     return _whole(name, value, errors) if isinstance(value, str) else value
 
 
@@ -133,143 +221,97 @@ def _whole(name: str, text: str, errors: ConfigErrors) -> str:
     return text
 
 
-def _names(raw: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in raw.items():
-        yield ALIASES[""].get(name, name)
-        if inner_keys(name) and isinstance(value, Mapping):
-            yield from (f"{name}.{ALIASES.get(name, {}).get(inner, inner)}" for inner in value)
-
-
-def _spec_path(
-    given: str | os.PathLike[str] | None, environment: Mapping[str, Any], errors: ConfigErrors
-) -> Path | None:
-    text = environment.get("job_spec_path") if given is None else os.fspath(given)
-    if not text:
+def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
+    """The JSON object in the file at `path`; None when that is not possible, which is then an error."""
+    try:
+        content = _content(path) if path.is_file() else _content_of_pipe(path)
+    except FileNotFoundError:
         errors.add(
-            "No job spec was given. Name its path as an argument or in `TRAINER_JOB_SPEC_PATH`.",
-            code="startup.missing_job_spec_path",
+            f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
         )
         return None
-    return Path("/dev/stdin" if text == "-" else os.path.abspath(os.path.expanduser(text)))
-
-
-def _field(spec: JobSpec, name: str) -> Any:
-    """The field of the spec behind a dotted setting name; empty containers count as not given."""
-    value: Any = spec
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return None if value in ((), {}) else value
-
-
-def require_settings(reading: Settings, errors: ConfigErrors) -> None:
-    """Note what must be there and is not, and settings that exclude each other."""
-    if reading.readable:
-        for name, example in (("run_id", '"run_id": "my-run"'), ("max_steps", '"max_steps": 1000')):
-            if getattr(reading.spec, name) is None and not errors.concern(name):
-                errors.add(f"`{name}` is missing. Add {example} to the job spec.", name=name)
-        if reading.pick("trainer") is None and not errors.concern("trainer"):
-            errors.add(
-                'No trainer is named. Add "trainer": "module:Class" to the job spec, or set `TRAINER_PLUGIN`.',
-                code="startup.missing_trainer_import",
-            )
-    if reading.pick("orchestrated") and not reading.pick("capability_token") and not errors.concern("capability_token"):
-        errors.add(
-            "An orchestrated run needs a token. Set `TRAINER_CAPABILITY_TOKEN`, or `capability_token` in the job spec.",
-            code="startup.missing_capability_token",
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        errors.add(f"The job spec {str(path)!r} cannot be read: {reason}. Name a readable JSON file.")
+        return None
+    if len(content) > LARGEST_FILE_BYTES:
+        errors.add(f"The job spec {str(path)!r} has more than {LARGEST_FILE_BYTES >> 20} MiB. Name a JSON file.")
+        return None
+    if not content.strip():
+        pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
+        errors.add(f"The job spec {str(path)!r} is empty{pipe}. Expected a JSON object, {{...}}.")
+        return None
+    try:
+        decoded = json.loads(
+            content, parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
         )
-    _refuse_contradictions(reading.spec, errors)
-    _refuse_unrecoverable(reading, errors)
-    _refuse_lightning_arguments(reading.spec.lightning, errors)
-    _warn_of_no_effect(reading, errors)
+    except RecursionError:
+        errors.add(f"The job spec {str(path)!r} is nested too deeply.")
+        return None
+    except ValueError as error:
+        way_out = " A LightningCLI configuration is for `genlight fit --config`." if path.suffix in _YAML else ""
+        why = _habit(error)
+        errors.add(f"The job spec {str(path)!r} is not JSON: {_decode_reason(error)}.{why}{way_out}")
+        return None
+    if not isinstance(decoded, dict):
+        errors.add(f"The job spec {str(path)!r} holds {_kind(decoded)}. Expected a JSON object, {{...}}.")
+        return None
+    return decoded
 
 
-def _refuse_contradictions(spec: JobSpec, errors: ConfigErrors) -> None:
-    paths = bool(spec.dataset and spec.dataset.parquet_paths)
-    refs = bool(spec.inputs.dataset_parquet_refs)
-    if paths and refs:
-        errors.add("`dataset.parquet_paths` and `inputs.dataset_parquet_refs` both name the data. Give one of them.")
-    if spec.mock_batches is not None and (paths or refs):
-        errors.add("`mock_batches` and Parquet files are both given. Leave one of them out.")
-    has_errors = errors.concern_part("dataset.parquet_paths") or errors.concern_part("inputs")
-    if spec.dataset and not paths and not refs and spec.mock_batches is None and not has_errors:
-        errors.add("`dataset` names no files. Add `dataset.parquet_paths` or `inputs.dataset_parquet_refs`.")
-    if spec.resume_checkpoint_path and spec.inputs.resume_checkpoint_ref:
-        errors.add("`resume_checkpoint_path` and `inputs.resume_checkpoint_ref` are both given. Give one of them.")
+def _content(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST_FILE_BYTES + 1)
 
 
-def _refuse_unrecoverable(reading: Settings, errors: ConfigErrors) -> None:
-    """Note what keeps `recover` from doing what it says."""
-    recover = reading.spec.recover
-    if recover is None:
-        return
-    policy = reading.pick("on_nonfinite", "warn")
-    if policy != "warn":
-        errors.add(f"`recover` and `on_nonfinite: {policy}` cannot be combined. Remove one of them.")
-    if (
-        "roll_back" in recover.ladder
-        and not reading.pick("checkpoint_every")
-        and not errors.concern("checkpoint_every")
+@functools.cache
+def _content_of_pipe(path: Path) -> bytes:
+    """Kept, for a failed start reads the spec once more to find out where to report."""
+    return _content(path)
+
+
+def _decode_reason(error: ValueError) -> str:
+    """Why decoding failed; the messages of a UnicodeDecodeError would quote the file's bytes."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not {error.encoding}"
+    return str(error).rstrip(".")
+
+
+def _habit(error: ValueError) -> str:
+    """A sentence about what other formats allow at this place, after a space; empty where it is none of that."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    before, rest = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if rest.startswith(("//", "/*", "#")):
+        return " JSON has no comments; remove it."
+    if rest.startswith("'"):
+        return " JSON has double quotes alone."
+    if (before.endswith(",") and rest[:1] in ("}", "]", "")) or (
+        rest.startswith(",") and rest[1:].lstrip()[:1] in "}]"
     ):
-        errors.add(
-            "`recover.ladder` has 'roll_back', which needs checkpoints, and `checkpoint_every` is 0. Set it, or leave "
-            "that rung out."
-        )
+        return " Remove the comma after the last entry."
+    return ""
 
 
-def _refuse_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
-    """Note what contradicts a job, and what ``lightning.pytorch.Trainer`` would refuse much later as unknown."""
-    if "max_steps" in arguments:
-        errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
-    for name in ("max_epochs", "limit_train_batches"):
-        if arguments.get(name, 1) in (0, "0"):
-            errors.add(f"Invalid `lightning.{name}`. With 0 nothing would be trained; remove it, or raise it.")
-    if arguments.get("enable_checkpointing") is False:
-        errors.add(
-            "Invalid `lightning.enable_checkpointing`. A job saves its final checkpoint; remove this one, and leave "
-            "`checkpoint_every` at 0 to save no other."
-        )
-    if arguments.get("logger") is True:
-        errors.add(
-            "Invalid `lightning.logger`. A job has its event log already, and `true` would add none. Name a logger, "
-            'such as {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}, or leave '
-            "it out."
-        )
-    if launches_by_copy(arguments.get("strategy")):
-        errors.add(f"Invalid `lightning.strategy`. With {arguments['strategy']!r} {ENDS_WITH_ITS_PROCESSES}.")
-    known = trainer_arguments() if arguments else ()
-    for name in arguments if known else ():
-        if name not in known:
-            errors.add(
-                f"Invalid `lightning.{name}`. `lightning.pytorch.Trainer` has no such argument.{nearest(name, known)}"
-            )
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
-def _warn_of_no_effect(reading: Settings, errors: ConfigErrors) -> None:
-    """Note settings that another one makes pointless."""
-    spec = reading.spec
-    if spec.sample_prompts and not spec.sample_every:
-        errors.warn("`sample_prompts` has no effect, since `sample_every` is 0.")
-    if reading.pick("uploads.sample_url") and not spec.sample_every:
-        errors.warn("`uploads.sample_url` has no effect, since `sample_every` is 0.")
-    if reading.pick("token_origins") and not reading.pick("capability_token"):
-        errors.warn("`token_origins` has no effect, since there is no token.")
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def artifacts_template(spec_path: object, default: str | os.PathLike[str] | None) -> str:
-    """Where artifacts go if no setting says so, with ``{run_id}`` for the run's folder name."""
-    if default is not None:
-        return os.fspath(default)
-    return ENVIRONMENT_ARTIFACTS_DIR if spec_path is None else FILE_ARTIFACTS_DIR
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} appears twice in one object")
+        found[name] = value
+    return found
 
 
-def artifact_paths(reading: Settings, template: str, run_id: str) -> dict[str, Path]:
-    """Where artifacts go, by the name of the `RunConfig` field."""
-    # As every relative path of a job: else the same job, started from another folder, would begin anew there.
-    base = reading.spec_dir if template == FILE_ARTIFACTS_DIR else Path.cwd()
-    default = Path(os.path.abspath(base / template.replace("{run_id}", folder_name(run_id))))
-    root = reading.path("artifacts_dir") or default
-    paths = {"artifacts_dir": root}
-    for name in ("checkpoints", "samples", "metrics"):
-        paths[f"{name}_dir"] = reading.path(f"{name}_dir") or root / name
-    paths["events_path"] = reading.path("events_path") or paths["metrics_dir"] / "events.jsonl"
-    return paths
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -13,8 +13,7 @@ from pathlib import Path
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import TerminalPayload, UploadConfig, Uploader
 from ..contract.exceptions import EventLogError, GenlightError, StartupContractError
-from ..job.errors import ConfigErrors
-from ..job.sources import artifact_paths, artifacts_template, read_settings
+from ..job.config import ARTIFACT_FOLDERS, UNKNOWN_RUN_ID, read_run_config
 from ..plumbing.failures import EXIT_STARTUP, Failure, describe_failure
 from .artifact_dirs import untrusted_dirs
 from .outcome import log_failure
@@ -23,9 +22,6 @@ from .ranks.this_rank import is_rank_zero
 __all__ = ["UNKNOWN_RUN_ID", "FailureSinks", "report_startup_failure", "resolve_failure_sinks"]
 
 log = logging.getLogger(__name__)
-
-UNKNOWN_RUN_ID = "unknown"
-"""Stands for the run's id in a report about a job spec that names none."""
 
 STARTUP_DEADLINE_S = 10.0
 """How long a run that cannot start tries to say so."""
@@ -54,19 +50,20 @@ def resolve_failure_sinks(
 
     Every sound setting counts, whatever is wrong with the others.
     """
-    reading = read_settings(spec_path, overrides, os.environ if environ is None else environ, ConfigErrors())
-    template = artifacts_template(spec_path, default_artifacts_dir)
-    run_id = reading.spec.run_id
-    paths = artifact_paths(reading, template, run_id or UNKNOWN_RUN_ID)
-    placed = run_id is not None or "{run_id}" not in template
-    safe = bool(reading.pick("shared_artifacts")) or not untrusted_dirs(paths)
-    given = any(reading.pick(name) is not None for name in ("artifacts_dir", "metrics_dir", "events_path"))
+    config, _ = read_run_config(
+        spec_path=spec_path, overrides=overrides, environ=environ, default_artifacts_dir=default_artifacts_dir
+    )
+    paths = {name: getattr(config, name) for name in (*ARTIFACT_FOLDERS, "events_path")}
+    template = default_artifacts_dir or ("" if spec_path is None else "{run_id}")
+    placed = bool(config.run_id) or "{run_id}" not in str(template)
+    safe = config.shared_artifacts or not untrusted_dirs(paths)
+    given = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
     return FailureSinks(
-        run_id=run_id or UNKNOWN_RUN_ID,
-        events_path=paths["events_path"] if safe and (placed or given) else None,
-        terminal_url=reading.pick("uploads.terminal_url"),
-        token=reading.pick("capability_token"),
-        secrets=reading.secrets,
+        run_id=config.run_id or UNKNOWN_RUN_ID,
+        events_path=config.events_path if safe and (placed or given) else None,
+        terminal_url=config.uploads.terminal_url,
+        token=config.token,
+        secrets=config.secrets,
     )
 
 

@@ -18,6 +18,7 @@ from ...callbacks.checkpoint.storage.commit import sweep
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ..contract.exceptions import BrokenCheckpointError, ContractError, StartupContractError, TrainingCanceled
+from ..helpers import seed_everything
 from ..inputs import MaterializedInputs, materialize_inputs
 from ..inputs.progress import shown_progress
 from ..job.config import RunConfig
@@ -115,6 +116,8 @@ class Training:
             place = shown_path(start.record.path)
             log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
         self.progress.preparing = "model-load"
+        if config.seed is not None:
+            seed_everything(config.seed)
         with on_sys_path([config.spec_dir, Path.cwd()]):
             return self._train(_load_trainer(config), inputs, start, shadow)
 
@@ -141,7 +144,6 @@ class Training:
             plugin,
             self.config.job,
             model_handles=inputs.model_handles(),
-            sync_each_batch=self.config.sync_each_batch,
         )
         record = start.record
         beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -226,7 +228,8 @@ class Training:
         config = self.config
         if self.outcome is None:
             return {}
-        return run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
+        found = run_metadata(project, secrets=config.secrets, tags=config.tags, notes=config.notes)
+        return found if config.seed is None else {**found, "seed": config.seed}
 
     def _attach(self, trainer: pl.Trainer, plugin: TrainerPlugin, metadata: Mapping[str, Any]) -> None:
         """Give the callbacks and loggers that were made from the configuration what lives in this process."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.job.spec_keys import inner_keys, spec_keys
+from genlight.adapter.job.keys import job_keys, keys_of
 from genlight.adapter.plumbing.failures import describe_failure
 from genlight.adapter.run.startup_failure import resolve_failure_sinks
 from genlight.reporters import EventLog, read_events
@@ -26,9 +26,11 @@ VALUE = st.recursive(
     max_leaves=6,
 )
 INNER = {
-    name: st.dictionaries(st.sampled_from(sorted(inner_keys(name))), VALUE) for name in spec_keys() if inner_keys(name)
+    name: st.dictionaries(st.sampled_from(sorted(keys_of(key.block))), VALUE)
+    for name, key in job_keys().items()
+    if key.block is not None
 }
-FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in spec_keys()})
+FIELDS = st.fixed_dictionaries({}, optional={name: VALUE | INNER.get(name, VALUE) for name in job_keys()})
 
 
 @pytest.fixture(scope="module")

@@ -6,35 +6,24 @@ Exit codes: 0 the job can start, 2 it cannot.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import operator
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from ...contract.exceptions import StartupContractError
-from ...contract.types import TrainingJobSpec
-from ...job.config import (
-    DEFAULT_UPLOAD_DEADLINE_S,
-    dataset_of,
-    inputs_of,
-    private_hosts_of,
-    run_config_of,
-    token_origins_of,
-)
+from ...job.config import ARTIFACT_FOLDERS, RunConfig, read_run_config
 from ...job.errors import ConfigErrors
-from ...job.overrides import COMMAND_LINE_SETTINGS
-from ...job.sources import Settings, artifact_paths, artifacts_template, read_settings, require_settings
-from ...job.spec import UPLOAD_URLS, DatasetSpec
-from ...job.spec_keys import inner_keys, spec_keys
+from ...job.keys import all_keys
+from ...job.spec import UPLOAD_URLS
 from ...plumbing.finding import Finding, Level
-from ...plumbing.redaction import HIDDEN, redact
-from ...plumbing.urls import hide_urls
-from ...run.startup_failure import UNKNOWN_RUN_ID
+from ...plumbing.redaction import redact, without_secrets
 from ..config_files import is_configuration_name
 from ..parser import add_overrides
 from .grace_check import check_grace
@@ -55,11 +44,6 @@ __all__ = ["add_arguments", "diagnose", "run"]
 SOUND, FAULTY = 0, 2
 NETWORK_PATIENCE_S = 4.0
 LONGEST_VALUE = 100
-SECRET_KEY = re.compile(r"token|secret|passw|credential|api_?key|authorization", re.IGNORECASE)
-PATHS = frozenset(
-    {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path"}
-    | {"resume_checkpoint_path", "cancel_file_path"}
-)
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault"}
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
@@ -82,14 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if is_configuration_name(args.job):
         return _run_on_configuration(args)
     began = time.monotonic()
-    faults = ConfigErrors()
-    settings = read_settings(args.job, args.set or (), os.environ, faults)
-    require_settings(settings, faults)
-    template = artifacts_template(args.job, None)
-    findings = list(diagnose(settings, faults, template, began + NETWORK_PATIENCE_S))
-    # Without a spec the table would hold defaults alone.
-    table = ["", *_table(settings, template, defaults=args.all)] if settings.readable else []
-    shown = redact("\n".join([*_report(findings), *table]), settings.secrets)
+    config, errors = read_run_config(spec_path=args.job, overrides=args.set or ())
+    findings = list(diagnose(config, errors, began + NETWORK_PATIENCE_S))
+    # Without a job file the table would hold defaults alone.
+    table = ["", *_table(config, defaults=args.all)] if config.given.readable else []
+    shown = redact("\n".join([*_report(findings), *table]), config.secrets)
     sys.stdout.write(shown + "\n")
     return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
@@ -105,52 +86,47 @@ def _run_on_configuration(args: argparse.Namespace) -> int:
     return FAULTY if any(finding.level == "fail" for finding in findings) else SOUND
 
 
-def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: float) -> Iterator[Finding]:
+def diagnose(config: RunConfig, errors: ConfigErrors, deadline: float) -> Iterator[Finding]:
     """Every finding about a job, whatever else is wrong with it.
 
     Args:
-        settings: What the sources say.
-        faults: What is known to be wrong with them.
-        template: Where artifacts go by default.
+        config: What can be told of the run.
+        errors: What is known to be wrong with its settings.
         deadline: When to stop waiting for the network, as ``time.monotonic`` counts.
     """
     network, unusable = None, None
     try:
-        network = _ask_network(settings)
+        network = _ask_network(config)
     except StartupContractError as problem:
         unusable = Finding("network", "fail", str(problem))
-    error = faults.exception(secrets=settings.secrets)
-    config = run_config_of(settings, template, faults) if error is None else None
-    if error is None:
-        yield Finding("settings", "pass", f"{settings.spec_path} and environment are sound")
-    for fault in faults.found:
-        yield Finding("settings", "fail", f"{fault.code}: {fault.text}")
-    yield from (Finding("settings", "warn", warning) for warning in faults.warnings)
-    yield from _check_token(settings)
-    if settings.spec.run_id is not None or settings.pick("artifacts_dir") is not None:
-        resumes = bool(settings.pick("resume_from_latest") or settings.pick("resume_checkpoint_path"))
-        resumes = resumes or settings.spec.inputs.resume_checkpoint_ref is not None
-        yield from check_artifacts(
-            _paths(settings, template), resumes=resumes, shared=bool(settings.pick("shared_artifacts"))
-        )
-        if config is not None and resumes and config.inputs.resume_checkpoint_ref is None:
+    sound = not errors.found
+    if sound:
+        yield Finding("settings", "pass", f"{config.spec_path} and environment are sound")
+    for error in errors.found:
+        yield Finding("settings", "fail", f"{error.code}: {error.text}")
+    yield from (Finding("settings", "warn", warning) for warning in errors.warnings)
+    yield from _check_token(config)
+    if config.run_id or config.source_of("artifacts_dir") != "default":
+        from_ref = config.inputs.resume_checkpoint_ref is not None
+        resumes = config.resume_from_latest or config.resume_checkpoint_path is not None or from_ref
+        paths = {name: getattr(config, name) for name in (*ARTIFACT_FOLDERS, "events_path")}
+        yield from check_artifacts(paths, resumes=resumes, shared=config.shared_artifacts)
+        if sound and resumes and not from_ref:
             yield from check_checkpoints(config)
-        if config is not None:
+        if sound:
             yield from check_grace(config)
             yield from check_stop(config)
-    yield from check_targets(settings.pick("uploads.targets", ()))
-    dataset = dataset_of(settings)
-    if dataset is not None:
-        yield from check_dataset(dataset)
+    yield from check_targets(config.uploads.targets)
+    if config.dataset is not None:
+        yield from check_dataset(config.dataset)
     about_trainer, about_devices = list[Finding](), list[Finding]()
-    trainer = settings.pick("trainer")
-    if trainer is not None:
-        about_trainer = list(check_trainer(trainer, [settings.spec_dir, Path.cwd()]))
+    if config.trainer:
+        about_trainer = list(check_trainer(config.trainer, [config.spec_dir, Path.cwd()]))
         yield from about_trainer
-    if error is None or asks_for_devices(settings.spec.lightning):
-        about_devices = list(check_devices(settings.spec.lightning))
+    if sound or asks_for_devices(config.lightning):
+        about_devices = list(check_devices(config.lightning))
         yield from about_devices
-    if config is not None and not any(finding.level == "fail" for finding in [*about_trainer, *about_devices]):
+    if sound and not any(finding.level == "fail" for finding in [*about_trainer, *about_devices]):
         yield from check_training(config)
     if unusable is not None:
         yield unusable
@@ -158,23 +134,24 @@ def diagnose(settings: Settings, faults: ConfigErrors, template: str, deadline: 
         yield from network.findings(deadline)
 
 
-def _ask_network(settings: Settings) -> Any:
+def _ask_network(config: RunConfig) -> Any:
     from .network_checks import NetworkChecks
 
-    names = [f"uploads.{name}" for name in UPLOAD_URLS] + ["file_store_url"]
+    urls = {f"uploads.{name}": getattr(config.uploads, name) for name in UPLOAD_URLS}
+    urls["file_store_url"] = config.file_store_url
     return NetworkChecks(
-        urls={name: url for name in names if (url := settings.pick(name)) is not None},
-        inputs=inputs_of(settings),
-        token=settings.pick("capability_token"),
-        token_origins=token_origins_of(settings),
-        file_store_url=settings.pick("file_store_url"),
-        private_hosts=private_hosts_of(settings),
+        urls={name: url for name, url in urls.items() if url is not None},
+        inputs=config.inputs,
+        token=config.token,
+        token_origins=config.token_origins,
+        file_store_url=config.file_store_url,
+        private_hosts=config.private_hosts,
     )
 
 
-def _check_token(settings: Settings) -> Iterator[Finding]:
-    origins = sorted(token_origins_of(settings))
-    if settings.pick("capability_token") is None:
+def _check_token(config: RunConfig) -> Iterator[Finding]:
+    origins = sorted(config.token_origins)
+    if config.token is None:
         if origins:
             yield Finding("token", "warn", f"none is set; {', '.join(origins)} will be asked without one")
         return
@@ -187,69 +164,33 @@ def _check_token(settings: Settings) -> Iterator[Finding]:
             yield Finding("token", "warn", f"travels to {origin} without encryption; use https://")
 
 
-def _paths(settings: Settings, template: str) -> dict[str, Path]:
-    return artifact_paths(settings, template, settings.spec.run_id or UNKNOWN_RUN_ID)
-
-
-def _table(settings: Settings, template: str, *, defaults: bool) -> list[str]:
+def _table(config: RunConfig, *, defaults: bool) -> list[str]:
     """One line for each setting that a source gives, or that holds by default if asked for: name, source, value."""
-    by_default = _defaults(settings, template)
     rows = []
-    for name in [*_names(), *COMMAND_LINE_SETTINGS]:
-        value = settings.pick(name)
-        if value is None or name in PATHS:
-            value = by_default.get(name)
-        shown = _shown(name, value)
-        if defaults or settings.sources[name] != "default":
-            rows.append((name, settings.sources[name], shown))
+    for name, key in all_keys():
+        value = operator.attrgetter(name)(config) if getattr(config, name.partition(".")[0]) is not None else None
+        source = config.source_of(name)
+        if key.block is None and (defaults or source != "default"):
+            rows.append((name, source, _shown(name, value)))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = []
     for name, source, shown in rows:
         line = f"{name:<{widths[0]}}  {source:<{widths[1]}}  {shown}"
         lines.append(_styled("dim", line) if source == "default" else line)
     hint = "" if defaults else "; --all shows the defaults too"
-    return [f"settings of {settings.spec_path or 'the environment'}{hint}", *lines]
-
-
-def _names() -> Iterator[str]:
-    """Settings of the job spec, dotted, as they are resolved."""
-    for name in spec_keys():
-        inner = inner_keys(name) if name != "validate" else {}
-        yield from (f"{name}.{key}" for key in inner) if inner else (name,)
-
-
-def _defaults(settings: Settings, template: str) -> dict[str, Any]:
-    """What holds where no source says anything; and paths, which are shown absolute wherever they come from."""
-    job = {f.name: f.default for f in dataclasses.fields(TrainingJobSpec) if f.default is not dataclasses.MISSING}
-    dataset = {f"dataset.{f.name}": f.default for f in dataclasses.fields(DatasetSpec)} if settings.spec.dataset else {}
-    flags = {"resume_from_latest": False, "orchestrated": False, "canceled": False}
-    others = {name: settings.path(name) for name in ("resume_checkpoint_path", "cancel_file_path")}
-    paths = {name: path and str(path) for name, path in {**_paths(settings, template), **others}.items()}
-    return {**job, **dataset, **flags, **paths, "upload_deadline_seconds": DEFAULT_UPLOAD_DEADLINE_S}
+    return [f"settings of {config.spec_path}{hint}", *lines]
 
 
 def _shown(name: str, value: Any) -> str:
-    if value is None or value == "" or value == ():
+    """A value for the table, short and without secrets; a path is of use whole, or not at all."""
+    if value is None or value in ("", (), frozenset()):
         return "-"
-    if SECRET_KEY.search(name) and name != "token_origins":
-        return HIDDEN
-    text = value if isinstance(value, str) else json.dumps(_masked(value), default=_plain)
-    text = hide_urls(text)
-    is_short = name in PATHS or len(text) <= LONGEST_VALUE  # a path is of use whole, or not at all
-    return text if is_short else f"{text[: LONGEST_VALUE - 1]}…"
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: v for f in dataclasses.fields(value) if (v := getattr(value, f.name)) not in (None, "")}
-    return str(value)
-
-
-def _masked(value: Any) -> Any:
-    """`value` without what its key says is a secret."""
-    if isinstance(value, Mapping):
-        return {key: HIDDEN if SECRET_KEY.search(str(key)) else _masked(inner) for key, inner in value.items()}
-    return [_masked(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, Path):
+        return str(value)
+    value = without_secrets({name.rpartition(".")[2]: msgspec.to_builtins(value, order="sorted")})
+    (value,) = value.values()
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
 def _report(findings: list[Finding]) -> list[str]:

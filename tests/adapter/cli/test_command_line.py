@@ -324,7 +324,7 @@ def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):
     done = genlight("run", "", TRAINER_JOB_SPEC_PATH="other.json")
 
     assert done.returncode == 2
-    assert "startup.missing_job_spec_path: No job spec was given." in done.stderr
+    assert "startup.missing_job_spec_path: No job file was given." in done.stderr
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ def test_a_word_that_is_neither_true_nor_false_is_a_warning():
 
 def test_the_documented_variables_are_read():
     assert {variable.name for variable in VARIABLES} == {
-        "TRAINER_JOB_SPEC_PATH",
         "TRAINER_PLUGIN",
         *(f"TRAINER_{name}_DIR" for name in ("ARTIFACTS", "CHECKPOINTS", "SAMPLES", "METRICS")),
         "TRAINER_EVENTS_PATH",

@@ -9,10 +9,22 @@ import jsonschema
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
+from genlight.adapter.job.environment import VARIABLES
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.reference import GROUPS, SCHEMA_FILE, job_reference, job_schema, schema_text
-from genlight.adapter.job.spec_keys import ALIASES, inner_keys, spec_keys
-from genlight.adapter.job.spec_parsing import parse_job_spec
+from genlight.adapter.job.keys import job_keys, keys_of
+from genlight.adapter.job.lightning_config import instantiate, lightning_config
+from genlight.adapter.job.parsing import Parser
+from genlight.adapter.job.reference import (
+    SCHEMA_FILE,
+    callbacks_reference,
+    job_outline,
+    job_reference,
+    job_schema,
+    schema_text,
+    variables_reference,
+)
+from genlight.adapter.job.spec import Settings
+from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 
 DIGITS = Path(__file__).parents[3] / "examples" / "digits" / "job.json"
 
@@ -42,44 +54,57 @@ def test_what_the_schema_refuses_the_parser_refuses(job):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(job, job_schema())
     errors = ConfigErrors()
-    parse_job_spec(job, errors)
+    Parser(errors).block(Settings, job, complete=False)
     assert errors.found
 
 
-def test_a_job_may_name_its_schema_for_editors():
-    errors = ConfigErrors()
-    parse_job_spec({"$schema": "job.schema.json", "request_id": "r"}, errors)
-    assert (errors.found, errors.warnings) == ([], [])
-    assert "$schema" in job_schema()["properties"]
-    assert set(ALIASES[""]) < set(job_schema()["properties"])
+def test_a_job_may_name_its_schema_for_editors(tmp_path):
+    (tmp_path / "job.json").write_text(
+        '{"$schema": "job.schema.json", "request_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}'
+    )
+    config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
+    assert (config.run_id, config.warnings) == ("r", ())
+    assert {"$schema", "request_id"} < set(job_schema()["properties"])
+    assert {"base_model_ref", "base_model_url"} < set(job_schema()["$defs"]["InputsSpec"]["properties"])
 
 
-def test_the_outline_has_every_key_in_one_group():
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(spec_keys())
+def test_the_outline_and_the_tables_have_every_key():
+    blocks = [job_keys(), *(keys_of(key.block) for key in job_keys().values() if key.block is not None)]
+    names = [name for keys in blocks for name in keys]
+    assert [name for name in names if name not in job_outline()] == []
+    assert [name for name in names if f"| `{name}` |" not in job_reference()] == []
+    assert [name for name in STANDARD_CALLBACKS if f"| `{name}` |" not in callbacks_reference()] == []
+    assert [each.name for each in VARIABLES if f"| `{each.name}` |" not in variables_reference()] == []
 
 
-def test_the_table_names_every_key():
-    made = job_reference()
-    keys = [*spec_keys(), *(key for block in spec_keys() for key in inner_keys(block))]
-    assert [key for key in keys if f"| `{key}` |" not in made] == []
-
-
-def test_the_defaults_of_the_top_level_are_those_that_a_run_has(tmp_path):
-    """A key that a job leaves out; the parser keeps None for it, since the environment may still say it."""
+def test_the_defaults_of_the_table_are_those_that_a_run_has(tmp_path):
     (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
     config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
+    rows = [line for line in job_reference().partition("#### `recover`")[0].splitlines() if line.startswith("| `")]
+    for name in ("metric_every", "checkpoint_every", "sample_every", "on_nonfinite", "max_runtime_seconds"):
+        (row,) = [row for row in rows if row.startswith(f"| `{name}`")]
+        assert f"| `{json.dumps(getattr(config, name))}` |" in row
 
-    found = {
-        name: getattr(config.job, name, getattr(config, name, None))
-        for name in ("metric_every", "checkpoint_every", "sample_every", "trainer_api_version")
-    } | {
-        "on_nonfinite": config.on_nonfinite,
-        "resume_from_latest": config.resume_from_latest,
-        "orchestrated": config.orchestrated,
-        "max_runtime_seconds": config.max_runtime_s or 0,
-    }
-    table = job_reference().partition("#### `dataset.`")[0]
-    for name, value in found.items():
-        (row,) = [line for line in table.splitlines() if line.startswith(f"| `{name}`")]
-        assert f"| `{json.dumps(value)}` |" in row
+
+def test_what_is_said_to_run_in_a_job_is_what_runs_there(tmp_path):
+    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "validate": {"every_n_steps": 1}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
+    run = [each["class_path"].rpartition(".")[2] for each in lightning_config(config)["trainer"]["callbacks"]]
+    added_on_several_ranks, instead = "ReplicaGuard", "Recover"
+    said = [name for name, callback in STANDARD_CALLBACKS.items() if callback.in_job]
+    assert [name for name in said if name not in (added_on_several_ranks, instead)] == run
+
+
+def test_a_job_changes_leaves_out_and_adds_callbacks(tmp_path):
+    changes = {"Goodput": False, "WatchHangs": {"floor_s": 60}, "Heartbeat": {"interval_steps": 5}}
+    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "callbacks": changes}
+    job["checkpoints"] = {"every_minutes": 5, "keep_last": 0, "monitor": "x", "mode": "max", "weights": "trained"}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    trainer, _ = instantiate(resolve_run_config(spec_path=tmp_path / "job.json", environ={}))
+    made = {type(each).__name__: each for each in trainer.callbacks}
+    assert "Goodput" not in made
+    assert (made["WatchHangs"].floor_s, made["WatchHangs"].directory.name) == (60, "hangs")
+    assert made["Heartbeat"].interval_steps == 5
+    assert (made["Checkpoint"].retention.keep_last, made["Checkpoint"].retention.mode) == (None, "max")
+    assert made["Checkpoint"].weights == "trained"

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 from pathlib import Path
 
 import pytest
 
+from genlight.adapter.job.config import read_run_config
 from genlight.adapter.job.errors import ConfigErrors
-from genlight.adapter.job.spec import JobSpec, SampleRequest, ValidateSpec
-from genlight.adapter.job.spec_file import read_job_spec
-from genlight.adapter.job.spec_keys import ALIASES, inner_keys, keys_of, spec_keys
-from genlight.adapter.job.spec_parsing import parse_job_spec
+from genlight.adapter.job.keys import job_keys, keys_of
+from genlight.adapter.job.sources import read_job_file
+from genlight.adapter.job.spec import DatasetSpec, InputsSpec, RecoverSpec, SampleRequest, UploadUrls, ValidateSpec
+
+MINIMAL = {"run_id": "r", "trainer": "m:T", "max_steps": 5}
 
 
-def parse(**fields):
-    errors = ConfigErrors()
-    return parse_job_spec(fields, errors), [error.text for error in errors.found], errors.warnings
+@pytest.fixture
+def parse(tmp_path):
+    """Resolves a job of the minimal fields and those given; gives it, its errors and its warnings."""
+
+    def parsed(**fields):
+        (tmp_path / "job.json").write_text(json.dumps({**MINIMAL, **fields}))
+        config, errors = read_run_config(spec_path=tmp_path / "job.json", environ={})
+        return config, [error.text for error in errors.found], errors.warnings
+
+    return parsed
 
 
 def test_every_documented_key_is_known():
-    assert {*spec_keys(), *ALIASES[""]} == {
-        *(
-            "run_id",
-            "request_id",
-            "trainer",
-            "trainer_api_version",
-            "max_steps",
-            "metric_every",
-            "checkpoint_every",
-        ),
+    assert {*job_keys(), *(key.about.alias for key in job_keys().values() if key.about.alias)} == {
+        *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
         *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "mock_batches", "inputs"),
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "recover", "tags", "notes", "checkpoint_weights", "sync_each_batch"),
+        *("on_nonfinite", "recover", "tags", "notes", "seed", "checkpoints", "callbacks"),
     }
-    assert set(inner_keys("dataset")) == {
+    assert set(keys_of(DatasetSpec)) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
-        *("filters", "drop_last", "shuffle_window", "readahead_bytes", "workers", "collate"),
+        *("filters", "drop_last", "shuffle_window", "workers", "collate"),
     }
-    assert set(inner_keys("uploads")) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
-    assert set(inner_keys("inputs")) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
+    assert set(keys_of(UploadUrls)) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
+    assert set(keys_of(InputsSpec)) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
     assert len(keys_of(SampleRequest)) == 7
-    assert all(key.description for block in ("dataset", "inputs", "uploads") for key in inner_keys(block).values())
-    assert all(key.description for key in spec_keys().values())
+    blocks = [job_keys(), *(keys_of(key.block) for key in job_keys().values() if key.block is not None)]
+    assert all(key.description for keys in blocks for key in keys.values())
 
 
-def test_further_targets_of_uploads_are_urls():
+def test_further_targets_of_uploads_are_urls(parse):
     spec, errors, _ = parse(uploads={"targets": ["hf://me/digits", "s3://bucket/runs"]})
     assert (spec.uploads.targets, errors) == (("hf://me/digits", "s3://bucket/runs"), [])
     wrong = ["/tmp/x", "s3://", "hf://me", "hf://a/b/c", "hf:///b"]
@@ -87,7 +87,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "text"), WRONG)
-def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name, value, text):
+def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name, value, text, parse):
     _, errors, _ = parse(**{name: value})
     assert len(errors) == 1
     assert errors[0].startswith(f"Invalid `{name}`. Expected ")
@@ -112,13 +112,13 @@ def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name,
         ("uploads", "sample_url", "http://host:port/"),
     ],
 )
-def test_a_fault_within_a_block_is_named_by_its_dotted_name(block, name, value):
+def test_a_fault_within_a_block_is_named_by_its_dotted_name(block, name, value, parse):
     _, errors, _ = parse(**{block: {name: value}})
     assert len(errors) == 1
     assert errors[0].startswith(f"Invalid `{block}.{name}`. Expected ")
 
 
-def test_entries_of_lists_are_named_by_their_place():
+def test_entries_of_lists_are_named_by_their_place(parse):
     _, errors, _ = parse(dataset={"parquet_paths": ["a", 2, ""]}, sample_prompts=["3", 4, {"prompt": 5, "seed": "x"}])
     assert [error.split("`")[1] for error in errors] == [
         "dataset.parquet_paths[1]",
@@ -129,7 +129,7 @@ def test_entries_of_lists_are_named_by_their_place():
     ]
 
 
-def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
+def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others(parse):
     _, errors, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
     assert sorted(errors) == [
         "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0.",
@@ -145,8 +145,8 @@ def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others():
         [[["a", "<", 5]], [["b", "not in", ["x"]], ["c", "!=", True]]],
     ],
 )
-def test_filters_are_conditions_or_lists_of_them(filters):
-    spec, errors, _ = parse(dataset={"filters": filters})
+def test_filters_are_conditions_or_lists_of_them(filters, parse):
+    spec, errors, _ = parse(dataset={"parquet_paths": ["x"], "filters": filters})
     assert (spec.dataset.filters, errors) == (filters, [])
 
 
@@ -154,34 +154,43 @@ def test_filters_are_conditions_or_lists_of_them(filters):
     "filters",
     [[], [[]], ["a", "<", 5], [["a", "<"]], [["a", "<<", 5]], [[5, "<", 5]], [["a", "in", 5]], [[["a", "<", 5], 3]]],
 )
-def test_filters_of_another_form_are_told_the_operators(filters):
+def test_filters_of_another_form_are_told_the_operators(filters, parse):
     _, errors, _ = parse(dataset={"filters": filters, "collate": "torhc"})
     assert [error.partition(". ")[0] for error in errors] == ["Invalid `dataset.filters`", "Invalid `dataset.collate`"]
     assert "operators are =, ==, !=, <, >, <=, >=, in, not in" in errors[0]
 
 
-def test_all_faults_of_a_spec_are_found_in_one_go():
+def test_all_faults_of_a_spec_are_found_in_one_go(parse):
     _, errors, _ = parse(**{name: value for name, value, _ in reversed(WRONG)})
     assert len(errors) == len({name for name, _, _ in WRONG})
 
 
-def test_an_unknown_key_is_a_warning_and_at_the_top_an_error_where_a_known_one_is_near():
+def test_an_unknown_key_is_a_warning_and_an_error_where_a_known_one_is_near_at_every_depth(parse):
     """A run that drops `checkpoint_evry` in silence would train without checkpoints."""
-    _, errors, warnings = parse(metrics_every=3, zzz=1, dataset={"batchsize": 4}, uploads={"metric_url": "http://h"})
-    assert errors == ["Unknown key `metrics_every`. Did you mean `metric_every`?"]
-    assert warnings == [
-        "Unknown key `zzz` is ignored.",
-        "Unknown key `dataset.batchsize` is ignored. Did you mean `batch_size`?",
-        "Unknown key `uploads.metric_url` is ignored. Did you mean `metrics_url`?",
+    _, errors, warnings = parse(
+        metrics_every=3, zzz=1, dataset={"batchsize": 4, "yyy": 1}, sample_prompts=[{"promt": "a"}], sample_every=1
+    )
+    assert errors == [
+        "Unknown key `metrics_every`. Did you mean `metric_every`?",
+        "Unknown key `dataset.batchsize`. Did you mean `batch_size`?",
+        "Unknown key `sample_prompts[0].promt`. Did you mean `prompt`?",
     ]
+    assert warnings == ["Unknown key `zzz` is ignored.", "Unknown key `dataset.yyy` is ignored."]
 
 
-def test_null_and_blank_texts_count_as_absent():
-    spec, errors, warnings = parse(run_id=None, owner="  ", max_steps=None, dataset=None, uploads={"sample_url": ""})
-    assert (spec, errors, warnings) == (JobSpec(), [], [])
+def test_null_and_blank_texts_count_as_absent(parse):
+    spec, errors, warnings = parse(seed=None, owner="  ", dataset=None, uploads={"sample_url": ""})
+    assert (spec.seed, spec.owner, spec.dataset, spec.uploads, errors, warnings) == (
+        None,
+        "",
+        None,
+        UploadUrls(),
+        [],
+        [],
+    )
 
 
-def test_request_id_is_an_alias_that_run_id_beats_with_a_warning():
+def test_request_id_is_an_alias_that_run_id_beats_with_a_warning(parse):
     assert parse(request_id="r")[0].run_id == "r"
     spec, errors, warnings = parse(request_id="r", run_id="x")
     assert (spec.run_id, errors) == ("x", [])
@@ -189,7 +198,7 @@ def test_request_id_is_an_alias_that_run_id_beats_with_a_warning():
     assert parse(request_id="r", run_id="r")[2] == []
 
 
-def test_sample_prompts_are_texts_or_objects():
+def test_sample_prompts_are_texts_or_objects(parse):
     spec, errors, _ = parse(sample_prompts=["3", {"prompt": "cat", "task": "i2i", "seed": 4, "name": "cat"}])
     assert errors == []
     assert spec.sample_prompts == (
@@ -198,7 +207,7 @@ def test_sample_prompts_are_texts_or_objects():
     )
 
 
-def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fault():
+def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fault(parse):
     spec, errors, _ = parse(inputs={"base_model_url": "http://h/m", "dataset_parquet_urls": ["http://h/a"]})
     assert errors == []
     assert spec.inputs.base_model_ref == "http://h/m"
@@ -209,7 +218,7 @@ def test_ref_and_url_are_two_spellings_of_one_input_and_two_different_ones_a_fau
     ]
 
 
-def test_neither_repr_nor_fault_shows_a_token_or_a_url_query():
+def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
     spec, _, _ = parse(capability_token="canary-1")
     assert "canary" not in repr(spec)
     _, errors, _ = parse(
@@ -248,7 +257,7 @@ def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, rea
     path = tmp_path / "job.json"
     path.write_bytes(content)
     errors = ConfigErrors()
-    assert read_job_spec(path, errors) is None
+    assert read_job_file(path, errors) is None
     assert len(errors.found) == 1
     assert reason in errors.found[0].text
     assert str(path) in errors.found[0].text
@@ -257,54 +266,110 @@ def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, rea
 
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
     errors = ConfigErrors()
-    assert read_job_spec(tmp_path / "none.json", errors) is None
-    assert read_job_spec(tmp_path, errors) is None
+    assert read_job_file(tmp_path / "none.json", errors) is None
+    assert read_job_file(tmp_path, errors) is None
     assert [error.code for error in errors.found] == ["startup.missing_job_spec_path", "startup.invalid_job_spec"]
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path):
     path = tmp_path / "job.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"run_id": "r"}).encode())
-    assert read_job_spec(path, ConfigErrors()) == {"run_id": "r"}
+    assert read_job_file(path, ConfigErrors()) == {"run_id": "r"}
 
 
-def test_all_that_is_wrong_with_a_ladder_is_named():
+def test_all_that_is_wrong_with_a_ladder_is_named(parse):
     _, errors, _ = parse(recover={"ladder": ["skip", "jump"], "faults": [], "lr_factor": 1, "good_steps": -1})
     assert errors == [
         'Invalid `recover.ladder[1]`. Expected "skip", "lower_lr" or "roll_back", but received "jump".',
+        "Invalid `recover.faults`. Expected at least one entry, but received []. Leave it out for the default.",
         "Invalid `recover.lr_factor`. Expected a number between 0 and 1, but received 1.",
         "Invalid `recover.good_steps`. Expected an integer >= 1, but received -1.",
-        "Invalid `recover.faults`. Expected at least one entry, but received []. Leave it out for the default.",
     ]
-    _, errors, _ = parse(recover={"max_attempts": 2})
+    _, errors, _ = parse(recover={"max_attempts": 2}, checkpoint_every=5)
     assert errors == ["Invalid `recover.max_attempts`. Expected at least 3, the rungs of `ladder`, but received 2."]
 
 
-def test_the_defaults_of_a_recover_block_are_those_of_the_callback():
+def test_the_defaults_of_a_recover_block_are_those_of_the_callback(parse):
     from genlight.callbacks import Recover
 
-    spec, errors, _ = parse(recover={})
+    spec, errors, _ = parse(recover={}, checkpoint_every=5)
     assert errors == []
     parameters = inspect.signature(Recover).parameters
-    assert {f.name: getattr(spec.recover, f.name) for f in dataclasses.fields(spec.recover)} == {
+    assert {name: getattr(spec.recover, name) for name in RecoverSpec.__struct_fields__} == {
         name: parameter.default for name, parameter in parameters.items() if name not in ("scenario", "path")
     }
 
 
-def test_a_validate_block_names_its_cadence():
-    _, errors, warnings = parse(validate={"every_n_step": 10})
-    assert errors == ['`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.']
-    assert warnings == ["Unknown key `validate.every_n_step` is ignored. Did you mean `every_n_steps`?"]
+def test_a_validate_block_names_its_cadence(parse):
+    assert parse(validate={"every_n_step": 10})[1] == [
+        "Unknown key `validate.every_n_step`. Did you mean `every_n_steps`?"
+    ]
+    missing = '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or leave out `validate`.'
+    assert parse(validate={"critical": True})[1] == parse(validate={})[1] == [missing]
     spec, errors, _ = parse(validate={"every_n_steps": 10, "critical": True})
     assert (spec.validate, errors) == (ValidateSpec(every_n_steps=10, critical=True), [])
-    assert parse(validate={})[1] == []
     assert parse(validate={"every_n_steps": "x"})[1] == [
         'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
     ]
 
 
+def test_checkpoints_are_one_block_whose_cadence_has_its_old_name_too(parse):
+    spec, errors, _ = parse(checkpoints={"every_n_steps": 7, "keep_best": 3, "monitor": "eval/x", "mode": "max"})
+    assert (spec.checkpoint_every, spec.job.checkpoint_every, errors) == (7, 7, [])
+    assert parse(checkpoint_every=7)[0].checkpoints.every_n_steps == 7
+    _, errors, _ = parse(checkpoint_every=7, checkpoints={"every_n_steps": 8})
+    assert errors == [
+        "`checkpoint_every` is 7 and `checkpoints.every_n_steps` is 8. They mean the same; give one of them."
+    ]
+
+
+def test_the_seed_of_a_job_is_that_of_its_data_unless_the_dataset_has_one(parse):
+    data = {"parquet_paths": ["x"]}
+    assert parse(seed=3, dataset=data)[0].dataset.seed == 3
+    assert parse(seed=3, dataset={**data, "seed": 4})[0].dataset.seed == 4
+    assert parse(dataset=data)[0].dataset.seed == 0
+    assert parse(seed=2**32)[1] == [
+        "Invalid `seed`. Expected an integer from 0 to 4294967295, but received 4294967296."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fault"),
+    [
+        ({"SystemMonitr": False}, "There is no callback `SystemMonitr`. Did you mean `SystemMonitor`?"),
+        ({"SystemMonitor": 3}, "`SystemMonitor` takes true, false or an object of arguments."),
+        ({"Checkpoint": False}, "`Checkpoint` cannot be left out, since it saves checkpoints as `checkpoints` says."),
+        ({"Evaluate": {}}, "`Evaluate` is set by the key `validate` of the job; give its arguments there."),
+    ],
+)
+def test_callbacks_are_changed_by_names_that_exist(parse, chosen, fault):
+    (error,) = parse(callbacks=chosen)[1]
+    assert error.startswith(f"Invalid `callbacks`. {fault}")
+    assert parse(callbacks={"SystemMonitor": False, "WatchHangs": {"floor_s": 60}, "Heartbeat": True})[1] == []
+
+
+def test_what_only_the_environment_says_is_named_where_a_job_file_says_it(parse):
+    spec, errors, warnings = parse(artifacts_dir="/elsewhere", shared_artifacts=True)
+    assert (errors, spec.shared_artifacts) == ([], False)
+    said = "`{}` is ignored in a job file. Set `TRAINER_{}`, or give `--set {}=...`."
+    assert sorted(warnings) == [said.format(name, name.upper(), name) for name in ("artifacts_dir", "shared_artifacts")]
+
+
+def test_a_number_that_is_written_as_a_text_is_said(parse):
+    assert parse(hyperparams={"lr": "0.01", "name": "v1"})[2] == [
+        '`hyperparams.lr` is the text "0.01". If the class expects a number, write it without quotes.'
+    ]
+
+
+@pytest.mark.parametrize("logger", ["wandb", True])
+def test_a_logger_that_is_no_class_is_refused_with_one(parse, logger):
+    (error,) = parse(lightning={"logger": logger})[1]
+    assert '"class_path": "lightning.pytorch.loggers.' in error
+    assert ("pip install wandb" in error) is (logger == "wandb")
+
+
 def test_a_file_without_end_is_refused_before_it_fills_the_memory(monkeypatch):
-    monkeypatch.setattr("genlight.adapter.job.spec_file.LARGEST_SPEC_BYTES", 1 << 20)
+    monkeypatch.setattr("genlight.adapter.job.sources.LARGEST_FILE_BYTES", 1 << 20)
     errors = ConfigErrors()
-    assert read_job_spec(Path("/dev/zero"), errors) is None
+    assert read_job_file(Path("/dev/zero"), errors) is None
     assert [error.text for error in errors.found] == ["The job spec '/dev/zero' has more than 1 MiB. Name a JSON file."]

@@ -189,7 +189,7 @@ def test_a_job_leaves_out_what_its_class_builds(tmp_path, caplog):
         "trainer": "adapter_of_job:Trainer",
         "max_steps": 4,
         "checkpoint_every": 2,
-        "checkpoint_weights": "trained",
+        "checkpoints": {"weights": "trained"},
         "resume_from_latest": True,
         "mock_batches": [{}] * 8,
         "lightning": {"accelerator": "cpu"},
@@ -204,8 +204,8 @@ def test_a_job_leaves_out_what_its_class_builds(tmp_path, caplog):
     assert (record.step, record.attempt) == (6, 2)
     assert len(record.left_out) == 2
     assert sum(file.size for file in record.files if file.path.endswith("model.safetensors")) < 40 * 40 * 4
-    assert main(["run", str(tmp_path / "job.json"), "--set", "checkpoint_weights=some"]) == 2
-    assert 'Invalid `checkpoint_weights`. Expected "all" or "trained"' in caplog.text
+    assert main(["run", str(tmp_path / "job.json"), "--set", "checkpoints.weights=some"]) == 2
+    assert 'Invalid `checkpoints.weights`. Expected "all" or "trained"' in caplog.text
     module = ContractModule.load_from_checkpoint(
         checkpoints / "final.json", plugin="adapter_of_job:Trainer", job=TrainingJobSpec("adapted", 6)
     )

@@ -1,43 +1,38 @@
-"""The pods of a rendered manifest, as processes with its command and variables, and what its policy makes of them."""
+"""The pods of `examples/kubernetes/job.yaml` as processes, and what its policy makes of their exit codes."""
 
+import functools
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 pytestmark = pytest.mark.slow
 
+MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
+
 
 @pytest.fixture
 def pods(job, kill_after):
-    """Starts what `genlight k8s render` says, each pod a process; gives them, and the policy for their exit codes."""
+    """Starts what the manifest says, each pod a process; gives them, and the policy for their exit codes."""
 
-    def started(*options):
-        command = [
-            sys.executable,
-            "-m",
-            "genlight.adapter.cli",
-            "k8s",
-            "render",
-            str(job.spec),
-            "--image",
-            "genlight:1",
-        ]
-        words = ["--volume", f"claim:{job.folder}", "--nodes", "2", *options]
-        done = subprocess.run([*command, *words], cwd=job.folder, capture_output=True, text=True, check=True)
-        config_map, _, manifest = yaml.safe_load_all(done.stdout)
+    def started(ranks=1):
+        (manifest,) = (each for each in yaml.safe_load_all(MANIFEST.read_text()) if each["kind"] == "Job")
+        config_map = {"data": {"job.json": job.spec.read_text()}}
         spec = mount(config_map["data"], job.folder / "etc")
         pod = manifest["spec"]["template"]["spec"]["containers"][0]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place |= {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks * manifest["spec"]["completions"])}
         environ = {variable["name"]: variable.get("value") for variable in pod["env"]} | place
+        environ.pop("TRAINER_CAPABILITY_TOKEN")
         arguments = [str(spec) if word == "/etc/genlight/job.json" else word for word in pod["command"][1:]]
+        changes = {"devices=8": f"devices={ranks}", "/shared/digits/runs/digits": str(job.out)}
+        arguments = [functools.reduce(lambda text, old: text.replace(old, changes[old]), changes, w) for w in arguments]
         processes = []
         for index in range(manifest["spec"]["completions"]):
             own = environ | {"NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index)}
@@ -122,7 +117,7 @@ def test_a_rank_that_is_killed_on_a_further_node_ends_all_pods_which_counts(job,
     """Its own node's first process is the one to see it; a pod that ends takes the rest of its processes along."""
     (job.folder / "places.py").write_text(PLACES)
     write(job, {"at": "train_step:20", "rank": 3, "holds": 60.0}, trainer="places:Trainer")
-    processes, rules = pods("--ranks-per-node", "2")
+    processes, rules = pods(ranks=2)
     job.wait_until(lambda: job.reached(3), processes[1])
     os.kill(int((job.folder / "reached-3").read_text()), signal.SIGKILL)
 

@@ -1,0 +1,153 @@
+"""The settings of a job as a table, read from the annotations in `spec`."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .spec import LARGEST, About, JobSpec, Rule, Settings
+
+__all__ = ["Key", "all_keys", "job_keys", "key_at", "keys_of", "settings_keys"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a job, or of a block in it."""
+
+    name: str
+    type: Any
+    """What msgspec converts a plain value to; of a block its struct, of a list ``tuple`` or ``frozenset``."""
+    rule: Rule
+    block: type[msgspec.Struct] | None = None
+    """The struct of a key that holds an object with known keys."""
+    is_path: bool = False
+    """Whether the text becomes a ``Path``."""
+    item: Key | None = None
+    """What each entry of a list must be."""
+    least_entries: int = 0
+    description: str = ""
+    examples: tuple[Any, ...] = ()
+    about: About = field(default_factory=About)
+    default: Any = None
+    is_required: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is a text, so that ``--set key=17`` means the text "17"."""
+        return self.type_is(str)
+
+    def type_is(self, plain: type) -> bool:
+        """Whether it is a plain value of that type."""
+        return _plain(self.type) is plain
+
+    def fault(self, value: Any) -> str:
+        """What was expected in place of a plain `value`; empty where it can be used."""
+        try:
+            converted = msgspec.convert(value, self.type)
+        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):  # the last of half a surrogate pair
+            converted = None
+        if converted is not None and self.rule.holds(converted):
+            return ""
+        too_large = type(value) is int and value > LARGEST and ">=" in self.rule.expected
+        return f"{self.rule.expected} and below 2**63" if too_large else self.rule.expected
+
+
+def job_keys() -> Mapping[str, Key]:
+    """The keys of the top level of a job file."""
+    return keys_of(JobSpec)
+
+
+def settings_keys() -> Mapping[str, Key]:
+    """The same, and the settings that a job file cannot give."""
+    return keys_of(Settings)
+
+
+@cache
+def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
+    """The keys of one of the structs in `spec`, by name, in order."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    keys = {}
+    for each in msgspec.structs.fields(struct):
+        default = None if each.required else each.default
+        if each.default_factory is not msgspec.NODEFAULT:
+            default = each.default_factory()
+        keys[each.name] = _key(each.name, hints[each.name], default, is_required=each.required)
+    return keys
+
+
+def key_at(path: tuple[str, ...]) -> Key | None:
+    """The key at `path`, whose first part is a setting; None where there is none."""
+    known, key = settings_keys(), None
+    for name in path:
+        key = known.get(name)
+        known = keys_of(key.block) if key is not None and key.block is not None else {}
+    return key
+
+
+def all_keys() -> Iterator[tuple[str, Key]]:
+    """Every setting with its dotted name; those of a block follow it."""
+    for name, key in settings_keys().items():
+        yield name, key
+        if key.block is not None:
+            yield from ((f"{name}.{inner}", each) for inner, each in keys_of(key.block).items())
+
+
+def _key(name: str, annotation: Any, default: Any = None, *, is_required: bool = False) -> Key:
+    value = _without_none(annotation)
+    plain, metas = _plain(value), [*_metas(annotation), *_metas(value)]
+    extras = [meta.extra for meta in metas if meta.extra]
+    rules = [extra["rule"] for extra in extras if "rule" in extra]
+    common: dict[str, Any] = {
+        "description": next((meta.description for meta in metas if meta.description), ""),
+        "examples": next((tuple(meta.examples) for meta in metas if meta.examples), ()),
+        "about": next((extra["about"] for extra in extras if "about" in extra), About()),
+        "default": default,
+        "is_required": is_required,
+    }
+    if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
+        return Key(name, plain, Rule("an object"), block=plain, **common)
+    if typing.get_origin(plain) in (tuple, frozenset):
+        least = next((meta.min_length for meta in metas if meta.min_length), 0)
+        entry = _key(name, typing.get_args(plain)[0])
+        return Key(name, typing.get_origin(plain), Rule("a list"), item=entry, least_entries=least, **common)
+    is_path = plain is Path
+    # The last rule is the one that stands nearest to the key.
+    rule = rules[-1] if rules else _rule_of(plain, metas)
+    return Key(name, str if is_path else value, rule, is_path=is_path, **common)
+
+
+def _rule_of(plain: Any, metas: list[Meta]) -> Rule:
+    """The words for a type that says by itself what it takes."""
+    if typing.get_origin(plain) is Literal:
+        choices = [json.dumps(choice) for choice in typing.get_args(plain)]
+        return Rule(" or ".join([", ".join(choices[:-1]), choices[-1]]))
+    if plain is int:
+        least = next(meta.ge for meta in metas if meta.ge is not None)
+        return Rule(f"an integer >= {least}")
+    words = {bool: "true or false", dict: "an object", list: "a list"}
+    return Rule(words[typing.get_origin(plain) or plain])
+
+
+def _metas(annotation: Any) -> list[Meta]:
+    return [meta for meta in getattr(annotation, "__metadata__", ()) if isinstance(meta, Meta)]
+
+
+def _without_none(annotation: Any) -> Any:
+    """`annotation` without ``| None``."""
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation
+    (value,) = (member for member in typing.get_args(annotation) if member is not type(None))
+    return value
+
+
+def _plain(annotation: Any) -> Any:
+    return annotation.__origin__ if typing.get_origin(annotation) is Annotated else annotation

@@ -1,0 +1,178 @@
+"""From a decoded JSON object to the values of its keys, with every error in one go.
+
+A key that is unknown and nearly a known one is an error, at every depth; any other unknown key is a warning, because a
+newer orchestrator may write one. A key that is null or a blank text counts as absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..plumbing.text import closest
+from ..plumbing.urls import has_scheme
+from .errors import ConfigErrors
+from .keys import Key, keys_of
+from .refs import looks_like_path
+from .spec import SampleRequest
+
+__all__ = ["DEEPEST", "Parser", "canonical", "is_deeper_than", "under_one_name"]
+
+DEEPEST = 100
+"""Levels of nesting; whatever walks through hyperparameters later may recurse."""
+
+
+def is_deeper_than(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than `levels`, told without recursion."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for outer in layer
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+def canonical(name: str, keys: Mapping[str, Key]) -> str:
+    """The key that `name` spells; `name` itself where it is no other spelling of one."""
+    return next((key.name for key in keys.values() if key.about.alias == name), name)
+
+
+def under_one_name(
+    raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = ""
+) -> dict[str, Any]:
+    """`raw` with other spellings read as the keys that they stand for, also in blocks; two that differ are named."""
+    renamed = {name: value for name, value in raw.items() if name in keys or canonical(name, keys) == name}
+    for alias in raw.keys() - renamed.keys():
+        name, value = canonical(alias, keys), raw[alias]
+        if renamed.get(name) is None:
+            renamed[name] = value
+        elif value is not None and value != renamed[name] and not prefix:
+            errors.warn(f"`{alias}` is an alias of `{name}` with a different value; `{name}` is used.")
+        elif value is not None and value != renamed[name]:
+            errors.add(f"`{prefix}{name}` and `{prefix}{alias}` name two different things. Give one of them.")
+    for name, value in renamed.items():
+        block = keys[name].block if name in keys else None
+        if block is not None and isinstance(value, dict):
+            renamed[name] = under_one_name(value, keys_of(block), errors, f"{prefix}{name}.")
+    return renamed
+
+
+class Parser:
+    """Reads objects as blocks of a job.
+
+    Args:
+        errors: Where errors and warnings go. A faulty key is left out of the result.
+        folder_of: The folder where relative paths of a setting start, by its dotted name.
+    """
+
+    def __init__(self, errors: ConfigErrors, folder_of: Callable[[str], Path] = lambda _: Path.cwd()) -> None:
+        self.errors = errors
+        self.folder_of = folder_of
+
+    def block(
+        self, struct: type[msgspec.Struct], raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True
+    ) -> dict[str, Any]:
+        """The sound values of an object, as keywords of `struct`; a required key that has none gets an empty one.
+
+        Args:
+            struct: The block.
+            raw: The decoded object.
+            prefix: What stands before its keys in messages, ``"dataset."``.
+            complete: Whether a required key that is missing is an error.
+        """
+        keys = keys_of(struct)
+        values, misspelled = {}, set[str | None]()
+        for name, value in raw.items():
+            if name not in keys:
+                misspelled.add(self._unknown(prefix, name, keys))
+            elif value is not None and not _is_blank(value):
+                converted = self._convert(f"{prefix}{name}", value, keys[name])
+                if converted is not None:
+                    values[name] = converted
+        for name, key in keys.items():
+            if key.is_required and name not in values:
+                if complete and name not in misspelled and not self.errors.concern_part(f"{prefix}{name}"):
+                    self._missing(prefix, key)
+                values[name] = "" if key.is_text else 0
+        return values
+
+    def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
+        """Note a key that is not known; the one that was probably meant."""
+        shown = f"{prefix}{name.encode('ascii', 'backslashreplace').decode()[:60]}"
+        meant = closest(name, keys)
+        if meant is None:
+            self.errors.warn(f"Unknown key `{shown}` is ignored.")
+        else:
+            self.errors.add(f"Unknown key `{shown}`. Did you mean `{meant}`?", name=shown)
+        return meant
+
+    def _missing(self, prefix: str, key: Key) -> None:
+        addition = f'"{key.name}": {json.dumps(key.examples[0])}'
+        if prefix:
+            way_out = f"Add {addition}, or leave out `{prefix.rstrip('.')}`."
+        else:
+            or_set = f", or set `{key.about.variable}`" if key.about.variable else ""
+            way_out = f"Add {addition} to the job file{or_set}."
+        name = f"{prefix}{key.name}"
+        self.errors.add(f"`{name}` is missing. {way_out}", name=name, code=key.rule.code)
+
+    def _convert(self, name: str, value: Any, key: Key) -> Any:
+        """`value` as the key's type, or None when it is an error."""
+        rule = key.rule
+        if key.block is not None:
+            if not isinstance(value, dict):
+                self.errors.invalid(name, rule.expected, value)
+                return None
+            return key.block(**self.block(key.block, value, f"{name}."))
+        if key.item is not None:
+            return self._convert_list(name, value, key, key.item)
+        value = value.strip() if isinstance(value, str) and rule.expected.endswith(" URL") else value
+        expected = key.fault(value)
+        if expected:
+            self.errors.invalid(name, expected, value, way_out=rule.way_out, code=rule.code, secret=rule.secret)
+            return None
+        if rule.relative:
+            text = self._absolute(name, value, is_reference=rule.relative == "reference")
+            return Path(text) if key.is_path else text
+        return msgspec.convert(value, key.type)
+
+    def _convert_list(self, name: str, value: Any, key: Key, item: Key) -> Any:
+        if not isinstance(value, list):
+            self.errors.invalid(name, key.rule.expected, value)
+            return None
+        if len(value) < key.least_entries:
+            self.errors.invalid(name, "at least one entry", value, way_out="Leave it out for the default.")
+            return None
+        convert = self._sample if item.block is SampleRequest else self._convert
+        entries = [convert(f"{name}[{index}]", entry, item) for index, entry in enumerate(value)]
+        return key.type(entry for entry in entries if entry is not None)
+
+    def _sample(self, name: str, value: Any, item: Key) -> Any:
+        """A sample request; a string is its prompt, and its place in the list the name of one that has none."""
+        given = {"prompt": value} if isinstance(value, str) else value
+        if not isinstance(given, dict):
+            self.errors.invalid(name, "a string or an object", value)
+            return None
+        index = int(name.rpartition("[")[2].rstrip("]"))
+        return SampleRequest(**{"name": f"sample-{index:02d}", **self.block(SampleRequest, given, f"{name}.")})
+
+    def _absolute(self, name: str, text: str, *, is_reference: bool) -> str:
+        """`text` as an absolute path; a URL, and a reference that is no path, stays as it is."""
+        if has_scheme(text):
+            return text
+        path = os.path.abspath(os.path.join(self.folder_of(name), os.path.expanduser(text)))
+        return path if not is_reference or os.path.exists(path) or looks_like_path(text) else text
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
