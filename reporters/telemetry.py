@@ -19,14 +19,47 @@ import msgspec
 from ..adapter.plumbing.redaction import hide_environment
 from .events.event import MAX_STEP, checked_step, checked_text, finite_float
 from .events.jsonl_file import LineFile
-from .events.reader import read_events as read_lines
+from .events.reader import decode_line, whole_lines
 
-__all__ = ["DEFAULT_PATH", "PATH_VARIABLE", "make_run_id", "read_events", "telemetry_path", "write_event"]
+__all__ = [
+    "DEFAULT_PATH",
+    "OPTIONAL_EVENT_FIELDS",
+    "PATH_VARIABLE",
+    "REQUIRED_EVENT_FIELDS",
+    "default_metrics_path",
+    "make_run_id",
+    "read_events",
+    "telemetry_path",
+    "write_event",
+]
 
 PATH_VARIABLE: Final = "WORLDFLUX_METRICS_PATH"
 """The environment variable that names the file."""
 DEFAULT_PATH: Final = Path(".worldflux", "metrics.jsonl")
 """Where events go when nothing says otherwise, below the working directory."""
+
+REQUIRED_EVENT_FIELDS: Final = (
+    "event",
+    "timestamp",
+    "run_id",
+    "scenario",
+    "success",
+    "duration_sec",
+    "ttfi_sec",
+    "artifacts",
+    "error",
+)
+"""Keys that every event has a value for, though a number that is not known is null."""
+OPTIONAL_EVENT_FIELDS: Final = (
+    "epoch",
+    "step",
+    "throughput_steps_per_sec",
+    "flops_estimate",
+    "watts_estimate",
+    "flops_per_watt",
+    "suggestions",
+)
+"""Keys that are null, or an empty list, in events that have no such value."""
 
 TRIES = 200
 """How often a writer tries for the lock, 50 ms apart: others hold it for one line."""
@@ -41,7 +74,12 @@ def make_run_id() -> str:
 
 def telemetry_path(path: str | os.PathLike[str] | None = None) -> Path:
     """The file of the telemetry: `path`, else what ``WORLDFLUX_METRICS_PATH`` says, else `DEFAULT_PATH`."""
-    return Path(path or os.environ.get(PATH_VARIABLE, "").strip() or DEFAULT_PATH)
+    return Path(path or os.environ.get(PATH_VARIABLE, "").strip() or DEFAULT_PATH).expanduser()
+
+
+def default_metrics_path() -> Path:
+    """The file of the telemetry where a call names none."""
+    return telemetry_path()
 
 
 def write_event(
@@ -52,7 +90,7 @@ def write_event(
     duration_sec: float | None = None,
     ttfi_sec: float | None = None,
     artifacts: Mapping[str, Any] | None = None,
-    error: str = "",
+    error: str | None = "",
     run_id: str | None = None,
     epoch: int | None = None,
     step: int | None = None,
@@ -60,7 +98,8 @@ def write_event(
     flops_estimate: float | None = None,
     watts_estimate: float | None = None,
     flops_per_watt: float | None = None,
-    suggestions: Iterable[str] = (),
+    suggestions: Iterable[str] | None = None,
+    timestamp: float | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Append one event to the telemetry file and return it as it was written.
@@ -75,7 +114,7 @@ def write_event(
         duration_sec: Seconds that it took.
         ttfi_sec: Seconds to the first iteration.
         artifacts: Anything JSON can hold, by name; paths are written as strings.
-        error: What went wrong; empty where nothing did.
+        error: What went wrong; empty or None where nothing did.
         run_id: The same for all events of a run; None makes one up.
         epoch: Completed epochs.
         step: Completed steps.
@@ -84,6 +123,7 @@ def write_event(
         watts_estimate: Power in watts.
         flops_per_watt: Floating point operations a second for each watt.
         suggestions: What to try, in words.
+        timestamp: Seconds since the epoch; None takes the time of the call.
         path: The file; see `telemetry_path`.
 
     Raises:
@@ -97,7 +137,7 @@ def write_event(
         "artifacts": _plain("artifacts", {} if artifacts is None else _mapping(artifacts)),
         "duration_sec": _number("duration_sec", duration_sec),
         "epoch": None if epoch is None else _count("epoch", epoch),
-        "error": _safe("error", error),
+        "error": _safe("error", "" if error is None else error),
         "event": _plain("event", checked_text("event", event)),
         "flops_estimate": _number("flops_estimate", flops_estimate),
         "flops_per_watt": _number("flops_per_watt", flops_per_watt),
@@ -105,9 +145,9 @@ def write_event(
         "scenario": _plain("scenario", checked_text("scenario", scenario)),
         "step": None if step is None else _count("step", step),
         "success": _flag(success),
-        "suggestions": [_safe(f"suggestions[{index}]", text) for index, text in enumerate(suggestions)],
+        "suggestions": [_safe(f"suggestions[{index}]", text) for index, text in enumerate(suggestions or ())],
         "throughput_steps_per_sec": _number("throughput_steps_per_sec", throughput_steps_per_sec),
-        "timestamp": time.time(),
+        "timestamp": time.time() if timestamp is None else _number("timestamp", timestamp),
         "ttfi_sec": _number("ttfi_sec", ttfi_sec),
         "watts_estimate": _number("watts_estimate", watts_estimate),
     }
@@ -119,7 +159,7 @@ def write_event(
 def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
     """All events of a telemetry file, oldest first; none where there is no file yet.
 
-    A last line without its newline is being written, or was torn, and is left out.
+    A last line without its newline is being written, or was torn, and is left out, and so are blank lines.
 
     Args:
         path: The file; see `telemetry_path`.
@@ -128,7 +168,9 @@ def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, An
         EventLogError: The file cannot be read, or a line within it is not a JSON object.
     """
     file = telemetry_path(path)
-    return list(read_lines(file)) if file.exists() else []
+    if not file.exists():
+        return []
+    return [decode_line(file, number, line) for number, line in whole_lines(file) if line.strip()]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -59,7 +59,17 @@ _WORLDFLUX = {
             *("HeartbeatCallback", "LoggingCallback", "ProgressCallback"),
         ),
     ),
-    "worldflux.telemetry.wasr": ("genlight.reporters.telemetry", ("make_run_id", "read_events", "write_event")),
+    "worldflux.telemetry.wasr": (
+        "genlight.reporters.telemetry",
+        (
+            "OPTIONAL_EVENT_FIELDS",
+            "REQUIRED_EVENT_FIELDS",
+            "default_metrics_path",
+            "make_run_id",
+            "read_events",
+            "write_event",
+        ),
+    ),
 }
 """Modules of ``worldflux``: the module of ours that each stands for, and its names."""
 

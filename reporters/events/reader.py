@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "count_started",
+    "decode_line",
     "decode_object",
     "follow",
     "last_seq",
@@ -78,7 +79,7 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         EventLogError: The log is absent or unreadable, or a line within it is not a JSON object.
     """
     lines = whole_lines(path)
-    return (_event(path, number, line) for number, line in lines)
+    return (decode_line(path, number, line) for number, line in lines)
 
 
 def typed_events(path: str | os.PathLike[str], *, strict: bool = True) -> Iterator[Event]:
@@ -118,7 +119,7 @@ def _one_by_one(path: str | os.PathLike[str], lines: Iterable[bytes], first: int
             if strict:
                 raise _broken(path, number, "an event", error) from error
             if b"\0" not in line:
-                _event(path, number, line)
+                decode_line(path, number, line)
 
 
 def read_metrics(
@@ -308,7 +309,12 @@ def _numbered(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _event(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
+def decode_line(path: str | os.PathLike[str], number: int, line: bytes) -> dict[str, Any]:
+    """The JSON object on a line of the file at `path`.
+
+    Raises:
+        EventLogError: It is none; names the line.
+    """
     try:
         return _decode(line)
     except (ValueError, RecursionError) as error:
@@ -337,4 +343,4 @@ def _new_events(path: str | os.PathLike[str], position: _Position) -> Iterator[d
                 return
             position.line += 1
             position.offset += len(line)
-            yield _event(path, position.line, line)
+            yield decode_line(path, position.line, line)

@@ -50,8 +50,8 @@ class UploadedFile:
 class TerminalPayload:
     """The one message that says how a run ended.
 
-    `final_checkpoint_ref` and `final_checkpoint_sha256` are filled in from the uploads of `final_checkpoint` where
-    they are left out. `attempt` is not sent; it distinguishes the failure of one attempt from that of the next.
+    `final_checkpoint` is a local path. `final_checkpoint_ref` and `final_checkpoint_sha256` are filled in from its
+    uploads where they are left out. `attempt` is not sent; it distinguishes the failures of two attempts.
     """
 
     status: Literal["completed", "failed"]
@@ -94,7 +94,7 @@ def artifact_payload(
 ) -> dict[str, Any]:
     """Body of a checkpoint or sample POST.
 
-    Without a file store `file_ref` and `uploaded_size_bytes` are null and `sha256` is our own digest.
+    Without a file store `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our own digest.
     """
     payload: dict[str, Any] = {
         "run_id": run_id,
@@ -102,7 +102,7 @@ def artifact_payload(
         "step": step,
         "local_path": local_path,
         "size_bytes": facts.size_bytes,
-        "file_ref": uploaded.ref if uploaded else None,
+        "file_ref": (uploaded.ref if uploaded else None) or "",
         "sha256": uploaded.sha256 if uploaded else facts.sha256,
         "uploaded_size_bytes": uploaded.size_bytes if uploaded else None,
     }
@@ -112,16 +112,19 @@ def artifact_payload(
 
 
 def terminal_payload(run_id: str, terminal: TerminalPayload) -> dict[str, Any]:
-    """Body of the terminal POST."""
+    """Body of the terminal POST.
+
+    `final_checkpoint` is the store's reference where there is one, else the local path; a text that is absent is empty.
+    """
     return {
         "run_id": run_id,
         "kind": "terminal",
         "status": terminal.status,
         "step": terminal.step,
-        "final_checkpoint": terminal.final_checkpoint,
-        "final_checkpoint_ref": terminal.final_checkpoint_ref,
+        "final_checkpoint": terminal.final_checkpoint_ref or terminal.final_checkpoint,
+        "final_checkpoint_ref": terminal.final_checkpoint_ref or "",
         "final_checkpoint_sha256": terminal.final_checkpoint_sha256,
-        "error": terminal.error,
+        "error": terminal.error or "",
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError
+from genlight.reporters import telemetry
 from genlight.reporters.events.jsonl_file import LineFile
 from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
 
@@ -194,7 +195,7 @@ def test_a_file_that_another_writer_keeps_is_an_error_that_names_the_process(pat
         ({"suggestions": [1]}, TypeError, r"`suggestions\[0\]`"),
         ({"artifacts": [1]}, TypeError, "`artifacts`"),
         ({"artifacts": {"a": {"b": object()}}}, TypeError, r"`artifacts\.a\.b`"),
-        ({"error": None}, TypeError, "`error`"),
+        ({"error": 3}, TypeError, "`error`"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name_and_nothing_is_written(wrong, error, text, path: Path) -> None:
@@ -215,3 +216,17 @@ def test_a_text_holds_no_secret(path: Path, monkeypatch) -> None:
 def test_telemetry_loads_neither_torch_nor_lightning() -> None:
     script = "import sys, genlight.reporters.telemetry; assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_signature_and_names_of_upstream_are_taken(path: Path, monkeypatch) -> None:
+    event = write_event(event="x", scenario="s", success=True, timestamp=5.5, error=None, suggestions=None, path=path)
+    assert (event["timestamp"], event["error"], event["suggestions"]) == (5.5, "", [])
+    assert {*telemetry.REQUIRED_EVENT_FIELDS, *telemetry.OPTIONAL_EVENT_FIELDS} == set(event)
+    monkeypatch.setenv("WORLDFLUX_METRICS_PATH", "~/metrics.jsonl")
+    assert telemetry.default_metrics_path() == Path.home() / "metrics.jsonl"
+
+
+def test_blank_lines_are_no_events(path: Path) -> None:
+    write_event(event="x", scenario="s", success=True, path=path)
+    path.write_bytes(b"\n" + path.read_bytes() + b"  \n\n")
+    assert [event["event"] for event in read_events(path)] == ["x"]

@@ -529,7 +529,7 @@ def test_a_store_that_knows_nothing_of_a_file_contradicts_nothing(chaos, uploade
     uploader.enqueue_checkpoint(record, files, 1)
     assert uploader.settle().ok
     (message,) = chaos.messages("/checkpoint")
-    assert message["file_ref"] is None
+    assert message["file_ref"] == ""
     assert message["size_bytes"] == message["uploaded_size_bytes"] == record.stat().st_size
 
 

@@ -103,7 +103,7 @@ def test_without_a_file_store_the_message_carries_our_own_digest(chaos, uploader
     assert uploader.settle().ok
     (message,) = chaos.messages("/checkpoint")
     assert message["sha256"] == hashlib.sha256(record.read_bytes()).hexdigest()
-    assert (message["file_ref"], message["uploaded_size_bytes"]) == (None, None)
+    assert (message["file_ref"], message["uploaded_size_bytes"]) == ("", None)
 
 
 def test_nothing_is_sent_where_no_url_is_set(chaos, uploader_for, write_checkpoint):
@@ -136,10 +136,10 @@ def test_the_terminal_message_names_the_uploaded_final_checkpoint_and_is_sent_on
             "kind": "terminal",
             "status": "completed",
             "step": 9,
-            "final_checkpoint": str(record),
+            "final_checkpoint": "ref-final-final.json",
             "final_checkpoint_ref": "ref-final-final.json",
             "final_checkpoint_sha256": hashlib.sha256(record.read_bytes()).hexdigest(),
-            "error": None,
+            "error": "",
         }
     ]
 
